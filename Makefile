@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 
-.PHONY: demo test check install tools completions goldens clean
+.PHONY: demo test check install tools completions goldens gpu-check clean
 
 install: $(VENV)/.installed
 
@@ -64,6 +64,10 @@ check: install tools
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(RUN_TESTS)
+
+# Fifteen minutes on a machine with GPUs; its table belongs into an issue.
+gpu-check: install
+	$(BIN)/python benchmarks/gpu_check.py
 
 clean:
 	rm -rf demo .torch_extensions .pytest_cache .ruff_cache .hypothesis

@@ -154,7 +154,7 @@ class Plans:
 
     def of(self, case: Case) -> RunPlan:
         settings = case.settings
-        key = (settings.model.model_family, settings.model.model_flavour, case.shape)
+        key = (settings.model.model_dump_json(), settings.lora.model_dump_json(), case.shape)
         if key not in self.known:
             family = self.stack.enter_context(opened_family(settings, Report(quiet=True)))
             self.known[key] = Workload(family, case.shape), flops_per_sample(family, case.shape)

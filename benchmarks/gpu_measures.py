@@ -31,6 +31,7 @@ from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.report import Report
+from simpletuner.run_log import silence_torchao
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.measure import fill_with_noise, random_engine, random_inputs, timed_steps
@@ -252,6 +253,7 @@ RUNNERS: dict[str, Callable[[Case], Record]] = {
 
 def measure(case: Case, answer: Connection) -> None:
     """Send what a case measured, or why it could not; in a process of its own."""
+    silence_torchao()
     try:
         answer.send(RUNNERS[case.part](case))
     except (SimpleTunerError, RuntimeError) as error:  # out of memory, or a kernel or compiler that is not there

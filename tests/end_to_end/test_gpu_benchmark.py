@@ -40,6 +40,19 @@ def test_the_benchmark_continues_and_prints_what_it_measured(tmp_path):
     assert "attention: auto" in run.stdout
 
 
+def test_the_check_of_a_gpu_is_one_table_of_what_is_assumed_and_what_is_here():
+    check = [sys.executable, str(SCRIPT.with_name("gpu_check.py"))]
+    command = [*check, "--tiny", "--json", "machine", "killed", "link"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    found = {row["what"]: row["here"] for row in json.loads(done.stdout)["rows"]}
+    assert found["context, MiB"] == "not measured here", "there is no nvidia-smi"
+    assert found["bf16 products, TFLOP/s"] > 0 and found["all_gather of 2 ranks, GB/s"] > 0
+    assert found["losses after SIGKILL and resuming, off by"] == 0
+    none = subprocess.run(check, capture_output=True, text=True, timeout=500)
+    assert (none.returncode, none.stderr.partition("\n")[0]) == (3, "error: torch sees no CUDA device here")
+
+
 def test_settings_of_all_cases_are_valid():
     for tiny in (True, False):
         cases = [case for case in all_cases(tiny) if "model_family" in case.flags]

@@ -24,6 +24,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 DERIVED = (
     "settings.json",
     "durations.json",
+    "base_model.json",
     "wandb.json",
     "validation/step-000000/trained-00.png",
     "validation/step-1",

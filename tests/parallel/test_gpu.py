@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ SAID = "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capaci
 
 
 def settings(**sections) -> Settings:
-    return Settings(training=Training(train_batch_size=1), **sections)
+    return Settings(training=Training(train_batch_size=1, gradient_checkpointing=True), **sections)
 
 
 def test_a_gpu_without_memory_is_a_sentence_with_the_next_thing_to_try():
@@ -32,10 +33,11 @@ def test_a_gpu_without_memory_is_a_sentence_with_the_next_thing_to_try():
 def test_what_costs_least_is_proposed_first():
     half = Training(activation_memory_budget=0.5)
     several, averaged = Launch(num_processes=2), Ema(use_ema=True, ema_device="accelerator")
-    least, compiled = Training(train_batch_size=1, offload_activations=True), Compile(dynamo_backend="inductor")
+    recomputed, compiled = partial(Training, gradient_checkpointing=True), Compile(dynamo_backend="inductor")
+    least = recomputed(train_batch_size=1, offload_activations=True)
     for own, proposed in [
         (Settings(training=Training(gradient_checkpointing=False)), "gradient_checkpointing"),
-        (Settings(training=Training(train_batch_size=6)), "train_batch_size=3 and gradient_accumulation_steps=2"),
+        (Settings(training=recomputed(train_batch_size=6)), "train_batch_size=3 and gradient_accumulation_steps=2"),
         (settings(ema=averaged, launch=several), "ema_device=cpu"),
         (settings(launch=several), "fsdp_enable, which shards"),
         (settings(launch=several, parallel=Parallel(fsdp_enable=True)), "offload_activations"),

@@ -141,15 +141,15 @@ class Training(Section):
 
     output_dir: Path = knob(Path("output"), "Folder of this run: checkpoints, caches, validation images, metrics, the final pipeline.")
     seed: int = knob(42, "Determines data order, noise, timesteps and crops.", ge=0, aliases=("training_seed",))
-    train_batch_size: int = knob(4, "Samples per rank in one forward pass.", ge=1)
-    gradient_accumulation_steps: int = knob(1, "Forward passes per optimizer step.", ge=1)
-    global_batch_size: int | None = knob(None, "Samples per optimizer step over all ranks, whatever their number: gradient_accumulation_steps follows from it.", ge=1)
+    train_batch_size: int = knob(4, "Samples per rank in one forward pass.", ge=1, le=1_000_000)
+    gradient_accumulation_steps: int = knob(1, "Forward passes per optimizer step.", ge=1, le=1_000_000)
+    global_batch_size: int | None = knob(None, "Samples per optimizer step over all ranks, whatever their number: gradient_accumulation_steps follows from it.", ge=1, le=1_000_000_000)
     max_train_steps: int | None = knob(None, "Stop after this many optimizer steps; empty: num_train_epochs counts.", ge=1)
     num_train_epochs: int = knob(1, "Stop after this many epochs, unless max_train_steps is given; 0: only that counts.", ge=0)
     mixed_precision: Literal["no", "bf16"] = knob("bf16", "Compute in bf16 over float32 master weights, or in float32.")
     float8: bool = knob(False, "Compute the blocks' linear layers in float8 (torchao) on NVIDIA GPUs from Ada and Hopper on; weights keep their precision.")
     allow_tf32: bool = knob(False, "Compute float32 products and convolutions in TF32 on NVIDIA GPUs: faster, with 10 bits of mantissa.")
-    gradient_checkpointing: bool | None = knob(True, "Keep only the inputs of blocks for the backward pass, and recompute the rest there, to save memory; auto: as little as fits, counted before training.")  # fmt: skip
+    gradient_checkpointing: bool | None = knob(None, "Keep only the inputs of blocks for the backward pass, and recompute the rest there, to save memory; auto: only where all does not fit, counted before training.")  # fmt: skip
     activation_memory_budget: float | None = knob(None, "What compiled blocks keep for the backward pass, from 0 (as little as they can) to 1 (all that they need), in place of gradient_checkpointing; empty: that decides.", ge=0, le=1)
     offload_activations: bool = knob(False, "Keep what the backward pass needs of the forward pass in the machine's memory.")
     fuse_qkv_projections: bool = knob(False, "Compute the query, key and value projections of an attention as one product; weights and checkpoints stay as published.")

@@ -58,7 +58,10 @@ DEFAULTS: dict[str, str] = {
 SAME_RESULT: dict[str, str] = {
     **dict.fromkeys(("output_dir", "logging_dir", "tracker_run_name", "tracker_project_name"), "names of results"),
     **dict.fromkeys(("cache_dir_text", "main_process_ip"), "an address or a folder of this run"),
-    **dict.fromkeys(("dataloader_prefetch_qlen", "text_encoder_batch_size", "max_workers"), "time and memory alone"),
+    **dict.fromkeys(
+        ("dataloader_prefetch_qlen", "text_encoder_batch_size", "max_workers", "gradient_checkpointing"),
+        "time and memory alone",
+    ),
     **dict.fromkeys(("dynamo_backend", "dynamo_use_regional_compilation"), "time alone"),
     "fsdp_cpu_ram_efficient_loading": "memory alone",
     "lr_scheduler": "constant and constant_with_warmup are the same here",

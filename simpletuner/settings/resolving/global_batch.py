@@ -8,7 +8,7 @@ from simpletuner.settings.resolving.sources import RANKS, MergedValues
 from simpletuner.system.numbers import count_noun
 
 NAME, BATCH, CONTEXT = "global_batch_size", "train_batch_size", "context_parallel_size"
-SIZES_SHOWN = 6
+SIZES_SHOWN, LARGEST_SHOWN = 6, 10_000
 
 
 def apply_global_batch_size(merged: MergedValues) -> None:
@@ -35,5 +35,6 @@ def suggest(wanted: int, batch: int, data_ranks: int) -> str:
     if wanted % data_ranks:
         return f"set {NAME} to {nearest}, or start a number of ranks that divides {wanted}"
     own = wanted // data_ranks
-    sizes = [size for size in range(own, 0, -1) if own % size == 0 and size <= batch][:SIZES_SHOWN]
+    # What is typed may have any number of digits, and is tried one by one.
+    sizes = [size for size in range(min(own, batch, LARGEST_SHOWN), 0, -1) if own % size == 0][:SIZES_SHOWN]
     return f"set {BATCH} to {', '.join(map(str, sizes))}, or {NAME} to {nearest}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,7 +62,10 @@ class Planner:
         launch, limit = settings.launch, self.budget.gpu_bytes
         if launch.use_cpu and (limit := self.budget.host_bytes) is not None:
             limit = limit * launch.num_machines // launch.num_processes
-        values, _ = choose_recomputation(settings, workload, math.inf if limit is None else limit)
+        if limit is None:  # nothing says what fits: the least
+            values = {"gradient_checkpointing": True}
+        else:
+            values, _ = choose_recomputation(settings, workload, limit)
         return replace(self.loaded, settings=with_training(settings, values))
 
     def with_settings(self, values: Mapping[str, Any]) -> Loaded:

@@ -21,6 +21,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "gradient_checkpointing": (False, True),
     "offload_activations": (False, True),
 }
+LARGEST_BATCH = 1_000_000
+"""Samples per rank in one forward pass, as `train_batch_size` is declared."""
+
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 # Settings whose steps differ by no more than this share count as equally fast: the simpler one is taken.
 SAME_SPEED = 0.01
@@ -48,8 +51,8 @@ def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
         free = {name: free[name] for name in ("gradient_checkpointing", "offload_activations") if name in free}
     training = loaded.settings.training
     whole = training.train_batch_size * training.gradient_accumulation_steps
-    sizes = [size for size in range(1, whole + 1) if whole % size == 0]
-    batches = [dict(zip(BATCH, (size, whole // size), strict=True)) for size in reversed(sizes)]
+    sizes = [size for size in range(min(whole, LARGEST_BATCH), 0, -1) if whole % size == 0]
+    batches = [dict(zip(BATCH, (size, whole // size), strict=True)) for size in sizes]
     for values in product(*free.values()):
         chosen = dict(zip(free, values, strict=True))
         if chosen.get("fsdp_offload_params") and not chosen.get("fsdp_enable", True):

@@ -51,7 +51,19 @@ def test_accumulation_follows_from_the_number_of_ranks(flags, environment, steps
             {"global_batch_size": "32", "train_batch_size": "4", "gradient_accumulation_steps": "2"},
             "gradient_accumulation_steps = '2' (flag): global_batch_size = 32 (flag) says 8; keep one of them",
         ),
-        ({"global_batch_size": "0"}, "global_batch_size = '0' (flag): use a whole number of at least 1, or none"),
+        (
+            {"global_batch_size": "999999999", "train_batch_size": "1000000"},
+            "global_batch_size = 999999999 (flag) is no multiple of train_batch_size 1000000 x 1 rank: set "
+            "train_batch_size to 2997, 999, 333, 111, 81, 37, or global_batch_size to 999000000 or 1000000000",
+        ),
+        (  # a slip of the hand: sizes were tried one by one, for hours
+            {"global_batch_size": f"{10**15}"},
+            f"global_batch_size = '{10**15}' (flag): use a whole number of at least 1 and at most 1000000000, or none",
+        ),
+        (
+            {"global_batch_size": "0"},
+            "global_batch_size = '0' (flag): use a whole number of at least 1 and at most 1000000000, or none",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_mistake(flags, said):

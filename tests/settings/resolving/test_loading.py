@@ -125,8 +125,8 @@ def test_all_mistakes_of_all_sources_are_reported_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
     [
-        ("train_batch_size", 0, "use a whole number of at least 1"),
-        ("train_batch_size", 2.5, "use a whole number of at least 1"),
+        ("train_batch_size", 0, "use a whole number of at least 1 and at most 1000000"),
+        ("train_batch_size", 2.5, "use a whole number of at least 1 and at most 1000000"),
         ("learning_rate", 0, "use a number above 0"),
         ("learning_rate", float("nan"), "use a number above 0"),
         ("caption_dropout_probability", 1.01, "use a number of at least 0 and at most 1"),

@@ -163,7 +163,8 @@ def rehearsed(
     `known` has the models, traces and FLOPs of rehearsals before.
     """
     machines = {"num_machines": world_size // RANKS_PER_MACHINE} if world_size > RANKS_PER_MACHINE else {}
-    loaded = load({**flags, "num_processes": world_size, **machines}, complete=False, environment={})
+    recomputes = {"gradient_checkpointing": True}  # unless said otherwise: `auto` asks what a card has left
+    loaded = load({**recomputes, **flags, "num_processes": world_size, **machines}, complete=False, environment={})
     with ExitStack() as stack:
         family, largest = stack.enter_context(opened(loaded))
         known = known or Known()

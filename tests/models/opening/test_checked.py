@@ -1,0 +1,69 @@
+"""A base model that a run has found complete is not checked again, until one of its files changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.models.opening.checked import NOTE
+from simpletuner.models.opening.loading import load_family
+from simpletuner.parallel.world import World
+from simpletuner.settings.declared.sections import Data, Model, Settings
+
+
+@pytest.fixture
+def folder(sdxl, tmp_path) -> Path:
+    return Path(shutil.copytree(sdxl, tmp_path / "base"))
+
+
+def start(folder: Path, run_folder: Path | None, **model: str) -> None:
+    world = World(0, 1, 0, torch.device("cpu"), dist.HashStore(), 0)
+    chosen = Model(model_family="sdxl", pretrained_model_name_or_path=str(folder), **model)
+    load_family(Settings(model=chosen, data=Data()), world, lambda: None, run_folder)
+
+
+def damage(file: Path, **times: tuple[int, int]) -> None:
+    """Write another file of the same size; `ns` gives it times."""
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"bias", b"bios"))
+    os.utime(file, **times)
+
+
+def test_a_model_is_checked_again_where_a_setting_or_a_version_has_changed(folder, tmp_path):
+    weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    (run := tmp_path / "run").mkdir()
+    status = weights.stat()
+    start(folder, run)
+    note = run / NOTE
+    facts = json.loads(note.read_text())
+    assert facts["files"]["vae/diffusion_pytorch_model.safetensors"] == [status.st_size, status.st_mtime_ns]
+
+    damage(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    start(folder, run)  # as it was by size and time, so that it is not read
+    with pytest.raises(EnvironmentNotReady, match="lacks"):
+        start(folder, None)
+    with pytest.raises(EnvironmentNotReady, match="lacks"):
+        start(folder, run, model_flavour="base-1.0")
+    facts["versions"]["diffusers"] = "0.1"
+    note.write_text(json.dumps(facts))
+    with pytest.raises(EnvironmentNotReady, match="lacks"):
+        start(folder, run)
+    note.write_text("{")
+    with pytest.raises(EnvironmentNotReady, match="lacks"):
+        start(folder, run)
+    assert note.read_text() == "{", "nothing is noted of a model that lacks something"
+
+
+def test_a_file_that_changed_is_read(folder, tmp_path):
+    (run := tmp_path / "run").mkdir()
+    start(folder, run)
+    damage(folder / "vae" / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(EnvironmentNotReady, match="vae lacks"):
+        start(folder, run)
