@@ -70,13 +70,19 @@ def test_a_step_communicates_what_its_layout_needs(name, rehearsed):
         assert scalars < SMALL_BYTES
 
 
-def test_evaluations_wait_only_for_their_results(rehearsed):
-    waits = rehearsed["fsdp2"]["evaluation"]
-    assert {place.partition(": ")[2].partition(":")[0] for place in waits} <= {
+def test_evaluations_wait_only_for_their_results_and_denoising_for_nothing(rehearsed):
+    """Prompts and the pipeline's inputs are copied once per image; none of its three denoising steps waits."""
+    waits = {what.rpartition(": ")[2]: count for what, count in rehearsed["fsdp2"]["evaluation"].items()}
+    results = {place: count for place, count in waits.items() if "training/" in place}
+    inputs = {place: count for place, count in waits.items() if place not in results}
+    assert {place.rpartition(":")[0] for place in results} <= {
         "training/validation/held_out.py",
+        "training/validation/validator.py",
         "training/ema.py",
     }
-    assert sum(waits.values()) < 300
+    assert sum(results.values()) < 300
+    assert all("from models/family/base.py" in place for place in inputs)
+    assert {*inputs.values()} == {1}, "three, where it is once per step"
 
 
 def test_planted_defects_are_found(rehearsed):

@@ -38,11 +38,12 @@ TINY: Flags = {
 FSDP2: Flags = {"fsdp_enable": True}
 LORA: Flags = {"model_type": "lora"}
 RELEASED: Flags = {"optimizer_release_gradients": True, "max_grad_norm": 0, "use_ema": True}
+VALIDATED: Flags = {"validation_prompt": "a", "validation_num_inference_steps": 3}
 RANKS = 8
 CASES: dict[str, tuple[int, Flags]] = {
     "plain": (1, {"use_ema": True, "optimizer": "adam"}),
     "ddp": (RANKS, {"gradient_checkpointing": True}),
-    "fsdp2": (RANKS, FSDP2 | {"use_ema": True, "ema_device": "accelerator"}),
+    "fsdp2": (RANKS, FSDP2 | VALIDATED | {"use_ema": True, "ema_device": "accelerator"}),
     "hsdp": (32, FSDP2 | {"dp_replicate_size": 4, "optimizer": "lion"}),
     "accumulated": (RANKS, FSDP2 | {"gradient_accumulation_steps": 2, "optimizer": "adagrad"}),
     "all-gather": (RANKS, FSDP2 | {"context_parallel_size": 2, "optimizer": "adafactor"}),

@@ -28,6 +28,7 @@ from fake_gpu.device import DEVICE, RUNTIME, install
 from fake_gpu.recorder import Recorder, follow_resizing
 from simpletuner.data.batches.prefetch import RankSlice, SampleReader, StepBatch, collate
 from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.sampler.batch_sampler import GlobalBatch, SamplerState
 from simpletuner.data.samples.samples import Sample
@@ -230,7 +231,7 @@ def started(
             mesh.shard_mesh(kind)  # reads the numbers of its ranks
     prepared = prepared_samples(session, family, largest)
     batch = first_batch(session, prepared)
-    objective, own_denoiser = objective_of(family), family.denoiser
+    objective, own_denoiser, own_vae = objective_of(family), family.denoiser, family.vae
     recorder = Recorder(checks_order)
 
     def denoiser(**options: Any) -> Any:
@@ -239,7 +240,12 @@ def started(
         use_cuda_kernels(model)
         return model
 
+    def vae(device: torch.device) -> Any:
+        with unset_fake_temporarily():
+            return own_vae(device)
+
     stack.enter_context(mock.patch.object(family, "denoiser", denoiser))
+    stack.enter_context(mock.patch.object(family, "vae", vae))
     stack.enter_context(mock.patch.object(family, "objective", lambda: objective))
     stack.enter_context(mock.patch.object(engines, "read_tensors", lambda *_: None))  # nothing is in these tensors
     stack.enter_context(mock.patch.object(engines, "weights_files", lambda *_: []))
@@ -318,7 +324,9 @@ def prepared_samples(session: Session, family: ModelFamily, largest: Shape) -> A
     held_out = np.arange(min(HELD_OUT, len(samples)))
     plan = SimpleNamespace(samples=samples, sampler=None, held_out=held_out)
     prompts = SimpleNamespace(read=lambda prompt: text)
-    return SimpleNamespace(plan=plan, reader=reader, validation=[], prompts=prompts)
+    prompt = ValidationPrompt(prompt="")
+    validation = [prompt] if session.settings.validation.samples_images else []
+    return SimpleNamespace(plan=plan, reader=reader, validation=validation, prompts=prompts)
 
 
 def dtype_of(name: str) -> torch.dtype:
