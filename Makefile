@@ -54,10 +54,15 @@ goldens: completions
 # many containers, each process that a test starts compiles the package again: 0.16 CPU seconds of a command, 0.8 of a rank.
 RUN_TESTS := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist worksteal --durations=20
 
-test: install tools
+# Kernels are compiled for GPUs and interpreted here. Apart from the others: torch would load it, and its CUDA build
+# brings a version of its own.
+.triton: Makefile | install
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.7.1
+
+test: install tools .triton
 	$(RUN_TESTS)
 
-check: install tools
+check: install tools .triton
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell

@@ -26,10 +26,8 @@ SYNC_EACH_BATCH_ABOVE = 2_000_000_000
 def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: torch.dtype, mesh: Mesh) -> None:
     """Turn a model's parameters into DTensors sharded on dim 0: each unit, then what is left as the root.
 
-    They are gathered in `dtype`, but those of a LoRA and its base as they are.
+    They are gathered in `dtype`; as they are, if that is float32.
     """
-    if not all(each.requires_grad for each in model.parameters()):
-        dtype = torch.float32  # the norms of a base in bf16 are float32, and so are the matrices of a LoRA
     # cast_forward_inputs would round rotary tables, timesteps and SDXL's time ids to bf16, where 999 becomes 1000.
     # Gradients are reduced in float32: in bf16 a sum over many ranks loses what each of them adds.
     policy = MixedPrecisionPolicy(

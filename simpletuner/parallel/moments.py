@@ -71,10 +71,6 @@ class TrainedWeights:
         ]
         return sum(sizes) / self.num_parameters
 
-    def num_chunks(self, ranks: int, size: int) -> int:
-        """Return into how many parts of at most `size` values the shards of one of so many ranks are cut."""
-        return sum(-(-prod(shape) // (ranks * size)) for shape, _ in self.shapes)
-
     def saved_states(self, optimizer: str) -> int:
         """Return how many numbers of moments a checkpoint holds, over all ranks."""
         return sum(prod(m) for each in self.shapes for m in moment_shapes(optimizer, *each).values())

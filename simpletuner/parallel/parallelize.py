@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from simpletuner.parallel.compilation import compile_in_place
@@ -35,4 +36,6 @@ def parallelize(
     if settings.compile.is_on:
         compile_in_place(model, blocks, settings.compile)
     if settings.parallel.fsdp_enable:
-        shard(model, blocks, settings.parallel, compute_dtype(settings), mesh)
+        # The norms of a LoRA's base in bf16 are float32, and so are its matrices: gathered as they are, under autocast.
+        is_lora = settings.model.model_type == "lora"
+        shard(model, blocks, settings.parallel, torch.float32 if is_lora else compute_dtype(settings), mesh)

@@ -22,9 +22,6 @@ SPLIT_MOMENT_BYTES = 1 + 4 / 128
 QUANTIZED_BYTES = {"int8": 1, "float8": 1, "nf4": 0.5 + 1 / 64}
 """Bytes of a frozen weight by base_model_precision: NF4 has 4 bits, and 8 bits of scale for 64 weights."""
 
-SPLIT_CHUNK = 32768 * 128
-"""Values that its optimizer has in float32 at once."""
-
 
 @dataclass(frozen=True)
 class MemoryInputs:
@@ -43,8 +40,8 @@ class MemoryInputs:
     """Parameters of the largest unit that FSDP2 gathers."""
     root_parameters: int = 0
     """Parameters outside all units."""
-    num_chunks: int = 0
-    """Parts of SPLIT_CHUNK values, or of a weight that is smaller, that an optimizer steps one by one."""
+    num_weights: int = 0
+    """Tensors that are trained, each of which an optimizer of our own steps by itself."""
 
     @classmethod
     def of(cls, settings: Settings, weights: TrainedWeights, frozen: int = 0, units: tuple[int, int] = (0, 0)) -> Self:
@@ -52,7 +49,6 @@ class MemoryInputs:
         launch, ema = settings.launch, settings.ema
         states = weights.held_states(settings.optimizer.optimizer, shard_ranks(settings))
         ema_device = ema.ema_device if ema.use_ema else ""
-        chunks = weights.num_chunks(shard_ranks(settings), SPLIT_CHUNK)
         return cls(
             weights.num_parameters,
             launch.num_processes,
@@ -61,7 +57,7 @@ class MemoryInputs:
             ema_device,
             frozen,
             *units,
-            chunks,
+            len(weights.shapes),
         )
 
     @property

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
-from torch import Generator, Tensor
+import torch
+from torch import Tensor
 
 from simpletuner.data.sampler.permutation import hash_key
-from simpletuner.parallel.devices.memory import SPLIT_CHUNK
 from simpletuner.parallel.optimizer_state import NewMoments, ShardAdamW, zero_moments
-from simpletuner.parallel.precision.split_state import QuantizedMoment, join_float32, write_float32
+from simpletuner.parallel.precision.split_state import QuantizedMoment, join_float32, rounding_noise, write_float32
 
-CHUNK = SPLIT_CHUNK
-"""Values that are float32 at once: each temporary tensor of a step has 16 MiB at most. A multiple of BLOCK."""
+CHUNK = 32768 * 128
+"""Values that are float32 at once on a CPU: each temporary tensor has 16 MiB at most. A multiple of BLOCK."""
 
 
 class SplitAdamW(ShardAdamW):
@@ -21,7 +22,7 @@ class SplitAdamW(ShardAdamW):
     remainders: dict[Tensor, Tensor]
     """Low bits of each parameter that bf16 leaves out (int16, of its shape), written like the parameter itself."""
 
-    gradient_scale: Tensor | float = 1.0
+    gradient_scale: Tensor | None = None
     """Factor of all gradients of the next step. Clipped in place, bf16 gradients would be rounded once more."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -31,7 +32,7 @@ class SplitAdamW(ShardAdamW):
 
     def step(self, closure: None = None) -> None:
         super().step()
-        self.gradient_scale = 1.0
+        self.gradient_scale = None
 
     def new_moments(self, parameter: Tensor) -> NewMoments:
         return zero_moments(parameter, "adamw")
@@ -48,31 +49,95 @@ class SplitAdamW(ShardAdamW):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state.get(parameter) or self.start(parameter, 0)
         state["step"] += 1
-        # Of step and number alone: a resumed run draws the same, and so do all copies of a weight. Hashed, since on a
-        # CPU torch's generator keeps the lower 32 bits of a seed only (ATen/core/MT19937RNGEngine.h).
-        noise = Generator(parameter.device).manual_seed(hash_key(state["step"], self.numbers[parameter]))
-        tensors = [tensor.view(-1) for tensor in (parameter.detach(), self.remainders[parameter], gradient)]
-        for start in range(0, parameter.numel(), CHUNK):
-            weight, remainder, part = (tensor[start : start + CHUNK] for tensor in tensors)
-            self._update_chunk(weight, remainder, part, start, state, group, noise)
+        # Of step and number alone: a resumed run draws the same, and so do all copies of a weight.
+        seed = hash_key(state["step"], self.numbers[parameter]) % 2**31
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        scale = self.gradient_scale
+        if scale is None:
+            scale = torch.ones((), device=parameter.device)  # filled there: a copy of a number would wait for the GPU
+        remainder = self.remainders[parameter].view(-1)
+        tensors = (remainder, gradient.view(-1), mean.codes, mean.scales, square.codes, square.scales, scale)
+        step = update_on_gpu if parameter.is_cuda else update_in_chunks
+        step(parameter.detach().view(torch.int16).view(-1), *tensors, seed, factors_of(state["step"], group))
 
-    def _update_chunk(
-        self,
-        weight: Tensor,
-        remainder: Tensor,
-        gradient: Tensor,
-        start: int,
-        state: dict[str, Any],
-        group: dict[str, Any],
-        noise: Generator,
-    ) -> None:
-        """Update the values from `start`; all tensors are (N,), where N <= CHUNK."""
-        steps, rate, (beta1, beta2) = state["step"], group["lr"], group["betas"]
-        gradient = gradient.float() * self.gradient_scale
-        mean = state["exp_avg"].read(start, len(weight)).lerp_(gradient, 1 - beta1)
-        square = state["exp_avg_sq"].read(start, len(weight)).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
-        exact = join_float32(weight, remainder).mul_(1 - rate * group["weight_decay"])
-        write_float32(exact.addcdiv_(mean, root, value=-rate / (1 - beta1**steps)), weight, remainder)
-        state["exp_avg"].write(start, mean, noise)
-        state["exp_avg_sq"].write(start, square, noise)
+
+def factors_of(steps: int, group: dict[str, Any]) -> list[float]:
+    """Return the factors of a step: of the mean and the mean of squares, epsilon, of the weight, of the update."""
+    rate, (beta1, beta2) = group["lr"], group["betas"]
+    squares = (beta2, 1 - beta2, 1 - beta2**steps)
+    return [1 - beta1, *squares, group["eps"], 1 - rate * group["weight_decay"], rate / (1 - beta1**steps)]
+
+
+@torch.library.custom_op(
+    "simpletuner::split_adamw",
+    mutates_args=("weight", "remainder", "mean_codes", "mean_scales", "square_codes", "square_scales"),
+    device_types="cuda",
+)
+def update_on_gpu(
+    weight: Tensor,
+    remainder: Tensor,
+    gradient: Tensor,
+    mean_codes: Tensor,
+    mean_scales: Tensor,
+    square_codes: Tensor,
+    square_scales: Tensor,
+    gradient_scale: Tensor,
+    seed: int,
+    factors: list[float],
+) -> None:
+    """Take a step of a weight by one kernel; an operator of its own, so that a rehearsal counts it as one."""
+    tensors = (remainder, gradient, mean_codes, mean_scales, square_codes, square_scales, gradient_scale)
+    if importlib.util.find_spec("triton") is None:
+        update_in_chunks(weight, *tensors, seed, factors)
+    else:
+        from simpletuner.parallel.precision.split_kernel import launch
+
+        launch(weight, *tensors, seed=seed, factors=factors)
+
+
+@update_on_gpu.register_fake
+def update_nothing(*_: Any) -> None:
+    """Take the place of a step over fake tensors, which have no values."""
+
+
+def update_in_chunks(
+    weight: Tensor,
+    remainder: Tensor,
+    gradient: Tensor,
+    mean_codes: Tensor,
+    mean_scales: Tensor,
+    square_codes: Tensor,
+    square_scales: Tensor,
+    gradient_scale: Tensor,
+    seed: int,
+    factors: list[float],
+) -> None:
+    """Take a step of a weight (N,), given as the int16 of its bits, by torch's operators."""
+    mean, square = QuantizedMoment(mean_codes, mean_scales), QuantizedMoment(square_codes, square_scales)
+    for start in range(0, weight.numel(), CHUNK):
+        values = [each[start : start + CHUNK] for each in (weight, remainder, gradient)]
+        update(*values, start, mean, square, gradient_scale, seed, factors)
+
+
+def update(
+    weight: Tensor,
+    remainder: Tensor,
+    gradient: Tensor,
+    start: int,
+    mean: QuantizedMoment,
+    square: QuantizedMoment,
+    gradient_scale: Tensor,
+    seed: int,
+    factors: list[float],
+) -> None:
+    """Update the values from `start`; the tensors are (N,), where N <= CHUNK."""
+    mean_share, square_kept, square_share, square_bias, epsilon, weight_kept, rate = factors
+    count, gradient = len(weight), gradient.float() * gradient_scale
+    means = mean.read(start, count).lerp_(gradient, mean_share)
+    squares = square.read(start, count).mul_(square_kept).addcmul_(gradient, gradient, value=square_share)
+    root = (squares / square_bias).sqrt_().add_(epsilon)
+    exact = join_float32(weight, remainder).mul_(weight_kept)
+    write_float32(exact.addcdiv_(means, root, value=-rate), weight, remainder)
+    low, high = rounding_noise(seed, start, count, weight.device)
+    mean.write(start, means, low)
+    square.write(start, squares, high)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Tensor
 
 BLOCK = 128
 """Values that share a scale: 4 / 128 bytes per value, and an outlier costs its neighbours alone precision."""
@@ -32,6 +32,20 @@ def write_float32(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
 def join_float32(rounded: Tensor, remainder: Tensor) -> Tensor:
     """Return what `write_float32` was given, bit for bit."""
     return ((rounded.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+
+
+def rounding_noise(seed: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return two uniform numbers in (0, 1) for each value from `start`: halves of a hash of its place and a seed below
+    2 ** 31, so that a kernel computes them as well, and memory holds none.
+
+    The hash is lowbias32 of https://nullprogram.com/blog/2018/07/31/; int32 multiplies as uint32 does.
+    """
+    bits = torch.arange(count, dtype=torch.int32, device=device).add_(start).bitwise_xor_(seed)
+    bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
+    bits = bits ^ (bits >> 16 & 0xFFFF)
+    low, high = bits & 0xFFFF, bits >> 16 & 0xFFFF
+    return low.float().add_(0.5).mul_(2**-16), high.float().add_(0.5).mul_(2**-16)
 
 
 @dataclass
@@ -60,8 +74,9 @@ class QuantizedMoment:
         ratios = ratios * ratios.abs() if signed else ratios.square_().square_()
         return _in_blocks(ratios).mul_(self._scales(start, count)).view(-1)[:count]
 
-    def write(self, start: int, values: Tensor, noise: Generator | None = None) -> None:
-        """Replace the values from `start`, where a block begins; with `noise` codes are rounded stochastically.
+    def write(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
+        """Replace the values from `start`, where a block begins; with `noise`, a number from 0 to 1 for each, codes are
+        rounded stochastically.
 
         Nearest codes would hold a mean of squares fast: with a decay of 0.999 it changes by less than half a code.
         """
@@ -80,7 +95,7 @@ class QuantizedMoment:
             # 1 / (2 code) ** 2 at each step. Of a mean of squares, so that the expected code is: updates divide by its
             # root, and over 2,000 steps they are 1.00 times as large as in float32, with the value right 1.01 to 1.05.
             chance = (sizes * top**2 - below.square()) / (2 * below + 1) if signed else levels - below
-            levels = below.add_(torch.rand(levels.shape, generator=noise, device=levels.device) < chance)
+            levels = below.add_(_in_blocks(noise) < chance)
         levels.clamp_(max=top)
         # A mean of squares that rounds to zero would divide by epsilon alone.
         levels = levels.copysign_(ratios) if signed else levels.maximum(ratios.sign())

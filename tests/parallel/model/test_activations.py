@@ -75,7 +75,7 @@ def test_a_budget_decides_for_compiled_blocks_alone():
         ("inductor", 0.5, False, "compiled blocks keep 50%"),
         ("inductor", None, False, "blocks are recomputed"),
     ):
-        training = Training(activation_memory_budget=share, offload_activations=offloads)
+        training = Training(activation_memory_budget=share, offload_activations=offloads, gradient_checkpointing=True)
         assert describe_activations(Settings(training=training, compile=Compile(dynamo_backend=backend))) == said
     assert describe_activations(Settings(training=Training(gradient_checkpointing=False))) == "all kept"
 

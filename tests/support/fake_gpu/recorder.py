@@ -45,6 +45,12 @@ def where() -> str:
     return ", from ".join(f"{file}:{line}" for file, line in places.values())
 
 
+def written(func: Any, args: Any) -> list[Tensor]:
+    """Return the arguments that an operator changes."""
+    declared = zip(func._schema.arguments, args, strict=False)
+    return [each for argument, each in declared if argument.alias_info is not None and argument.alias_info.is_write]
+
+
 class Recorder(MemoryCounter):
     """Record what an eager step does with tensors on the fake device.
 
@@ -132,7 +138,10 @@ class Recorder(MemoryCounter):
             return outputs
         if on_gpu:
             RUNTIME.launch()
-            if func.namespace == "aten":
+            if func.namespace == "simpletuner":  # a kernel reads all it is given, and writes some of it
+                self.launches += 1
+                self.moved += sum(each.nbytes for each in (*tensors, *written(func, args)))
+            elif func.namespace == "aten":
                 self.count_work(func.overloadpacket, args, kwargs, outputs, made)
         if self.order is not None:
             stream = LIBRARY.current_stream_id() if on_gpu else HOST

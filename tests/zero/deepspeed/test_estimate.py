@@ -87,7 +87,7 @@ def test_float32_accumulation_other_optimizers_and_ema_count():
     flags = {"zero_stage": 2, "optimizer": "lion", "use_ema": True, "num_processes": 8, "num_machines": 2}
     settings = load(flags, complete=False, environment=NOWHERE).settings
     found = MemoryInputs.of(settings, TrainedWeights.of_count(7))
-    assert found == MemoryInputs(7, 8, 2, num_states=1, ema_device="cpu", num_chunks=1)
+    assert found == MemoryInputs(7, 8, 2, num_states=1, ema_device="cpu", num_weights=1)
 
 
 def test_host_bytes_are_those_of_all_ranks_of_a_machine():
