@@ -20,13 +20,19 @@ pytestmark = [
 ]
 CASES = (
     "plain", "ddp", "fsdp2", "hsdp", "accumulated", "all-gather", "all-to-all", "muon",
-    "schedule-free", "split", "unused", "released", "offloaded", "activations", "lora", "int8", "float8",
+    "schedule-free", "split", "unused", "released", "offloaded", "activations", "lora", "sharded-lora",
+    "int8", "float8",
 )  # fmt: skip
 SEQUENCES = ("all-gather", "all-to-all")
 """Cases that communicate parts of sequences, too."""
-TOLERANCE = 0.1
-FLOAT8_TOLERANCE = 0.3
-"""plan counts casts to float8 as compiled, within products. Here they run one by one, through float32: 26 % more."""
+TOLERANCES = {
+    # plan counts casts to float8 as compiled, within products. Here they run one by one, through float32: 26 % more.
+    "float8": 0.3,
+    # plan divides all activations by the ranks of a sequence; each keeps the keys and values of the whole: 13 % more.
+    "all-gather": 0.15,
+    # The sum of Qwen-Image's mask is a length, and a fake one of 1; plan counts 512 tokens of text: 22 % less.
+    "unused": 0.3,
+}
 SMALL_BYTES = 100_000
 """Of sums over the ranks, such as the norm of the gradients and Adafactor's columns."""
 
@@ -50,8 +56,7 @@ def test_a_step_waits_for_nothing_and_holds_what_plan_says(name, rehearsed):
     found = rehearsed[name]
     assert (found["waits"], found["mixed_devices"], found["races"] or {}) == ({}, {}, {})
     assert found["spins"] == 0, "a thread that takes a core looks busy to whoever looks for ranks that hang"
-    tolerance = FLOAT8_TOLERANCE if name == "float8" else TOLERANCE
-    assert found["peak_bytes"] == pytest.approx(found["planned_bytes"], rel=tolerance), found["planned"]
+    assert found["peak_bytes"] == pytest.approx(found["planned_bytes"], rel=TOLERANCES.get(name, 0.1)), found["planned"]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("int8", "float8")])

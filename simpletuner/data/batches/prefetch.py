@@ -46,8 +46,10 @@ class Batch:
 
     def to(self, device: torch.device, host_inputs: Collection[str] = ()) -> Batch:
         """Return the batch on a device, but for some conditioning by name, without waiting for the copy."""
-        moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
-        return replace(moved, conditioning=moved.conditioning | {name: self.conditioning[name] for name in host_inputs})
+        kept = {name: self.conditioning[name] for name in host_inputs}
+        others = {name: value for name, value in self.conditioning.items() if name not in kept}
+        moved = replace(self, conditioning=others)._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return replace(moved, conditioning=moved.conditioning | kept)
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
         conditioning = {name: fn(value) for name, value in self.conditioning.items()}

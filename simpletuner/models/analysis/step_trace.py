@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -63,13 +64,17 @@ class StepTrace:
     released: tuple[str, ...] = ()
     """The parameters in the order of `backward_points`, each of which is before one's gradient."""
 
-    def peak(self, gradient_bytes: float, are_kept: bool = False) -> tuple[float, float]:
-        """Return the bytes of activations and of gradients when both together are most.
+    def peak(
+        self, gradient_bytes: float, are_kept: bool = False, gathered: Iterable[float] = ()
+    ) -> tuple[float, float, float]:
+        """Return the bytes of activations, of gradients, and of what is `gathered` at each point, when all together are
+        most.
 
         `gradient_bytes` are those of all gradients at the end; they are there from the start where micro-batches
         before this one have left theirs (`are_kept`).
         """
-        return max(((live, gradient_bytes * (are_kept or exist)) for live, exist in self.backward_points), key=sum)
+        points = zip(self.backward_points, chain(gathered, repeat(0.0)), strict=False)
+        return max(((live, gradient_bytes * (are_kept or exist), more) for (live, exist), more in points), key=sum)
 
     def peak_bytes(self, gradient_bytes: float) -> float:
         return sum(self.peak(gradient_bytes))

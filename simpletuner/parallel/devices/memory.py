@@ -36,29 +36,17 @@ class MemoryInputs:
     """Empty without EMA."""
     frozen_parameters: int = 0
     """The base model of a LoRA."""
-    largest_unit: int = 0
-    """Parameters of the largest unit that FSDP2 gathers."""
-    root_parameters: int = 0
-    """Parameters outside all units."""
     num_weights: int = 0
     """Tensors that are trained, each of which an optimizer of our own steps by itself."""
 
     @classmethod
-    def of(cls, settings: Settings, weights: TrainedWeights, frozen: int = 0, units: tuple[int, int] = (0, 0)) -> Self:
-        """Combine settings with a model; `units` are the parameters of the largest one, and those outside all."""
+    def of(cls, settings: Settings, weights: TrainedWeights, frozen: int = 0) -> Self:
+        """Combine settings with a model."""
         launch, ema = settings.launch, settings.ema
         states = weights.held_states(settings.optimizer.optimizer, shard_ranks(settings))
         ema_device = ema.ema_device if ema.use_ema else ""
-        return cls(
-            weights.num_parameters,
-            launch.num_processes,
-            launch.num_machines,
-            states,
-            ema_device,
-            frozen,
-            *units,
-            len(weights.shapes),
-        )
+        ranks, count = (launch.num_processes, launch.num_machines), len(weights.shapes)
+        return cls(weights.num_parameters, *ranks, states, ema_device, frozen, count)
 
     @property
     def ranks_per_machine(self) -> int:
@@ -150,22 +138,6 @@ def torch_rows(settings: Settings, inputs: MemoryInputs) -> Iterator[MemoryRow]:
         FLOAT32_BYTES * share * bool(inputs.ema_device),
         f"4 P{divided}" if inputs.ema_device else "off",
     )
-    if parallel.fsdp_enable:
-        yield gathered_row(settings, inputs)
-
-
-def gathered_row(settings: Settings, inputs: MemoryInputs) -> MemoryRow:
-    """Estimate what FSDP2 gathers: the root, a unit that computes, one that comes, and one's gradients in float32."""
-    width, gradients, whole, of = compute_bytes(settings), float(FLOAT32_BYTES), inputs.num_parameters, "P"
-    if inputs.frozen_parameters:
-        # The base as it is held, with the matrices of a LoRA, of which each unit has its share, in float32.
-        gradients = FLOAT32_BYTES * inputs.num_parameters / inputs.frozen_parameters
-        width, whole, of = frozen_bytes(settings) + gradients, inputs.frozen_parameters, "F"
-    unit, at_peak = inputs.largest_unit, width + gradients
-    if not settings.parallel.fsdp_reshard_after_forward:
-        return MemoryRow("gathered", width * whole + at_peak * unit, formula=f"{width:.3g} {of} + {at_peak:.3g} U")
-    gathered = width * (inputs.root_parameters + 2 * unit) + at_peak * unit
-    return MemoryRow("gathered", gathered, formula=f"{width:.3g} (root + 2 U) + {at_peak:.3g} U")
 
 
 def shard_ranks(settings: Settings) -> int:

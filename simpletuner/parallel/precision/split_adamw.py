@@ -115,8 +115,8 @@ def update_in_chunks(
     """Take a step of a weight (N,), given as the int16 of its bits, by torch's operators."""
     mean, square = QuantizedMoment(mean_codes, mean_scales), QuantizedMoment(square_codes, square_scales)
     for start in range(0, weight.numel(), CHUNK):
-        values = [each[start : start + CHUNK] for each in (weight, remainder, gradient)]
-        update(*values, start, mean, square, gradient_scale, seed, factors)
+        bits, low, part = (each[start : start + CHUNK] for each in (weight, remainder, gradient))
+        update(bits, low, part, start, mean, square, gradient_scale, seed, factors)
 
 
 def update(

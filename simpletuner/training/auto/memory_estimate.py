@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from simpletuner.checkpoints.disk_usage import checkpoint_bytes
 from simpletuner.deepspeed.estimate import estimate_memory
@@ -21,6 +21,7 @@ from simpletuner.parallel.model.activations import describe_activations
 from simpletuner.settings import Settings
 from simpletuner.settings.foreign.deepspeed.config import deepspeed_config
 from simpletuner.system.numbers import count_noun, format_gib
+from simpletuner.training.auto.gathered import FORMULA
 from simpletuner.training.auto.workload import Workload
 
 # Of CUDA and its libraries in each process; not measured.
@@ -32,21 +33,26 @@ def estimate_training(settings: Settings, workload: Workload) -> MemoryEstimate:
     on_gpu = not settings.launch.use_cpu
     trace = workload.trace(settings, settings.training.train_batch_size, on_gpu)
     inputs, checkpoint = memory_inputs(settings, workload), checkpoint_bytes(settings, workload.weights)
-    rows = [*training_rows(settings, inputs, checkpoint, trace, on_gpu)]
+    gathered = [*workload.gathered(settings, trace)] if settings.parallel.fsdp_enable else []
+    rows = [*training_rows(settings, inputs, checkpoint, trace, gathered, on_gpu)]
     if buffers := sum(each.nbytes for each in workload.family.meta_denoiser.buffers()):
         rows.append(MemoryRow("buffers", gpu=buffers, formula="of the model, such as tables of positions"))
     return MemoryEstimate(inputs, tuple(rows))
 
 
 def memory_inputs(settings: Settings, workload: Workload) -> MemoryInputs:
-    units = workload.units(settings) if settings.parallel.fsdp_enable else (0, 0)
-    return MemoryInputs.of(settings, workload.weights, workload.frozen_parameters, units)
+    return MemoryInputs.of(settings, workload.weights, workload.frozen_parameters)
 
 
 def training_rows(
-    settings: Settings, inputs: MemoryInputs, checkpoint: int, trace: StepTrace, on_gpu: bool
+    settings: Settings,
+    inputs: MemoryInputs,
+    checkpoint: int,
+    trace: StepTrace,
+    gathered: Sequence[float],
+    on_gpu: bool,
 ) -> Iterator[MemoryRow]:
-    """Yield what is there at the worst moment of a backward pass."""
+    """Yield what is there at the worst moment of a backward pass; `gathered` by FSDP2 at each point of it."""
     if settings.parallel.zero_stage is not None:
         # DeepSpeed's rows hold the gradients of its optimizer step, which are more than those of the backward pass.
         yield from estimate_memory(deepspeed_config(settings, inputs.num_ranks), inputs).rows
@@ -59,7 +65,9 @@ def training_rows(
         # DDP's gradients are views of buckets that are there from the start.
         is_ddp = inputs.num_ranks > 1 and not settings.parallel.fsdp_enable
         are_kept = settings.training.gradient_accumulation_steps > 1 or is_ddp
-        activations, gradients = trace.peak(0 if on_host else whole, are_kept)
+        activations, gradients, units = trace.peak(0 if on_host else whole, are_kept, gathered)
+        if gathered:
+            yield MemoryRow("gathered", gpu=units, formula=FORMULA)
         formula = f"at the peak of the backward pass; {format_gib(whole)} at its end"
         yield MemoryRow("gradients", gpu=gradients, host=whole * on_host, formula=formula if whole else "released")
         yield activations_row(settings, activations, trace.host_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -25,15 +26,14 @@ from simpletuner.models.family.vae import enable_parts
 from simpletuner.models.folder.diffusers_io import build_on_meta
 from simpletuner.models.folder.weights import any_weights_files
 from simpletuner.parallel.engine import compute_dtype
-from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.model.activations import memory_budget
-from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.parallel.model.module_stats import count_parameters
 from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.parallel.precision.split_engine import hold_in_bf16
 from simpletuner.private_api.of_torch import FakeTensorMode
 from simpletuner.settings import Settings
 from simpletuner.settings.values.shape import Shape
+from simpletuner.training.auto.gathered import gathered_points
 from simpletuner.training.optimizers import trained_weights
 
 
@@ -101,12 +101,11 @@ class Workload:
         """The parameters below a LoRA."""
         return 0 if self.family.adapter is None else count_parameters(self.family.meta_denoiser)
 
-    def units(self, settings: Settings) -> tuple[int, int]:
-        """Return the parameters of FSDP2's largest unit, and those outside all units."""
-        model = self.family.meta_denoiser
-        units = units_of(model, recommended_blocks(model), settings.parallel)
-        inside = {parameter: parameter.numel() for unit in units for parameter in unit.parameters()}
-        return max(map(count_parameters, units), default=0), count_parameters(model) - sum(inside.values())
+    def gathered(self, settings: Settings, trace: StepTrace) -> Iterator[float]:
+        """Yield what FSDP2 gathers and reduces at each point of a trace, in bytes."""
+        traced = next(iter(self.models.values()))  # whose names are those in the trace
+        numel = {name: each.numel() for name, each in traced.named_parameters()}
+        return gathered_points(settings, self.family.meta_denoiser, trace, numel)
 
     def text_encoder_bytes(self, settings: Settings) -> int | None:
         """Return the weights of all text encoders, in the dtype that they compute in; None without their files."""
@@ -132,4 +131,5 @@ def has_bf16_weights(settings: Settings) -> bool:
     """Return whether the weights that compute are bf16 themselves, not float32 under autocast."""
     parallel = settings.parallel
     is_cast = parallel.fsdp_enable or parallel.zero_stage is not None or settings.optimizer.state_layout != "fp32"
-    return settings.training.mixed_precision == "bf16" and is_cast
+    is_lora = settings.model.model_type == "lora"  # its matrices are float32, also over a base in bf16 under FSDP2
+    return settings.training.mixed_precision == "bf16" and is_cast and not is_lora

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[int, Flags]] = {
     "offloaded": (RANKS, FSDP2 | {"fsdp_offload_params": True}),
     "activations": (1, {"offload_activations": True}),
     "lora": (1, LORA),
+    "sharded-lora": (RANKS, FSDP2 | LORA),
     "int8": (1, LORA | {"base_model_precision": "int8"}),
     "float8": (1, {"float8": True}),
 }
@@ -93,6 +94,8 @@ def ideal(run: Rehearsal) -> dict[str, list[int]]:
     """Return number and bytes of what a layout has to communicate in a step, but for scalars and sequences."""
     settings, mesh = run.session.settings, run.session.mesh
     count = run.engine.num_parameters
+    if settings.model.model_type == "lora":  # its units are gathered in several dtypes
+        return {}
     if not settings.parallel.fsdp_enable:
         return {} if mesh.world.size == 1 else {"all-reduce float32 cuda": [1, 4 * count]}
     model = run.engine.module

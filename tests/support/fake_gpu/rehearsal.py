@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
@@ -251,6 +253,7 @@ def started(
     stack.enter_context(mock.patch.object(engines, "weights_files", lambda *_: []))
     stack.enter_context(mock.patch.object(distributed, "_verify_param_shape_across_processes", lambda *_: None))
     stack.enter_context(mock.patch.object(ThreadPool, "apply_async", run_at_once))
+    stack.enter_context(mock.patch.object(_fsdp_init, "_move_states_to_device", partial(move, recorder)))
     stack.enter_context(GpuMode(allow_non_fake_inputs=True))
     stack.enter_context(recorder)
     set_float32_precision(settings.training.allow_tf32)
@@ -273,6 +276,14 @@ def started(
     for running in (trainer.ema, trainer.checkpointer):
         if running is not None:
             running.finish() if isinstance(running, EMA) else running.close()
+
+
+def move(recorder: Recorder, parameters: list[Tensor], buffers: list[Tensor], device: torch.device) -> None:
+    """Do what FSDP2 does with tensors in host memory, such as a LoRA's: assigning `data` moves no fake tensor."""
+    for each in (*parameters, *buffers):
+        if isinstance(each, FakeTensor) and each.device.type == "cpu":
+            each.fake_device = torch.device(device.type, device.index or 0)
+            recorder.add(each)
 
 
 def reduced(gradients: Tensor) -> torch.futures.Future[Tensor]:
