@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,12 +30,10 @@ from simpletuner.settings.values.spelling import normalize_name
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay")
 OVERRIDES = ("optimizer_beta1", "optimizer_beta2", "optimizer_config")
 CONFIG_KEYS = {"eps": "adam_epsilon", "weight_decay": "adam_weight_decay"}
-QUANTIZED = {
-    **dict.fromkeys(("int8_quanto", "int8_sdnq", "int8_torchao"), "int8"),
-    **dict.fromkeys(("fp8_quanto", "fp8_torchao"), "float8"),
-    **dict.fromkeys(("nf4_bnb", "int4_quanto", "int4_torchao"), "nf4"),
-}
-"""base_model_precision here, by the original's word for it."""
+QUANTIZED = re.compile(r"(u?int|fp|nf)(\d+)(?:uz)?_(?:quanto|sdnq|torchao|bnb)")
+"""base_model_precision there: a kind of number, its bits, and the library that quantizes."""
+PRECISIONS = {"int8": (1, 0.9), "float8": (1, 2.6), "nf4": (0.52, 9.2)}
+"""Bytes per weight here, and the error of normal weights in percent (docs/lora.md)."""
 LIMITS = {"max_grad_norm": 2.0, "aspect_bucket_alignment": 64.0}
 """Defaults of the original's that a family limits."""
 
@@ -176,15 +175,24 @@ def translate(given: RawValue, there: There) -> tuple[RawValue, str]:
     name, word = normalize_name(given.name.lstrip("-")), normalize_name(given.value)
     if name == "optimizer" and (found := OPTIMIZERS_THERE.get(word)):
         return replace(given, value=found.ours), found.note
-    if name == "base_model_precision" and word in QUANTIZED:
-        is_nf4 = QUANTIZED[word] == "nf4"
-        how = "the weights are quantized by torchao" + (" to NormalFloat4, with a scale for 64 of them" * is_nf4)
-        return replace(given, value=QUANTIZED[word]), how
+    if name == "base_model_precision" and (found := QUANTIZED.fullmatch(word)):
+        ours, note = nearest_precision(found[1], int(found[2]))
+        return replace(given, value=ours), note
     if name == "model_family" and word in FAMILY_NAMES:
         return replace(given, value=FAMILY_NAMES[word]), ""
     if name == "flux_lora_target" and there.family_name == "flux" and word in FLUX_LORA_TARGETS:
         return replace(given, name="lora_target_modules", value=FLUX_LORA_TARGETS[word]), ""
     return given, ""
+
+
+def nearest_precision(kind: str, bits: int) -> tuple[str, str]:
+    """Return base_model_precision here for a kind of number there, and what differs."""
+    if bits > 8:
+        return "no_change", f"{bits} bits there; here in the precision of mixed_precision"
+    ours = "nf4" if bits <= 4 else "float8" if kind == "fp" else "int8"
+    held, error = PRECISIONS[ours]
+    how = "NormalFloat4 with a scale for 64 weights" if ours == "nf4" else "a scale for each row"
+    return ours, f"by torchao, {how}: bytes per weight {held}, there {bits / 8:g}; weights are {error} % off"
 
 
 def split_optimizer_config(given: RawValue) -> list[RawValue]:

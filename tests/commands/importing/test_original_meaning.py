@@ -6,12 +6,14 @@ One file for each thing that decides: examples made up from the original's names
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 
 from simpletuner.app import main
 from simpletuner.data.config.dataset_types import SnapshotImages
@@ -19,6 +21,7 @@ from simpletuner.data.config.datasets import load_datasets
 from simpletuner.settings import Settings, load
 from simpletuner.settings.declared.sections import Data
 from simpletuner.settings.foreign.original.families import UNTRAINED
+from simpletuner.settings.importing.translation import PRECISIONS
 
 CONFIG = Path(__file__).with_name("original_config.json")
 IMAGES = {"id": "pictures", "type": "local", "instance_data_dir": "pictures"}
@@ -207,6 +210,8 @@ CARRIED: dict[str, tuple[dict[str, Any], Check, tuple[Any, ...]]] = {
     "sdnq": ({**LORA, "base_model_precision": "int8-sdnq"}, lora, ("int8", IMAGE_STREAM, 0.1)),
     "quanto": ({**LORA, "base_model_precision": "int8-quanto"}, lora, ("int8", IMAGE_STREAM, 0.1)),
     "int4": ({**LORA, "base_model_precision": "int4-quanto"}, lora, ("nf4", IMAGE_STREAM, 0.1)),
+    "uint5": ({**LORA, "base_model_precision": "uint5-sdnq"}, lora, ("int8", IMAGE_STREAM, 0.1)),
+    "int16": ({**LORA, "base_model_precision": "int16-sdnq"}, lora, ("no_change", IMAGE_STREAM, 0.1)),
     "fp8": ({**LORA, "base_model_precision": "fp8-torchao"}, lora, ("float8", IMAGE_STREAM, 0.1)),
     "sdxl buckets": ({**PLAIN}, data, ("nearest", 64, None)),
     "flux2 buckets": ({**PLAIN, "model_family": "flux2"}, data, ("nearest", 16, 512)),
@@ -226,6 +231,16 @@ def test_what_the_original_does_by_itself_is_written_out(imported, case):
     code, err = imported(changes, [IMAGES])
     assert code == 0 and "starts the run" in err, err
     assert values_of(load({}, Path("run.toml"), environment={}).settings) == expected
+
+
+def test_bytes_and_errors_of_a_quantized_base_are_those_of_the_page(imported):
+    code, err = imported({**LORA, "base_model_precision": "int2-quanto"}, [IMAGES])
+    assert (
+        code == 0 and "bytes per weight 0.52, there 0.25; weights are 9.2 % off" in Path("run.toml").read_text() + err
+    )
+    table = (ROOT / "docs" / "lora.md").read_text().replace(" (e4m3)", "").replace(" (NormalFloat4, of QLoRA)", "")
+    for name, (held, error) in PRECISIONS.items():
+        assert re.search(rf"\| `{name}` \| {held} \|[^|]*\| {error} % \|", table), name
 
 
 def test_private_stays_private_and_crops_stay_random(imported):
