@@ -35,7 +35,7 @@ def make_optimizer(
     rate, decay, epsilon = settings.learning_rate, settings.adam_weight_decay, settings.adam_epsilon
     betas, name = (settings.adam_beta1, settings.adam_beta2), settings.optimizer
     shards = [each.shard for each in parameters.values()]
-    if settings.state_layout == "split":
+    if settings.state_layout != "fp32":
         return SplitAdamW(shards, rate, betas, epsilon, decay)
     if name == "lion":
         return Lion(shards, rate, betas, decay)

@@ -32,6 +32,7 @@ LAYOUTS = {
     "float32": ("whole", "no"),
     "fp32, computed in bf16": ("whole", "bf16"),
     "split": ("split whole", "bf16"),
+    "bf16": ("bf16 whole", "bf16"),
     "bf16 alone": ("split whole", "bf16"),
 }
 LIMIT = 0.02

@@ -35,6 +35,24 @@ def test_each_layout_goes_on_from_the_checkpoints_of_each(run_on, arguments_of):
     assert resumed["split whole-x1 from whole-x2"][0], "8 bits cannot hold float32 moments"
 
 
+def test_weights_of_bf16_alone_go_on_from_any_layout_and_any_layout_from_them(run_on, arguments_of):
+    """state_layout=bf16, with gradients that are released: its checkpoints are float32 like all others."""
+    arguments = arguments_of("flux", ema=True, mixed_precision="bf16", max_grad_norm=0)
+    names = ["whole", "bf16 fsdp2", "bf16 released fsdp2"]
+    expected = run_on(engines.save_in_turn, 2, arguments, names)
+    assert expected["bf16 released fsdp2-x2"] == expected["bf16 fsdp2-x2"], "the noise is that of a step and a weight"
+    assert expected["bf16 fsdp2-x2"] != expected["whole-x2"]
+    sources = {"bf16 fsdp2": ["bf16 fsdp2-x2", "whole-x2"], "fsdp2": ["bf16 fsdp2-x2"]}
+    for pair, (different, steps) in run_on(engines.resume_in_turn, 2, arguments, sources).items():
+        source = pair.partition(" from ")[2]
+        for taken, wanted in zip(steps, expected[source], strict=True):
+            assert taken == pytest.approx(wanted, rel=1e-2), pair
+        if pair == "bf16 fsdp2-x2 from bf16 fsdp2-x2":
+            assert (steps, different) == (expected[source], [])
+        if pair.startswith("fsdp2"):
+            assert different == [], "float32 holds what bf16 and 8 bits held"
+
+
 def test_an_adamw_that_splits_its_state_draws_and_exports_float32(flux_flags, train, tmp_path):
     flags = (*flux_flags, "--state_layout=split", "--mixed_precision=bf16", "--gradient_checkpointing", "--use_ema")
     drawn = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--ema_validation=comparison")

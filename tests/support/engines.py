@@ -95,6 +95,7 @@ BASES = ("int8", "float8", "nf4")
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "split": {"state_layout": "split"},
+    "bf16": {"state_layout": "bf16"},
     "released": {"optimizer_release_gradients": True},
     **{name: {"optimizer": name} for name in ("adam", "adagrad", "lion", "adafactor", "muon", "adamw_schedulefree")},
     "ema": {},

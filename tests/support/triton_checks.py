@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import torch
@@ -39,16 +40,17 @@ def interpreted() -> list[dict[str, float]]:
 
     found = []
     for count in SIZES:
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype, keeps_remainder in product((torch.bfloat16, torch.float32), (True, False)):
             ours, before = state_of(count, dtype), state_of(count, dtype)
             theirs = [each.clone() for each in ours]
-            launch(*ours, seed=SEED, factors=FACTORS)
-            update_in_chunks(*theirs, SEED, FACTORS)
+            launch(ours[0], ours[1] if keeps_remainder else None, *ours[2:], seed=SEED, factors=FACTORS)
+            update_in_chunks(theirs[0], theirs[1] if keeps_remainder else None, *theirs[2:], SEED, FACTORS)
             one, other, first = (join_float32(*each[:2]) for each in (ours, theirs, before))
             pairs = [(ours[place], theirs[place]) for place in (4, 6)]
             codes = [(ours[place] != theirs[place]).float().mean().item() for place in (3, 5)]
             found.append({
-                "weights": ((one - other).abs() / (other - first).abs().max()).max().item(),
+                "weights": ((one - other).abs() / (other - first).abs().max()).max().item() if keeps_remainder else 0,
+                "rounded": (ours[0] != theirs[0]).float().mean().item(),
                 "scales": max(((mine - their) / their).abs().max().item() for mine, their in pairs),
                 "codes": max(codes),
                 "changed": (ours[3] != before[3]).float().mean().item(),
@@ -67,15 +69,16 @@ def compiled() -> dict[str, dict[str, int]]:
     tensors = ("*i16", "*i16", "*bf16", "*i8", "*fp32", "*u8", "*fp32", "*fp32")
     names: list[str] = adamw_kernel.arg_names
     kinds: dict[str, str] = {**dict.fromkeys(names, "fp32"), **dict(zip(names, tensors, strict=False))}
-    kinds |= {"count": "i32", "seed": "i32", **dict.fromkeys(CONSTANTS, "constexpr")}
+    kinds |= {"count": "i32", "seed": "i32", **dict.fromkeys((*CONSTANTS, "keeps_remainder"), "constexpr")}
     aligned: Any = {(place,): [["tt.divisibility", 16]] for place in (*range(len(tensors)), names.index("count"))}
     found = {}
-    for capability in (80, 89, 90):
-        source = ASTSource(adamw_kernel, signature=kinds, constexprs=CONSTANTS, attrs=aligned)
+    for capability, keeps_remainder in product((80, 89, 90), (True, False)):
+        constants = CONSTANTS | {"keeps_remainder": keeps_remainder}
+        source = ASTSource(adamw_kernel, signature=kinds, constexprs=constants, attrs=aligned)
         kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
         accesses = re.findall(r"(ld|st)\.global(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
         counted = Counter(f"{kind} {int(many or 1) * int(bits) // 8}" for kind, many, bits in accesses)
-        found[f"sm_{capability}"] = {
+        found[f"sm_{capability}{' with remainders' * keeps_remainder}"] = {
             **counted,
             "local": kernel.asm["ptx"].count(".local"),
             "code": len(kernel.asm["cubin"]),

@@ -1,4 +1,4 @@
-"""state_layout=split: float32 in two halves and moments in 8 bits, as tensors, and beside other ways to train."""
+"""state_layout=split and bf16: halves of float32 and moments in 8 bits, as tensors, and beside other ways to train."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from simpletuner.parallel.precision.split_state import (
     SMALLEST_SCALE,
     QuantizedMoment,
     join_float32,
+    rounding_noise,
     write_float32,
+    write_rounded,
 )
 from simpletuner.parallel.torch_engine import ShardedParameter, sharded_parameters
 from simpletuner.settings.declared.sections import Optimizer
@@ -97,6 +99,30 @@ def test_the_expected_value_of_a_rounded_mean_is_the_mean():
     assert (total / times / values)[1::2].median().item() == pytest.approx(1, abs=0.0005)
 
 
+def test_the_expected_value_of_a_rounded_weight_is_the_weight():
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    rounded, total, times = torch.empty_like(values, dtype=torch.bfloat16), torch.zeros_like(values), 400
+    for seed in range(times):
+        write_rounded(values, rounded, rounding_noise(seed, 0, len(values), values.device)[2])
+        total += rounded.float()
+        assert ((rounded.float() - values).abs() <= values.abs() / 128).all(), "one of the two neighbours"
+    apart = (total / times - values) / values.abs()
+    assert apart.abs().max() < 1e-3 and apart.mean().abs() < 5e-5
+    write_rounded(rounded.float(), rounded, torch.full((4096,), 0xFFFF, dtype=torch.int32))
+    assert torch.equal(rounded, rounded.float().bfloat16()), "what is a bf16 number stays"
+
+
+def test_the_three_draws_of_a_value_are_uniform_and_know_nothing_of_each_other():
+    low, high, bits = rounding_noise(7, 1 << 20, 1 << 18, torch.device("cpu"))
+    draws = torch.stack([low, high, (bits + 0.5) / 65536])
+    assert draws.min() > 0 and draws.max() < 1
+    assert draws.mean(1).tolist() == pytest.approx([0.5] * 3, abs=3e-3)
+    assert draws.var(1).tolist() == pytest.approx([1 / 12] * 3, rel=0.01)
+    others = torch.cat([draws, *(torch.stack(rounding_noise(8, 1 << 20, 1 << 18, torch.device("cpu"))[:2]),)])
+    assert (torch.corrcoef(others) - torch.eye(5)).abs().max() < 0.01
+    assert (torch.corrcoef(torch.stack([low[1:], low[:-1]]))[0, 1]).abs() < 0.01
+
+
 def losses_of(layout: str, steps: int = 40) -> Tensor:
     """Train a small network in float32 arithmetic, its weights held in one of three ways; return the losses."""
     torch.manual_seed(0)
@@ -105,7 +131,7 @@ def losses_of(layout: str, steps: int = 40) -> Tensor:
     parameters = list(model.parameters() if layout == "fp32" else model.bfloat16().parameters())
     settings = Optimizer(state_layout="fp32" if layout == "fp32" else "split", learning_rate=1e-4)
     optimizer = make_optimizer(named(*parameters), settings)
-    if isinstance(optimizer, SplitAdamW):
+    if isinstance(optimizer, SplitAdamW) and layout != "bf16":
         for parameter, values in zip(parameters, exact, strict=True):
             optimizer.remainders[parameter] = torch.empty_like(parameter, dtype=torch.int16)
             write_float32(values, parameter.data, optimizer.remainders[parameter])
@@ -128,6 +154,7 @@ def test_losses_are_those_of_float32_which_they_are_not_without_the_remainders()
     change = exact[0] - exact[-10:].mean()
     assert (losses_of("split")[-10:] - exact[-10:]).abs().max() < 0.01 * change
     assert (losses_of("bf16 alone")[-10:] - exact[-10:]).abs().min() > 0.05 * change
+    assert (losses_of("bf16")[-10:] - exact[-10:]).abs().max() < 0.04 * change, "rounded stochastically"
 
 
 def split_over(values: Tensor, count: int = 1, **settings: float) -> SplitAdamW:

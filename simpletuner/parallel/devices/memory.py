@@ -124,13 +124,13 @@ def torch_rows(settings: Settings, inputs: MemoryInputs) -> Iterator[MemoryRow]:
     parallel, shards = settings.parallel, shard_ranks(settings)
     place = "cpu" if parallel.fsdp_enable and parallel.fsdp_offload_params else "none"
     share, divided = inputs.num_parameters / shards, " / N" if shards > 1 else ""
-    is_split = settings.optimizer.state_layout == "split"
-    weight = 2 * BF16_BYTES if is_split else FLOAT32_BYTES
+    layout = settings.optimizer.state_layout
+    weight = BF16_BYTES if layout == "bf16" else FLOAT32_BYTES  # of which two are apart in `split`
     yield place_row("weights", place, weight * share, f"{weight} P{divided}")
     if inputs.frozen_parameters:
         width = frozen_bytes(settings)
         yield place_row("frozen base", place, width * inputs.frozen_parameters / shards, f"{width:.3g} F{divided}")
-    state = inputs.num_states * (SPLIT_MOMENT_BYTES if is_split else FLOAT32_BYTES)
+    state = inputs.num_states * (FLOAT32_BYTES if layout == "fp32" else SPLIT_MOMENT_BYTES)
     yield place_row("optimizer", place, state * share, f"{state:.3g} P{divided}")
     yield place_row(
         "EMA",
@@ -160,7 +160,7 @@ def gradient_bytes(settings: Settings, inputs: MemoryInputs, syncs_each_batch: b
     """Return the bytes of all gradients on one rank when a step's last backward pass ends."""
     if settings.optimizer.optimizer_release_gradients:
         return 0  # each one lives until its weight is stepped, as the trace has it
-    width = BF16_BYTES if settings.optimizer.state_layout == "split" else FLOAT32_BYTES
+    width = FLOAT32_BYTES if settings.optimizer.state_layout == "fp32" else BF16_BYTES
     accumulates = settings.training.gradient_accumulation_steps > 1
     if settings.parallel.fsdp_enable and accumulates and not syncs_each_batch:
         return FLOAT32_BYTES * inputs.num_parameters  # whole, until the last micro-batch reduces them

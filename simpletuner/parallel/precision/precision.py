@@ -61,14 +61,20 @@ class Precision:
 
 @dataclass(frozen=True)
 class SplitPrecision(Precision):
-    """state_layout=split: bf16 weights, 16 bits that complete them to float32, and 8-bit moments."""
+    """state_layout=split: bf16 weights, 16 bits that complete them to float32, and 8-bit moments; state_layout=bf16 is
+    the same without those 16 bits."""
+
+    keeps_remainders: bool = True
 
     def prepare(self, model: nn.Module, blocks: tuple[str, ...]) -> None:
         hold_in_bf16(model)
         super().prepare(model, blocks)
 
     def fill(self, model: nn.Module, load_weights: LoadWeights) -> MakeEngine:
-        return partial(SplitEngine, load_split(model, load_weights))
+        if self.keeps_remainders:
+            return partial(SplitEngine, load_split(model, load_weights))
+        load_weights(model.state_dict())  # which rounds to the nearest
+        return partial(SplitEngine, {})
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,9 @@ def precision_of(settings: Settings) -> Precision:
     float8 = bool(settings.training.float8)
     if settings.lora.base_model_precision != "no_change":
         return QuantizedBase(base=settings.lora.base_model_precision)
-    return SplitPrecision(float8) if settings.optimizer.state_layout == "split" else Precision(float8)
+    if (layout := settings.optimizer.state_layout) != "fp32":
+        return SplitPrecision(float8, keeps_remainders=layout == "split")
+    return Precision(float8)
 
 
 def grouped(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:

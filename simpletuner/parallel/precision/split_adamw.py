@@ -1,4 +1,4 @@
-"""AdamW over float32 weights that are held as bf16 parameters and remainders, with moments of 8 bits."""
+"""AdamW over weights that are held as bf16 parameters, perhaps with remainders, and moments of 8 bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from torch import Tensor
 
 from simpletuner.data.sampler.permutation import hash_key
 from simpletuner.parallel.optimizer_state import NewMoments, ShardAdamW, zero_moments
-from simpletuner.parallel.precision.split_state import QuantizedMoment, join_float32, rounding_noise, write_float32
+from simpletuner.parallel.precision.split_state import (
+    QuantizedMoment,
+    join_float32,
+    rounding_noise,
+    write_float32,
+    write_rounded,
+)
 
 CHUNK = 32768 * 128
 """Values that are float32 at once on a CPU: each temporary tensor has 16 MiB at most. A multiple of BLOCK."""
@@ -20,7 +26,8 @@ class SplitAdamW(ShardAdamW):
     """Take the steps of torch's AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), computed in float32."""
 
     remainders: dict[Tensor, Tensor]
-    """Low bits of each parameter that bf16 leaves out (int16, of its shape), written like the parameter itself."""
+    """Low bits of each parameter that bf16 leaves out (int16, of its shape), written like the parameter itself. Those
+    without are rounded stochastically."""
 
     gradient_scale: Tensor | None = None
     """Factor of all gradients of the next step. Clipped in place, bf16 gradients would be rounded once more."""
@@ -55,8 +62,9 @@ class SplitAdamW(ShardAdamW):
         scale = self.gradient_scale
         if scale is None:
             scale = torch.ones((), device=parameter.device)  # filled there: a copy of a number would wait for the GPU
-        remainder = self.remainders[parameter].view(-1)
-        tensors = (remainder, gradient.view(-1), mean.codes, mean.scales, square.codes, square.scales, scale)
+        remainder = self.remainders.get(parameter)
+        low = None if remainder is None else remainder.view(-1)
+        tensors = (low, gradient.view(-1), mean.codes, mean.scales, square.codes, square.scales, scale)
         step = update_on_gpu if parameter.is_cuda else update_in_chunks
         step(parameter.detach().view(torch.int16).view(-1), *tensors, seed, factors_of(state["step"], group))
 
@@ -75,7 +83,7 @@ def factors_of(steps: int, group: dict[str, Any]) -> list[float]:
 )
 def update_on_gpu(
     weight: Tensor,
-    remainder: Tensor,
+    remainder: Tensor | None,
     gradient: Tensor,
     mean_codes: Tensor,
     mean_scales: Tensor,
@@ -102,7 +110,7 @@ def update_nothing(*_: Any) -> None:
 
 def update_in_chunks(
     weight: Tensor,
-    remainder: Tensor,
+    remainder: Tensor | None,
     gradient: Tensor,
     mean_codes: Tensor,
     mean_scales: Tensor,
@@ -115,13 +123,14 @@ def update_in_chunks(
     """Take a step of a weight (N,), given as the int16 of its bits, by torch's operators."""
     mean, square = QuantizedMoment(mean_codes, mean_scales), QuantizedMoment(square_codes, square_scales)
     for start in range(0, weight.numel(), CHUNK):
-        bits, low, part = (each[start : start + CHUNK] for each in (weight, remainder, gradient))
+        bits, part = (each[start : start + CHUNK] for each in (weight, gradient))
+        low = None if remainder is None else remainder[start : start + CHUNK]
         update(bits, low, part, start, mean, square, gradient_scale, seed, factors)
 
 
 def update(
     weight: Tensor,
-    remainder: Tensor,
+    remainder: Tensor | None,
     gradient: Tensor,
     start: int,
     mean: QuantizedMoment,
@@ -136,8 +145,12 @@ def update(
     means = mean.read(start, count).lerp_(gradient, mean_share)
     squares = square.read(start, count).mul_(square_kept).addcmul_(gradient, gradient, value=square_share)
     root = (squares / square_bias).sqrt_().add_(epsilon)
-    exact = join_float32(weight, remainder).mul_(weight_kept)
-    write_float32(exact.addcdiv_(means, root, value=-rate), weight, remainder)
-    low, high = rounding_noise(seed, start, count, weight.device)
+    exact = weight.view(torch.bfloat16).float() if remainder is None else join_float32(weight, remainder)
+    exact.mul_(weight_kept).addcdiv_(means, root, value=-rate)
+    low, high, bits = rounding_noise(seed, start, count, weight.device)
+    if remainder is None:
+        write_rounded(exact, weight, bits)
+    else:
+        write_float32(exact, weight, remainder)
     mean.write(start, means, low)
     square.write(start, squares, high)

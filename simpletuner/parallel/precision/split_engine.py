@@ -1,4 +1,5 @@
-"""The torch engine of state_layout=split: bf16 weights with what they lack of float32, and 8-bit moments."""
+"""The torch engine of state_layout=split and bf16: bf16 weights, perhaps with what they lack of float32, and 8-bit
+moments."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class SplitEngine(TorchEngine):
     def __init__(self, remainders: dict[str, Tensor], *arguments: Any) -> None:
         super().__init__(*arguments)
         self.remainders = remainders
-        self.optimizer.remainders = {each.shard: remainders[name] for name, each in self.parameters.items()}
+        shards = {name: each.shard for name, each in self.parameters.items() if name in remainders}
+        self.optimizer.remainders = {shard: remainders[name] for name, shard in shards.items()}
 
     def scale_to_norm(self, shards: list[nn.Parameter], max_grad_norm: float, grad_norm: Tensor) -> None:
         # as torch.nn.utils.clip_grads_with_norm_ scales them
@@ -63,14 +65,18 @@ class SplitEngine(TorchEngine):
 
     def local_shards(self) -> Iterator[tuple[str, Tensor]]:
         for name, shard in super().local_shards():
-            yield name, join_float32(shard, self.remainders[name]) if name in self.remainders else shard
+            # Checkpoints and averages are float32, whatever the layout.
+            yield name, join_float32(shard, self.remainders[name]) if name in self.remainders else shard.float()
 
     @torch.no_grad()
     def update_shards(self, change: ShardUpdate) -> None:
         for name, values in self.local_shards():
             change(name, values)
+            shard = local_tensor(self.weights[name])
             if name in self.remainders:
-                write_float32(values, local_tensor(self.weights[name]), self.remainders[name])
+                write_float32(values, shard, self.remainders[name])
+            elif shard.data_ptr() != values.data_ptr():
+                shard.copy_(values)
 
     def to_checkpoint(self, name: str, shard: Tensor) -> Tensor:
         return super().to_checkpoint(name, shard.cpu())

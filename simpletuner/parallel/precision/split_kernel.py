@@ -1,4 +1,5 @@
-"""Triton kernel of SplitAdamW: weights, gradients and state are read once and written once, 14 bytes per value in bf16.
+"""Triton kernel of SplitAdamW: weights, gradients and state are read once and written once, 14 bytes per value with
+remainders and 10 without.
 
 Imported where a GPU steps: torch's CUDA builds bring Triton with them. It computes what `split_adamw.update` does.
 """
@@ -53,7 +54,7 @@ def write_codes(codes, scales, values, noise, at, inside, rows, rows_inside, top
 def adamw_kernel(
     weight, remainder, gradient, mean_codes, mean_scales, square_codes, square_scales, gradient_scale, count, seed,
     mean_share, square_kept, square_share, square_bias, epsilon, weight_kept, rate,
-    num_rows: tl.constexpr, block: tl.constexpr, smallest: tl.constexpr,
+    keeps_remainder: tl.constexpr, num_rows: tl.constexpr, block: tl.constexpr, smallest: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
     at = rows[:, None] * block + tl.arange(0, block)[None, :]
@@ -68,25 +69,29 @@ def adamw_kernel(
     ratios = tl.div_rn(tl.load(square_codes + at, mask=inside, other=0).to(tl.float32), 255.0)
     square = (ratios * ratios) * (ratios * ratios) * scales * square_kept + change * change * square_share
 
-    bits = (tl.load(weight + at, mask=inside, other=0).to(tl.int32) << 16) + tl.load(
-        remainder + at, mask=inside, other=0
-    )
+    bits = tl.load(weight + at, mask=inside, other=0).to(tl.int32) << 16
+    if keeps_remainder:
+        bits += tl.load(remainder + at, mask=inside, other=0)
     exact = bits.to(tl.float32, bitcast=True) * weight_kept
     exact -= rate * tl.div_rn(mean, tl.sqrt_rn(square / square_bias) + epsilon)
     bits = exact.to(tl.int32, bitcast=True)
-    upper = (bits + 0x8000) >> 16
-    tl.store(weight + at, upper.to(tl.int16), mask=inside)
-    tl.store(remainder + at, (bits - (upper << 16)).to(tl.int16), mask=inside)
-
     noise = mixed(at.to(tl.uint32) ^ seed.to(tl.uint32))
+    if keeps_remainder:
+        upper = (bits + 0x8000) >> 16
+        tl.store(remainder + at, (bits - (upper << 16)).to(tl.int16), mask=inside)
+    else:
+        upper = (bits + (mixed(noise) & 0xFFFF).to(tl.int32)) >> 16
+    tl.store(weight + at, upper.to(tl.int16), mask=inside)
+
     low = ((noise & 0xFFFF).to(tl.float32) + 0.5) * (1 / 65536)
     high = ((noise >> 16).to(tl.float32) + 0.5) * (1 / 65536)
     write_codes(mean_codes, mean_scales, mean, low, at, inside, rows, rows_inside, 127, smallest)
     write_codes(square_codes, square_scales, square, high, at, inside, rows, rows_inside, 255, smallest)
 
 
-def launch(weight: Tensor, *tensors: Tensor, seed: int, factors: list[float]) -> None:
+def launch(weight: Tensor, remainder: Tensor | None, *tensors: Tensor, seed: int, factors: list[float]) -> None:
     """Step all values of a weight (N,), which is given as the int16 of its bits."""
-    count = weight.numel()
+    count, kept = weight.numel(), remainder is not None
     grid = (triton.cdiv(count, ROWS * BLOCK),)
-    adamw_kernel[grid](weight, *tensors, count, seed, *factors, **CONSTANTS, num_warps=4)
+    low = weight if remainder is None else remainder
+    adamw_kernel[grid](weight, low, *tensors, count, seed, *factors, keeps_remainder=kept, **CONSTANTS, num_warps=4)

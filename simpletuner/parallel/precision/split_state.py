@@ -1,4 +1,4 @@
-"""Tensors of state_layout=split: float32 in two halves of 16 bits, and non-linear 8-bit codes for moments.
+"""Tensors of state_layout=split and bf16: float32 in two halves of 16 bits, and non-linear 8-bit codes for moments.
 
 Both are read as float32 and written from it, so that checkpoints need not know of them.
 """
@@ -34,18 +34,25 @@ def join_float32(rounded: Tensor, remainder: Tensor) -> Tensor:
     return ((rounded.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
-def rounding_noise(seed: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two uniform numbers in (0, 1) for each value from `start`: halves of a hash of its place and a seed below
-    2 ** 31, so that a kernel computes them as well, and memory holds none.
+def write_rounded(values: Tensor, rounded: Tensor, noise: Tensor) -> None:
+    """Write one of the two bf16 numbers around each of `values`, so that the expected value is right; `noise` are 16
+    random bits (int32) for each."""
+    rounded.view(torch.int16).copy_((values.view(torch.int32) + noise) >> 16)
 
-    The hash is lowbias32 of https://nullprogram.com/blog/2018/07/31/; int32 multiplies as uint32 does.
-    """
-    bits = torch.arange(count, dtype=torch.int32, device=device).add_(start).bitwise_xor_(seed)
+
+def mixed(bits: Tensor) -> Tensor:
+    """Hash int32 to int32: lowbias32 of https://nullprogram.com/blog/2018/07/31/, as int32 multiplies like uint32."""
     bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
-    bits = bits ^ (bits >> 16 & 0xFFFF)
+    return bits ^ (bits >> 16 & 0xFFFF)
+
+
+def rounding_noise(seed: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return two uniform numbers in (0, 1), and 16 bits (int32), for each value from `start`: hashes of its place and a
+    seed below 2 ** 31, so that a kernel computes them as well, and memory holds none."""
+    bits = mixed(torch.arange(count, dtype=torch.int32, device=device).add_(start).bitwise_xor_(seed))
     low, high = bits & 0xFFFF, bits >> 16 & 0xFFFF
-    return low.float().add_(0.5).mul_(2**-16), high.float().add_(0.5).mul_(2**-16)
+    return low.float().add_(0.5).mul_(2**-16), high.float().add_(0.5).mul_(2**-16), mixed(bits) & 0xFFFF
 
 
 @dataclass

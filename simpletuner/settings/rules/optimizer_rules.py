@@ -15,10 +15,10 @@ NOT_FOR_DEEPSPEED = {
 
 
 def split_state_is_possible(settings: Settings) -> Iterator[BrokenRule]:
-    """Refuse state_layout=split where something else holds weights and moments, or weights are not computed in bf16."""
-    if settings.optimizer.state_layout != "split":
+    """Refuse layouts with bf16 weights where something else holds weights and moments, or float32 is computed."""
+    name, layout = settings.optimizer.optimizer, settings.optimizer.state_layout
+    if layout == "fp32":
         return
-    name = settings.optimizer.optimizer
     reasons = {
         "optimizer": (
             name != "adamw",
@@ -42,7 +42,7 @@ def split_state_is_possible(settings: Settings) -> Iterator[BrokenRule]:
     }
     for other, (is_broken, reason) in reasons.items():
         if is_broken:
-            yield broken(f"state_layout = split {reason}", "state_layout", other)
+            yield broken(f"state_layout = {layout} {reason}", "state_layout", other)
 
 
 def schedule_free_replaces_schedule_and_average(settings: Settings) -> Iterator[BrokenRule]:

@@ -104,9 +104,9 @@ def bf16_accumulation(settings: Settings) -> Iterator[BrokenRule]:
     accumulates = training.gradient_accumulation_steps > 1 and training.mixed_precision == "bf16"
     parallel = settings.parallel
     in_float32 = parallel.fsdp_enable and not parallel.fsdp_sync_each_batch
-    if accumulates and settings.optimizer.state_layout == "split" and not in_float32:
+    if accumulates and (layout := settings.optimizer.state_layout) != "fp32" and not in_float32:
         message = (
-            "state_layout=split adds up the gradients of gradient_accumulation_steps in bf16; FSDP2 does so in "
+            f"state_layout={layout} adds up the gradients of gradient_accumulation_steps in bf16; FSDP2 does so in "
             "float32, with fsdp_sync_each_batch=false"
         )
         yield broken(message, "state_layout")

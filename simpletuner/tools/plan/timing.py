@@ -22,9 +22,9 @@ COMPILED_TRAFFIC = 0.28
 # Of one operator without compiler, on the host: what small samples cost at least.
 LAUNCH_SECONDS = 6e-6
 
-SPLIT_BYTES = 16
-"""Bytes moved per value by the optimizer of state_layout=split: 14 by its kernel, which reads gradients, weights and
-state once and writes the latter two, and 2 for the norm of the gradients."""
+KERNEL_BYTES = {"split": 16, "bf16": 12}
+"""Bytes moved per value by the optimizer of a state_layout: by its kernel, which reads gradients, weights and state
+once and writes the latter two, and 2 for the norm of the gradients."""
 
 # Between machines, for each GPU: 200 Gbit/s.
 NETWORK_GB_PER_SECOND = 25.0
@@ -89,9 +89,9 @@ def communication_seconds(settings: Settings, device: Device, parameters: int) -
 def optimizer_seconds(settings: Settings, device: Device, inputs: MemoryInputs) -> float:
     """Reading and writing weights, gradients and moments once, and the gradients twice more for their norm."""
     share, moments = inputs.num_parameters / shard_ranks(settings), inputs.num_states
-    if settings.optimizer.state_layout == "split":
+    if (num_bytes := KERNEL_BYTES.get(settings.optimizer.state_layout)) is not None:
         launches = inputs.num_weights * LAUNCH_SECONDS
-        return max(launches, share * SPLIT_BYTES / (device.memory_gb_per_second * 1e9 * TRAFFIC))
+        return max(launches, share * num_bytes / (device.memory_gb_per_second * 1e9 * TRAFFIC))
     # Weight and moments are read and written, the gradient is read; 3: its norm reads it, clipping writes it.
     num_bytes = FLOAT32_BYTES * (2 + 2 * moments + 1 + 3)
     is_on_host = settings.parallel.fsdp_offload_params or settings.parallel.offload_optimizer != "none"

@@ -34,8 +34,9 @@ def ask(tmp_path):
 
 def test_the_kernel_takes_the_steps_that_torchs_operators_take(ask):
     for found in ask("interpreted", TRITON_INTERPRET="1"):
-        assert found["weights"] < 1e-3, "of the largest change: the last bit of a weight may be another"
-        assert found["scales"] < 1e-6 and found["codes"] < 0.01
+        # Of the largest change. The last bit of a float32 weight may be another, so that few are rounded otherwise.
+        assert found["weights"] < 1e-3
+        assert found["scales"] < 1e-6 and found["codes"] < 0.01 and found["rounded"] < 0.01
         assert found["changed"] > 0.5
 
 
@@ -43,4 +44,5 @@ def test_each_value_is_read_once_and_written_once(ask):
     """A thread has 8 values: 16 bytes of bf16 or int16, and 8 of codes. Scales and the factor of gradients are 4."""
     for name, found in ask("compiled").items():
         assert found.pop("code") > 0 and found.pop("local") == 0, "registers suffice"
-        assert found == {"ld 16": 3, "ld 8": 2, "ld 4": 3, "st 16": 2, "st 8": 2, "st 4": 2}, name
+        more = "remainders" in name
+        assert found == {"ld 16": 2 + more, "ld 8": 2, "ld 4": 3, "st 16": 1 + more, "st 8": 2, "st 4": 2}, name
