@@ -48,7 +48,8 @@ def where() -> str:
 def written(func: Any, args: Any) -> list[Tensor]:
     """Return the arguments that an operator changes."""
     declared = zip(func._schema.arguments, args, strict=False)
-    return [each for argument, each in declared if argument.alias_info is not None and argument.alias_info.is_write]
+    changed = [each for argument, each in declared if argument.alias_info is not None and argument.alias_info.is_write]
+    return [each for each in changed if each is not None]
 
 
 class Recorder(MemoryCounter):
