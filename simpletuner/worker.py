@@ -21,6 +21,7 @@ from simpletuner.launch.rendezvous import Group, verify_same_config
 from simpletuner.launch.store import MessageStore, TorchStore, message_signer
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import silence_libraries
+from simpletuner.models.opening.checked import note_checked
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.engine import Engine, compute_dtype
@@ -177,8 +178,7 @@ def train(
     """Encode the data, build the engine, train, export."""
     session.world.activity.begin("reading the base model", watched=False)
     with no_collection():  # the classes of the model are imported here
-        settings = session.settings
-        family = load_family(settings, session.world, session.stop.check, settings.training.output_dir)
+        family = load_family(session.settings, session.world, session.stop.check, recalls=True)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     session.world.activity.begin("proving the pipeline", watched=False)
     family.prove(sorted(samples_by_shape(plan)), session.world.device)
@@ -206,6 +206,8 @@ def train(
         rows = describe_run(resolved, family, state, prepared.plan)
         session.report.table("simpletuner train", rows)
         record_settings(session, state.step, family.facts())
+        if session.world.is_first:
+            note_checked(family)
         facts = facts_of(session.loaded, rows, prepared.plan)
         with open_html_report(session, facts, state.schedule.max_steps) as page:
             after_rounds = [page.renew, notifier.send_round] if page is not None else []

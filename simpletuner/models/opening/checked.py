@@ -13,25 +13,25 @@ from typing import Any
 
 from simpletuner.launch.node_info import versions
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.opening.completeness import check_complete
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.regular_files import read_file
 
 NOTE = "base_model.json"
 
 
-def check_once(family: ModelFamily, run_folder: Path, is_first: bool) -> None:
-    """Check a base model unless this run has done so with the same files and versions; the first rank writes the note.
+def is_checked(family: ModelFamily) -> bool:
+    """Return whether this run has found the same files complete, with the same settings and versions."""
+    return read_note(note_of(family)) == facts_of(family)
 
-    Raises EnvironmentNotReady as `check_complete` does.
-    """
-    note, facts = run_folder / NOTE, facts_of(family)
-    if read_note(note) == facts:
-        return
-    check_complete(family)
-    if is_first:
-        with suppress(OSError):  # no reason to end a run
-            write_json(note, facts)
+
+def note_checked(family: ModelFamily) -> None:
+    """Note that a base model is complete, once a start has been found right in all else, too."""
+    with suppress(OSError):  # no reason to end a run
+        write_json(note_of(family), facts_of(family))
+
+
+def note_of(family: ModelFamily) -> Path:
+    return family.settings.training.output_dir / NOTE
 
 
 def facts_of(family: ModelFamily) -> dict[str, Any]:

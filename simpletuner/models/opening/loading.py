@@ -12,7 +12,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.folder.malformed import CHECK_COPY, opening, read_json
 from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, refuse_pickles, refuse_special_files
-from simpletuner.models.opening.checked import check_once
+from simpletuner.models.opening.checked import is_checked
 from simpletuner.models.opening.completeness import check_complete
 from simpletuner.models.single_file.conversion import convert
 from simpletuner.models.single_file.source import check_single_file, is_converted, named_file, source_of
@@ -29,12 +29,10 @@ VARIANT_WEIGHTS = "*/*.*.safetensors"
 """Weights with a variant's name in theirs, such as model.fp16.safetensors."""
 
 
-def load_family(
-    settings: Settings, world: World, stop: Callable[[], None], run_folder: Path | None = None
-) -> ModelFamily:
+def load_family(settings: Settings, world: World, stop: Callable[[], None], recalls: bool = False) -> ModelFamily:
     """Collective: open the base model's folder, which the first rank builds or downloads if need be.
 
-    A run notes in its folder that the model was complete, and does not check it again.
+    One that `recalls` does not check again what an earlier start of the run has found complete (`note_checked`).
     Raises EnvironmentNotReady for a folder that is malformed or lacks anything that would be made up.
     """
     model = settings.model
@@ -62,10 +60,8 @@ def load_family(
         refuse_other_family(folder, cls, model)
         family = cls.open(folder, settings)
         # Not collective, but on every rank: all find the same within a second, so none begins to encode.
-        if run_folder is None:
+        if not (recalls and is_checked(family)):
             check_complete(family)
-        else:
-            check_once(family, run_folder, world.is_first)
     return family
 
 

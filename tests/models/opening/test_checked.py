@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.opening.checked import NOTE
+from simpletuner.models.opening.checked import NOTE, note_checked
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import World
-from simpletuner.settings.declared.sections import Data, Model, Settings
+from simpletuner.settings.declared.sections import Data, Model, Settings, Training
 
 
 @pytest.fixture
@@ -23,10 +23,14 @@ def folder(sdxl, tmp_path) -> Path:
     return Path(shutil.copytree(sdxl, tmp_path / "base"))
 
 
-def start(folder: Path, run_folder: Path | None, **model: str) -> None:
+def start(folder: Path, run: Path | None, **model: str) -> None:
+    """Open a base model as a start does whose run has this folder, and note that it is complete."""
     world = World(0, 1, 0, torch.device("cpu"), dist.HashStore(), 0)
     chosen = Model(model_family="sdxl", pretrained_model_name_or_path=str(folder), **model)
-    load_family(Settings(model=chosen, data=Data()), world, lambda: None, run_folder)
+    settings = Settings(model=chosen, data=Data(), training=Training(output_dir=run or folder))
+    family = load_family(settings, world, lambda: None, recalls=run is not None)
+    if run is not None:
+        note_checked(family)
 
 
 def damage(file: Path, **times: tuple[int, int]) -> None:
