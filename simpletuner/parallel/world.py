@@ -21,8 +21,10 @@ from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-# Of collectives of other threads, in which ranks wait for slow disks; a rank that ends breaks them at once.
-THREAD_TIMEOUT = timedelta(days=1)
+"""Of NCCL's collectives, and of joining."""
+DISK_TIMEOUT = timedelta(days=1)
+"""Of gloo's, in which ranks wait for one that writes to a slow disk alone: 24 GB of a pipeline take 10 minutes at 40
+MB/s. A rank that ends breaks them at once, and one that hangs is found by the launcher."""
 JOIN_SECONDS = 300
 """Longest wait of a rank for the others to join."""
 ABORT_SECONDS = 5
@@ -56,11 +58,11 @@ class World:
 
     def for_thread(self) -> World:
         """Return the same ranks for another thread, with a separate gloo group and activity. Collective."""
-        group = dist.new_group(backend="gloo", timeout=THREAD_TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
         return replace(self, group=group, activity=Activity())
 
     def barrier(self) -> None:
-        """Wait for every rank. Collective, with torch's timeout: only where all arrive at about the same time."""
+        """Wait for every rank. Collective."""
         self.activity.advance()
         dist.all_reduce(
             torch.zeros(1), group=self.group
@@ -167,6 +169,7 @@ def joined_world(
         store = open_store(environment, rank, size) if size > 1 else dist.HashStore()
         torch_store = dist.PrefixStore("torch", store)
         dist.init_process_group(backend, store=torch_store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+        of_torch.set_cpu_timeout(DISK_TIMEOUT)
         return store
 
     store = join() if size == 1 else joined(join, rank, stop or StopRequest())

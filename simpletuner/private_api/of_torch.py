@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -78,6 +79,12 @@ def run_backward(loss: Tensor) -> None:
 def abort_communicators() -> None:
     """Drop NCCL's communicators without waiting: destroy_process_group waits for what was begun."""
     dist.distributed_c10d._abort_process_group()
+
+
+def set_cpu_timeout(timeout: timedelta) -> None:
+    """Give the default group's collectives on the CPU a timeout of their own: init_process_group has one for all."""
+    group = dist.distributed_c10d._get_default_group()
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
 def operator_build_folder(name: str) -> str:

@@ -75,6 +75,12 @@ def test_a_rank_that_dies_while_a_checkpoint_is_written_is_noticed_by_the_others
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+def test_ranks_wait_for_one_that_writes_to_a_slow_disk_alone(starter, tmp_path):
+    run = starter.start(saving.wait_for_a_slow_disk, 2, 6.0, str(tmp_path / "report"))
+    assert run.wait(PATIENCE) == [0, 0], run.said
+    assert (tmp_path / "report").read_text() == "0,1"
+
+
 def test_one_rank_reads_without_collectives(run_on, tmp_path):
     """Gloo's threads would start OpenMP teams of their own: see `reading_threads`."""
     before, after = run_on(saving.threads_after_reading, 1, str(tmp_path))

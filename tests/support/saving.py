@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from simpletuner.checkpoints.shards import plan_group, planned
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.checkpoints.writing import write_full
 from simpletuner.errors import EnvironmentNotReady
+from simpletuner.parallel import world as world_module
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world, lost_a_peer
 
@@ -170,3 +172,15 @@ def threads_after_reading(folder: str, report: str) -> None:
         read_tensors([Path(folder) / "many.safetensors"], found, "it")
         world.gather_texts("a checksum" * 10_000)
         Path(report).write_text(json.dumps([before, psutil.Process().num_threads()]))
+
+
+def wait_for_a_slow_disk(seconds: float, report: str) -> None:
+    """Gather texts while rank 0 writes for longer than collectives of a GPU may take."""
+    world_module.COLLECTIVE_TIMEOUT = timedelta(seconds=seconds / 3)
+    with joined_world() as world:
+        if world.is_first:
+            time.sleep(seconds)
+        texts = world.gather_texts(str(world.rank))
+        world.barrier()
+        if world.is_first:
+            Path(report).write_text(",".join(texts))
