@@ -158,8 +158,10 @@ class DelayedAverage:
 
     @torch.no_grad()
     def _average(self, copied: Any, weight: float) -> None:
-        if copied is not None:
-            copied.synchronize()
+        if copied is not None and self.stream is not None:
+            # A thread begins with device 0, on which every rank would make a context of 0.5 GB.
+            with torch.cuda.device(self.stream.device):
+                copied.synchronize()
         lerp([(average, self.copies[name]) for name, average in self.averages.items()], weight)
 
     def wait_for_copy(self) -> None:

@@ -146,6 +146,7 @@ def install(devices: int = 8) -> None:
         "current_stream": current_stream, "default_stream": current_stream, "stream": UseStream,
         "set_stream": torch._C._accelerator_setStream, "Stream": Stream, "Event": Event, "cudart": lambda: RUNTIME,
         "is_current_stream_capturing": lambda: False, "_get_device_index": lambda *_, **__: 0,
+        "_exchange_device": lambda device: 0, "_maybe_exchange_device": lambda device: 0,
     }  # fmt: skip
     for name, answer in names.items():
         setattr(torch.cuda, name, answer)
