@@ -30,7 +30,7 @@ from simpletuner.settings.values.spelling import normalize_name
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay")
 OVERRIDES = ("optimizer_beta1", "optimizer_beta2", "optimizer_config")
 CONFIG_KEYS = {"eps": "adam_epsilon", "weight_decay": "adam_weight_decay"}
-QUANTIZED = re.compile(r"(u?int|fp|nf)(\d+)(?:uz)?_(?:quanto|sdnq|torchao|bnb)")
+QUANTIZED = re.compile(r"(u?int|fp|nf)([1-8]|16)(?:uz)?_(?:quanto|sdnq|torchao|bnb)")
 """base_model_precision there: a kind of number, its bits, and the library that quantizes."""
 PRECISIONS = {"int8": (1, 0.9), "float8": (1, 2.6), "nf4": (0.52, 9.2)}
 """Bytes per weight here, and the error of normal weights in percent (docs/lora.md)."""

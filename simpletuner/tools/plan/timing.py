@@ -26,6 +26,9 @@ KERNEL_BYTES = {"split": 16, "bf16": 12}
 """Bytes moved per value by the optimizer of a state_layout: by its kernel, which reads gradients, weights and state
 once and writes the latter two, and 2 for the norm of the gradients."""
 
+HOST_BYTES = 800
+"""The same where weights are in the machine's memory, and torch's operators step them one after the other."""
+
 # Between machines, for each GPU: 200 Gbit/s.
 NETWORK_GB_PER_SECOND = 25.0
 
@@ -88,13 +91,12 @@ def communication_seconds(settings: Settings, device: Device, parameters: int) -
 
 def optimizer_seconds(settings: Settings, device: Device, inputs: MemoryInputs) -> float:
     """Reading and writing weights, gradients and moments once, and the gradients twice more for their norm."""
-    share, moments = inputs.num_parameters / shard_ranks(settings), inputs.num_states
-    if (num_bytes := KERNEL_BYTES.get(settings.optimizer.state_layout)) is not None:
-        launches = inputs.num_weights * LAUNCH_SECONDS
-        return max(launches, share * num_bytes / (device.memory_gb_per_second * 1e9 * TRAFFIC))
+    share, layout = inputs.num_parameters / shard_ranks(settings), settings.optimizer.state_layout
     # Weight and moments are read and written, the gradient is read; 3: its norm reads it, clipping writes it.
-    num_bytes = FLOAT32_BYTES * (2 + 2 * moments + 1 + 3)
-    is_on_host = settings.parallel.fsdp_offload_params or settings.parallel.offload_optimizer != "none"
-    if is_on_host:
-        return share * (num_bytes + 2 * FLOAT32_BYTES) / (HOST_GB_PER_SECOND * 1e9)
-    return share * num_bytes / (device.memory_gb_per_second * 1e9 * TRAFFIC)
+    num_bytes = FLOAT32_BYTES * (2 + 2 * inputs.num_states + 1 + 3)
+    if settings.parallel.fsdp_offload_params or settings.parallel.offload_optimizer != "none":
+        moved = num_bytes if layout == "fp32" else HOST_BYTES
+        return share * (moved + 2 * FLOAT32_BYTES) / (HOST_GB_PER_SECOND * 1e9)
+    moved, launches = KERNEL_BYTES.get(layout, num_bytes), inputs.num_weights * LAUNCH_SECONDS
+    seconds = share * moved / (device.memory_gb_per_second * 1e9 * TRAFFIC)
+    return seconds if layout == "fp32" else max(launches, seconds)

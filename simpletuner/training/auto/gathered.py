@@ -27,11 +27,12 @@ class Units:
 
     @classmethod
     def of(cls, model: nn.Module, settings: Settings) -> Units:
-        units = units_of(model, recommended_blocks(model), settings.parallel)
-        inside = {parameter: parameter.numel() for unit in units for parameter in unit.parameters()}
-        paths = {module: path for path, module in model.named_modules()}
-        sizes = {paths[unit]: count_parameters(unit) for unit in units}
-        return cls(sizes, count_parameters(model) - sum(inside.values()))
+        paths, sizes, seen = {module: path for path, module in model.named_modules()}, {}, set[nn.Parameter]()
+        for unit in units_of(model, recommended_blocks(model), settings.parallel):  # innermost first
+            own = set(unit.parameters()) - seen
+            sizes[paths[unit]] = sum(each.numel() for each in own)
+            seen |= own
+        return cls(sizes, count_parameters(model) - sum(sizes.values()))
 
     def of_name(self, name: str) -> str:
         """Return the unit of a parameter; empty for the root."""
@@ -49,6 +50,8 @@ class Backward:
     gradient_bytes: float
     """Of the gradient of a value in its own precision; 0 where most values have none."""
     reduced_bytes: float
+    reshards: bool
+    """Whether units are freed after their forward pass, and gathered again for the backward pass."""
     present: str = ""
     previous: str = ""
     done: dict[str, float] = field(default_factory=dict)
@@ -61,7 +64,8 @@ class Backward:
 
     def held(self, following: str) -> float:
         sizes = self.units.sizes
-        gathered = self.units.root + sizes.get(self.present, 0) + sizes.get(following, 0)
+        units = sizes.get(self.present, 0) + sizes.get(following, 0) if self.reshards else sum(sizes.values())
+        gathered = self.units.root + units
         return self.weight_bytes * gathered + sum(self.done.values()) + self.reduced_bytes * sizes.get(self.previous, 0)
 
 
@@ -76,11 +80,11 @@ def gathered_points(settings: Settings, model: nn.Module, trace: StepTrace, nume
     order = [unit for unit in dict.fromkeys(of.values()) if unit]
     after = dict(pairwise(order))
     width = frozen_bytes(settings) if is_lora else compute_bytes(settings)
-    backward = Backward(units, width, 0 if is_lora else width, 0 if is_lora else FLOAT32_BYTES)
+    gradients = (0, 0) if is_lora else (width, FLOAT32_BYTES)
+    backward = Backward(units, width, *gradients, settings.parallel.fsdp_reshard_after_forward)
     for name in trace.released:
         backward.enter(of[name])
         following = after.get(backward.present, "") if backward.present else (order or [""])[0]
-        whole = 0.0 if settings.parallel.fsdp_reshard_after_forward else width * sum(units.sizes.values())
-        yield max(whole, backward.held(following))
+        yield backward.held(following)
         backward.done[of[name]] = backward.done.get(of[name], 0) + backward.gradient_bytes * numel[name]
     yield backward.held("")
