@@ -43,8 +43,12 @@ def interpreted() -> list[dict[str, float]]:
         for dtype, keeps_remainder in product((torch.bfloat16, torch.float32), (True, False)):
             ours, before = state_of(count, dtype), state_of(count, dtype)
             theirs = [each.clone() for each in ours]
-            launch(ours[0], ours[1] if keeps_remainder else None, *ours[2:], seed=SEED, factors=FACTORS)
-            update_in_chunks(theirs[0], theirs[1] if keeps_remainder else None, *theirs[2:], SEED, FACTORS)
+            for step, each in ((launch, ours), (update_in_chunks, theirs)):
+                low, moments = (
+                    each[1] if keeps_remainder else None,
+                    (QuantizedMoment(*each[3:5]), QuantizedMoment(*each[5:7])),
+                )
+                step(each[0], low, each[2], *moments, each[7], SEED, FACTORS)
             one, other, first = (join_float32(*each[:2]) for each in (ours, theirs, before))
             pairs = [(ours[place], theirs[place]) for place in (4, 6)]
             codes = [(ours[place] != theirs[place]).float().mean().item() for place in (3, 5)]

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from simpletuner.parallel.precision.split_adamw import SplitAdamW
 from simpletuner.parallel.precision.split_state import (
@@ -14,12 +16,15 @@ from simpletuner.parallel.precision.split_state import (
     SMALLEST_SCALE,
     QuantizedMoment,
     join_float32,
-    rounding_noise,
+    mixed,
+    random_bits,
+    uniform,
     write_float32,
     write_rounded,
 )
 from simpletuner.parallel.torch_engine import ShardedParameter, sharded_parameters
 from simpletuner.settings.declared.sections import Optimizer
+from simpletuner.tools.plan.timing import HOST_BYTES
 from simpletuner.training.optimizers import make_optimizer
 
 NORMAL = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
@@ -103,23 +108,27 @@ def test_the_expected_value_of_a_rounded_weight_is_the_weight():
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     rounded, total, times = torch.empty_like(values, dtype=torch.bfloat16), torch.zeros_like(values), 400
     for seed in range(times):
-        write_rounded(values, rounded, rounding_noise(seed, 0, len(values), values.device)[2])
+        write_rounded(values, rounded, random_bits(seed, 0, len(values), values.device))
         total += rounded.float()
         assert ((rounded.float() - values).abs() <= values.abs() / 128).all(), "one of the two neighbours"
     apart = (total / times - values) / values.abs()
     assert apart.abs().max() < 1e-3 and apart.mean().abs() < 5e-5
-    write_rounded(rounded.float(), rounded, torch.full((4096,), 0xFFFF, dtype=torch.int32))
-    assert torch.equal(rounded, rounded.float().bfloat16()), "what is a bf16 number stays"
+    before = rounded.clone()
+    write_rounded(rounded.float(), rounded, random_bits(0, 0, len(values), values.device))
+    assert torch.equal(rounded, before), "what is a bf16 number stays"
 
 
 def test_the_three_draws_of_a_value_are_uniform_and_know_nothing_of_each_other():
-    low, high, bits = rounding_noise(7, 1 << 20, 1 << 18, torch.device("cpu"))
-    draws = torch.stack([low, high, (bits + 0.5) / 65536])
+    def draws_of(seed: int) -> Tensor:
+        bits = random_bits(seed, 1 << 20, 1 << 18, torch.device("cpu"))
+        return torch.stack([uniform(bits), uniform(bits >> 16), uniform(mixed(bits))])
+
+    draws = draws_of(7)
     assert draws.min() > 0 and draws.max() < 1
     assert draws.mean(1).tolist() == pytest.approx([0.5] * 3, abs=3e-3)
     assert draws.var(1).tolist() == pytest.approx([1 / 12] * 3, rel=0.01)
-    others = torch.cat([draws, *(torch.stack(rounding_noise(8, 1 << 20, 1 << 18, torch.device("cpu"))[:2]),)])
-    assert (torch.corrcoef(others) - torch.eye(5)).abs().max() < 0.01
+    assert (torch.corrcoef(torch.cat([draws, draws_of(8)])) - torch.eye(6)).abs().max() < 0.01
+    low = draws[0]
     assert (torch.corrcoef(torch.stack([low[1:], low[:-1]]))[0, 1]).abs() < 0.01
 
 
@@ -212,17 +221,19 @@ def test_weights_travel_as_far_as_those_of_torch_over_hundreds_of_steps():
     assert ratios == pytest.approx([1, 1], abs=0.1)
 
 
-def test_six_bytes_per_parameter_are_held_between_steps():
+@pytest.mark.parametrize(("layout", "held_bytes"), [("split", 6), ("bf16", 4)])
+def test_six_or_four_bytes_per_parameter_are_held_between_steps(layout, held_bytes):
     parameter = nn.Parameter(torch.ones(64 * BLOCK + 1, dtype=torch.bfloat16))
-    optimizer = make_optimizer(named(parameter), Optimizer(state_layout="split"))
+    optimizer = make_optimizer(named(parameter), Optimizer(state_layout=layout))
     assert isinstance(optimizer, SplitAdamW)
-    optimizer.remainders[parameter] = torch.zeros_like(parameter, dtype=torch.int16)
+    if layout == "split":
+        optimizer.remainders[parameter] = torch.zeros_like(parameter, dtype=torch.int16)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = [optimizer.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")]
-    held = [parameter, optimizer.remainders[parameter], *(t for each in state for t in (each.codes, each.scales))]
+    held = [parameter, *optimizer.remainders.values(), *(t for each in state for t in (each.codes, each.scales))]
     blocks = 65
-    assert sum(tensor.nbytes for tensor in held) == 6 * parameter.numel() + 8 * blocks
+    assert sum(tensor.nbytes for tensor in held) == held_bytes * parameter.numel() + 8 * blocks
 
 
 def test_a_step_of_several_chunks_is_that_of_torch(monkeypatch):
@@ -237,3 +248,30 @@ def test_a_step_of_several_chunks_is_that_of_torch(monkeypatch):
         each.step()
     torch.testing.assert_close(join_float32(split.detach(), optimizer.remainders[split]), theirs.detach())
     assert optimizer.gradient_scale is None
+
+
+class BytesMoved(TorchDispatchMode):
+    """Counts what operators read and write."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [each for each in tree_iter((args, kwargs, made)) if isinstance(each, Tensor)]
+            self.count += sum(each.nbytes for each in tensors)
+        return made
+
+
+@pytest.mark.parametrize("keeps_remainder", [True, False])
+def test_a_step_on_the_host_moves_what_plan_counts(keeps_remainder):
+    values = torch.randn(256 * BLOCK)
+    optimizer = split_over(values)
+    (weight,) = optimizer.param_groups[0]["params"]
+    if not keeps_remainder:
+        optimizer.remainders = {}
+    weight.grad = values.bfloat16()
+    optimizer.step()
+    with BytesMoved() as moved:
+        optimizer.step()
+    assert moved.count / len(values) == pytest.approx(HOST_BYTES, rel=0.1)

@@ -13,7 +13,8 @@ from simpletuner.parallel.optimizer_state import NewMoments, ShardAdamW, zero_mo
 from simpletuner.parallel.precision.split_state import (
     QuantizedMoment,
     join_float32,
-    rounding_noise,
+    random_bits,
+    uniform,
     write_float32,
     write_rounded,
 )
@@ -58,15 +59,17 @@ class SplitAdamW(ShardAdamW):
         state["step"] += 1
         # Of step and number alone: a resumed run draws the same, and so do all copies of a weight.
         seed = hash_key(state["step"], self.numbers[parameter]) % 2**31
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
         scale = self.gradient_scale
         if scale is None:
             scale = torch.ones((), device=parameter.device)  # filled there: a copy of a number would wait for the GPU
-        remainder = self.remainders.get(parameter)
-        low = None if remainder is None else remainder.view(-1)
-        tensors = (low, gradient.view(-1), mean.codes, mean.scales, square.codes, square.scales, scale)
-        step = update_on_gpu if parameter.is_cuda else update_in_chunks
-        step(parameter.detach().view(torch.int16).view(-1), *tensors, seed, factors_of(state["step"], group))
+        bits, low = parameter.detach().view(torch.int16).view(-1), self.remainders.get(parameter)
+        tensors = (bits, None if low is None else low.view(-1), gradient.view(-1))
+        mean, square, factors = state["exp_avg"], state["exp_avg_sq"], factors_of(state["step"], group)
+        if parameter.is_cuda:
+            moments = (mean.codes, mean.scales, square.codes, square.scales)
+            update_on_gpu(*tensors, *moments, scale, seed, factors)
+        else:
+            update_in_chunks(*tensors, mean, square, scale, seed, factors)
 
 
 def factors_of(steps: int, group: dict[str, Any]) -> list[float]:
@@ -94,13 +97,13 @@ def update_on_gpu(
     factors: list[float],
 ) -> None:
     """Take a step of a weight by one kernel; an operator of its own, so that a rehearsal counts it as one."""
-    tensors = (remainder, gradient, mean_codes, mean_scales, square_codes, square_scales, gradient_scale)
+    mean, square = QuantizedMoment(mean_codes, mean_scales), QuantizedMoment(square_codes, square_scales)
     if importlib.util.find_spec("triton") is None:
-        update_in_chunks(weight, *tensors, seed, factors)
+        update_in_chunks(weight, remainder, gradient, mean, square, gradient_scale, seed, factors)
     else:
         from simpletuner.parallel.precision.split_kernel import launch
 
-        launch(weight, *tensors, seed=seed, factors=factors)
+        launch(weight, remainder, gradient, mean, square, gradient_scale, seed, factors)
 
 
 @update_on_gpu.register_fake
@@ -112,45 +115,27 @@ def update_in_chunks(
     weight: Tensor,
     remainder: Tensor | None,
     gradient: Tensor,
-    mean_codes: Tensor,
-    mean_scales: Tensor,
-    square_codes: Tensor,
-    square_scales: Tensor,
-    gradient_scale: Tensor,
-    seed: int,
-    factors: list[float],
-) -> None:
-    """Take a step of a weight (N,), given as the int16 of its bits, by torch's operators."""
-    mean, square = QuantizedMoment(mean_codes, mean_scales), QuantizedMoment(square_codes, square_scales)
-    for start in range(0, weight.numel(), CHUNK):
-        bits, part = (each[start : start + CHUNK] for each in (weight, gradient))
-        low = None if remainder is None else remainder[start : start + CHUNK]
-        update(bits, low, part, start, mean, square, gradient_scale, seed, factors)
-
-
-def update(
-    weight: Tensor,
-    remainder: Tensor | None,
-    gradient: Tensor,
-    start: int,
     mean: QuantizedMoment,
     square: QuantizedMoment,
     gradient_scale: Tensor,
     seed: int,
     factors: list[float],
 ) -> None:
-    """Update the values from `start`; the tensors are (N,), where N <= CHUNK."""
+    """Take a step of a weight (N,), given as the int16 of its bits, by torch's operators."""
     mean_share, square_kept, square_share, square_bias, epsilon, weight_kept, rate = factors
-    count, gradient = len(weight), gradient.float() * gradient_scale
-    means = mean.read(start, count).lerp_(gradient, mean_share)
-    squares = square.read(start, count).mul_(square_kept).addcmul_(gradient, gradient, value=square_share)
-    root = (squares / square_bias).sqrt_().add_(epsilon)
-    exact = weight.view(torch.bfloat16).float() if remainder is None else join_float32(weight, remainder)
-    exact.mul_(weight_kept).addcdiv_(means, root, value=-rate)
-    low, high, bits = rounding_noise(seed, start, count, weight.device)
-    if remainder is None:
-        write_rounded(exact, weight, bits)
-    else:
-        write_float32(exact, weight, remainder)
-    mean.write(start, means, low)
-    square.write(start, squares, high)
+    for start in range(0, weight.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        bits, change = weight[part], gradient[part].float() * gradient_scale
+        count, low = len(bits), None if remainder is None else remainder[part]
+        means = mean.read(start, count).lerp_(change, mean_share)
+        squares = square.read(start, count).mul_(square_kept).addcmul_(change, change, value=square_share)
+        root = (squares / square_bias).sqrt_().add_(epsilon)
+        exact = bits.view(torch.bfloat16).float() if low is None else join_float32(bits, low)
+        exact.mul_(weight_kept).addcdiv_(means, root, value=-rate)
+        noise = random_bits(seed, start, count, weight.device)
+        if low is None:
+            write_rounded(exact, bits, noise)
+        else:
+            write_float32(exact, bits, low)
+        mean.write(start, means, uniform(noise))
+        square.write(start, squares, uniform(noise >> 16))

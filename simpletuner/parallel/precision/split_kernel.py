@@ -1,7 +1,7 @@
 """Triton kernel of SplitAdamW: weights, gradients and state are read once and written once, 14 bytes per value with
 remainders and 10 without.
 
-Imported where a GPU steps: torch's CUDA builds bring Triton with them. It computes what `split_adamw.update` does.
+Imported where a GPU steps: torch's CUDA builds bring Triton with them. It computes what `update_in_chunks` does.
 """
 
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simpletuner.parallel.precision.split_state import BLOCK, SMALLEST_SCALE
+from simpletuner.parallel.precision.split_state import BLOCK, SMALLEST_SCALE, QuantizedMoment
 
 ROWS = 8
 """Blocks of one program, 1,024 values: 8 for each of 128 threads."""
@@ -89,9 +89,18 @@ def adamw_kernel(
     write_codes(square_codes, square_scales, square, high, at, inside, rows, rows_inside, 255, smallest)
 
 
-def launch(weight: Tensor, remainder: Tensor | None, *tensors: Tensor, seed: int, factors: list[float]) -> None:
+def launch(
+    weight: Tensor,
+    remainder: Tensor | None,
+    gradient: Tensor,
+    mean: QuantizedMoment,
+    square: QuantizedMoment,
+    gradient_scale: Tensor,
+    seed: int,
+    factors: list[float],
+) -> None:
     """Step all values of a weight (N,), which is given as the int16 of its bits."""
-    count, kept = weight.numel(), remainder is not None
-    grid = (triton.cdiv(count, ROWS * BLOCK),)
     low = weight if remainder is None else remainder
-    adamw_kernel[grid](weight, low, *tensors, count, seed, *factors, keeps_remainder=kept, **CONSTANTS, num_warps=4)
+    tensors = (weight, low, gradient, mean.codes, mean.scales, square.codes, square.scales, gradient_scale)
+    count, constants = weight.numel(), CONSTANTS | {"keeps_remainder": remainder is not None}
+    adamw_kernel[(triton.cdiv(count, ROWS * BLOCK),)](*tensors, count, seed, *factors, **constants, num_warps=4)

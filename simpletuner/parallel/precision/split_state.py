@@ -35,9 +35,15 @@ def join_float32(rounded: Tensor, remainder: Tensor) -> Tensor:
 
 
 def write_rounded(values: Tensor, rounded: Tensor, noise: Tensor) -> None:
-    """Write one of the two bf16 numbers around each of `values`, so that the expected value is right; `noise` are 16
-    random bits (int32) for each."""
-    rounded.view(torch.int16).copy_((values.view(torch.int32) + noise) >> 16)
+    """Write one of the two bf16 numbers around each of `values`, so that the expected value is right; `noise` is what
+    `random_bits` returns, of which the moments use all bits, so it is hashed again."""
+    rounded.view(torch.int16).copy_((values.view(torch.int32) + (mixed(noise) & 0xFFFF)) >> 16)
+
+
+def random_bits(seed: int, start: int, count: int, device: torch.device) -> Tensor:
+    """Return 32 bits for each value from `start`, a hash of its place and a seed below 2 ** 31: a kernel computes it as
+    well, and memory holds none."""
+    return mixed(torch.arange(count, dtype=torch.int32, device=device).add_(start).bitwise_xor_(seed))
 
 
 def mixed(bits: Tensor) -> Tensor:
@@ -47,12 +53,9 @@ def mixed(bits: Tensor) -> Tensor:
     return bits ^ (bits >> 16 & 0xFFFF)
 
 
-def rounding_noise(seed: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two uniform numbers in (0, 1), and 16 bits (int32), for each value from `start`: hashes of its place and a
-    seed below 2 ** 31, so that a kernel computes them as well, and memory holds none."""
-    bits = mixed(torch.arange(count, dtype=torch.int32, device=device).add_(start).bitwise_xor_(seed))
-    low, high = bits & 0xFFFF, bits >> 16 & 0xFFFF
-    return low.float().add_(0.5).mul_(2**-16), high.float().add_(0.5).mul_(2**-16), mixed(bits) & 0xFFFF
+def uniform(bits: Tensor) -> Tensor:
+    """Return numbers in (0, 1) made of the lower 16 bits."""
+    return (bits & 0xFFFF).float().add_(0.5).mul_(2**-16)
 
 
 @dataclass
