@@ -178,7 +178,7 @@ def train(
     """Encode the data, build the engine, train, export."""
     session.world.activity.begin("reading the base model", watched=False)
     with no_collection():  # the classes of the model are imported here
-        family = load_family(session.settings, session.world, session.stop.check, recalls=True)
+        family = load_family(session.settings, session.world, session.stop.check, skips_checked=True)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     session.world.activity.begin("proving the pipeline", watched=False)
     family.prove(sorted(samples_by_shape(plan)), session.world.device)

@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 sys.path.append(str(SCRIPT.parent))
 
 from gpu_cases import all_cases  # noqa: E402
+from gpu_check import STEPS  # noqa: E402
 
 
 @pytest.mark.long
@@ -42,12 +43,13 @@ def test_the_benchmark_continues_and_prints_what_it_measured(tmp_path):
 
 def test_the_check_of_a_gpu_is_one_table_of_what_is_assumed_and_what_is_here():
     check = [sys.executable, str(SCRIPT.with_name("gpu_check.py"))]
-    command = [*check, "--tiny", "--json", "machine", "killed", "link"]
+    command = [*check, "--tiny", "--json", "machine", "killed", "steps", "link"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     found = {row["what"]: row["here"] for row in json.loads(done.stdout)["rows"]}
     assert found["context, MiB"] == "not measured here", "there is no nvidia-smi"
     assert found["bf16 products, TFLOP/s"] > 0 and found["all_gather of 2 ranks, GB/s"] > 0
+    assert all(found[f"{name}: s/step"] > 0 for name in STEPS), "each by the plan of its own model"
     assert found["losses after SIGKILL and resuming, off by"] == 0
     none = subprocess.run(check, capture_output=True, text=True, timeout=500)
     assert (none.returncode, none.stderr.partition("\n")[0]) == (3, "error: torch sees no CUDA device here")

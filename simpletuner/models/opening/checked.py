@@ -1,7 +1,6 @@
-"""Note of a run that its base model was found complete, so that later starts need not ask for it again.
+"""A file in the run's folder that says which base model was found complete, so that later starts skip the check.
 
-The check takes 1 CPU second of the 6 to the first step of a start with warm caches: most of it imports classes of text
-encoders that nothing else needs then.
+Most of the check's time imports the classes of text encoders, which a start with warm caches does not need.
 """
 
 from __future__ import annotations

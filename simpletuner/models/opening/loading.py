@@ -29,10 +29,10 @@ VARIANT_WEIGHTS = "*/*.*.safetensors"
 """Weights with a variant's name in theirs, such as model.fp16.safetensors."""
 
 
-def load_family(settings: Settings, world: World, stop: Callable[[], None], recalls: bool = False) -> ModelFamily:
+def load_family(settings: Settings, world: World, stop: Callable[[], None], skips_checked: bool = False) -> ModelFamily:
     """Collective: open the base model's folder, which the first rank builds or downloads if need be.
 
-    One that `recalls` does not check again what an earlier start of the run has found complete (`note_checked`).
+    With `skips_checked`, what an earlier start of the run has found complete is not checked again (`note_checked`).
     Raises EnvironmentNotReady for a folder that is malformed or lacks anything that would be made up.
     """
     model = settings.model
@@ -60,7 +60,7 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None], reca
         refuse_other_family(folder, cls, model)
         family = cls.open(folder, settings)
         # Not collective, but on every rank: all find the same within a second, so none begins to encode.
-        if not (recalls and is_checked(family)):
+        if not (skips_checked and is_checked(family)):
             check_complete(family)
     return family
 

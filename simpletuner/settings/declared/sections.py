@@ -23,6 +23,9 @@ from simpletuner.settings.values.step_ranges import normalize_step_range
 from simpletuner.settings.values.trackers import normalize_trackers
 from simpletuner.system.files.paths import ENVIRONMENT, expand_path
 
+LARGEST_BATCH = 1_000_000
+"""Samples per rank in one forward pass, of which `plan --auto` tries each divisor."""
+
 
 def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
     """Return the import paths of families, by folded name. Raises ValueError for what is no import path."""
@@ -141,7 +144,7 @@ class Training(Section):
 
     output_dir: Path = knob(Path("output"), "Folder of this run: checkpoints, caches, validation images, metrics, the final pipeline.")
     seed: int = knob(42, "Determines data order, noise, timesteps and crops.", ge=0, aliases=("training_seed",))
-    train_batch_size: int = knob(4, "Samples per rank in one forward pass.", ge=1, le=1_000_000)
+    train_batch_size: int = knob(4, "Samples per rank in one forward pass.", ge=1, le=LARGEST_BATCH)
     gradient_accumulation_steps: int = knob(1, "Forward passes per optimizer step.", ge=1, le=1_000_000)
     global_batch_size: int | None = knob(None, "Samples per optimizer step over all ranks, whatever their number: gradient_accumulation_steps follows from it.", ge=1, le=1_000_000_000)
     max_train_steps: int | None = knob(None, "Stop after this many optimizer steps; empty: num_train_epochs counts.", ge=1)

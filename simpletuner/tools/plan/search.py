@@ -10,6 +10,7 @@ from typing import Any
 from simpletuner.errors import SettingsError, SimpleTunerError
 from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.settings import Loaded
+from simpletuner.settings.declared.sections import LARGEST_BATCH
 from simpletuner.settings.resolving.loading import settings_as_json
 from simpletuner.settings.values.shape import Shape
 from simpletuner.tools.plan.estimate import RunPlan
@@ -21,9 +22,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "gradient_checkpointing": (False, True),
     "offload_activations": (False, True),
 }
-LARGEST_BATCH = 1_000_000
-"""Samples per rank in one forward pass, as `train_batch_size` is declared."""
-
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 # Settings whose steps differ by no more than this share count as equally fast: the simpler one is taken.
 SAME_SPEED = 0.01

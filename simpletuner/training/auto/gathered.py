@@ -51,7 +51,7 @@ class Backward:
     """Of the gradient of a value in its own precision; 0 where most values have none."""
     reduced_bytes: float
     reshards: bool
-    """Whether units are freed after their forward pass, and gathered again for the backward pass."""
+    """True where units are freed after their forward pass, and gathered again for the backward pass."""
     present: str = ""
     previous: str = ""
     done: dict[str, float] = field(default_factory=dict)

@@ -28,7 +28,7 @@ def start(folder: Path, run: Path | None, **model: str) -> None:
     world = World(0, 1, 0, torch.device("cpu"), dist.HashStore(), 0)
     chosen = Model(model_family="sdxl", pretrained_model_name_or_path=str(folder), **model)
     settings = Settings(model=chosen, data=Data(), training=Training(output_dir=run or folder))
-    family = load_family(settings, world, lambda: None, recalls=run is not None)
+    family = load_family(settings, world, lambda: None, skips_checked=run is not None)
     if run is not None:
         note_checked(family)
 
