@@ -53,6 +53,7 @@ CASES: dict[str, tuple[int, Flags]] = {
     "split": (RANKS, FSDP2 | {"state_layout": "split", "use_ema": True}),
     "released": (RANKS, FSDP2 | RELEASED),
     "unused": (RANKS, FSDP2),
+    "stays-gathered": (RANKS, FSDP2 | {"fsdp_reshard_after_forward": False}),
     "offloaded": (RANKS, FSDP2 | {"fsdp_offload_params": True}),
     "activations": (1, {"offload_activations": True}),
     "lora": (1, LORA),
@@ -101,10 +102,11 @@ def ideal(run: Rehearsal) -> dict[str, list[int]]:
     model = run.engine.module
     units = 1 + len(units_of(model, recommended_blocks(model), settings.parallel))
     passes = settings.training.gradient_accumulation_steps
+    times = 2 if settings.parallel.fsdp_reshard_after_forward else 1
     gathered = sum(each.numel() for each in model.parameters())
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     ideal = {
-        "all-gather bfloat16 cuda": [2 * units * passes, 2 * 2 * gathered * passes],
+        "all-gather bfloat16 cuda": [times * units * passes, times * 2 * gathered * passes],
         "reduce-scatter float32 cuda": [units, 4 * trained],
     }
     if mesh.dp_replicate > 1:
