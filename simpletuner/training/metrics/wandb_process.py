@@ -46,8 +46,8 @@ class Deadline:
     """Ends this process when connecting or finishing takes too long after the run has ended."""
 
     def __init__(self, channel: Channel) -> None:
-        self.channel, self.began, self.is_connected = channel, time.monotonic(), False
-        self.closing = threading.Event()
+        self.channel = channel
+        self.connected, self.closing = threading.Event(), threading.Event()
         self.connect_seconds = float(os.environ.get("WANDB_INIT_TIMEOUT") or CONNECT_SECONDS)
         threading.Thread(target=self._watch_input, daemon=True).start()
         threading.Thread(target=self._watch_connecting, daemon=True).start()
@@ -55,17 +55,15 @@ class Deadline:
     def _watch_input(self) -> None:
         sys.stdin.read()
         self.closing.set()
-        while not self.is_connected:
-            if time.monotonic() - self.began > self.connect_seconds:
-                os._exit(1)
-            time.sleep(0.1)
-        time.sleep(FINISH_SECONDS)
-        os._exit(1)
 
     def _watch_connecting(self) -> None:
-        time.sleep(self.connect_seconds)
-        if not self.is_connected:
+        # One thread reports and ends, since of two the one that ends could come before the report.
+        if not self.connected.wait(self.connect_seconds):
             self.channel.send(failed=f"no answer from the server for {self.connect_seconds:.0f} s")
+        self.closing.wait()
+        if self.connected.is_set():
+            time.sleep(FINISH_SECONDS)
+        os._exit(1)
 
 
 class Follower:
@@ -138,7 +136,7 @@ def main() -> None:
     except wandb.Error as error:
         channel.send(failed=str(error).partition("\n")[0] or type(error).__name__)
         raise SystemExit(1) from None
-    deadline.is_connected = True
+    deadline.connected.set()
     channel.send(url=run.url or f"offline; `wandb sync {Path(run.dir).parent}` sends it")
     for group in ("train", "eval"):
         # Axes of their own: wandb's step counts calls of log(), of all groups together.
