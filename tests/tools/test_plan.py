@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from simpletuner.app import main
 from simpletuner.checkpoints.disk_usage import DiskUsage
 from simpletuner.errors import SettingsError
+from simpletuner.models.analysis.cuda_kernels import FLOAT32_ON_CUDA
 from simpletuner.models.analysis.step_trace import (
-    FLOAT32_ON_CUDA,
+    Execution,
     new_mode,
     trace_step,
     trace_vae,
@@ -91,7 +92,7 @@ def test_activations_are_those_that_torch_saves(key, pipelines):
     for recomputes in (False, True):
         for model in (real, fake):
             model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
-        trace = trace_step(family, fake, mode, family.input_shapes(SHAPE), samples, torch.float32, False)
+        trace = trace_step(family, fake, mode, family.input_shapes(SHAPE), samples, Execution(torch.float32))
         found[recomputes] = trace
         assert trace.kept_bytes == pytest.approx(saved_by_torch(family, real, samples), rel=0.1)
         assert [fraction for _, fraction in trace.backward_points] == sorted(each for _, each in trace.backward_points)

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from simpletuner.models.analysis.cuda_kernels import use_cuda_kernels
 from simpletuner.models.analysis.equal_blocks import equal_blocks, trace_by_kinds
 from simpletuner.models.analysis.step_trace import (
+    Execution,
     StepTrace,
     new_mode,
     trace_step,
     trace_vae,
-    use_cuda_kernels,
     with_fake_parameters,
 )
 from simpletuner.models.catalog.parameter_count import parameters_in
@@ -32,6 +33,7 @@ from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.parallel.precision.split_engine import hold_in_bf16
 from simpletuner.private_api.of_torch import FakeTensorMode
 from simpletuner.settings import Settings
+from simpletuner.settings.declared.sections import Parallel
 from simpletuner.settings.values.shape import Shape
 from simpletuner.training.auto.gathered import gathered_points
 from simpletuner.training.optimizers import trained_weights
@@ -69,14 +71,15 @@ class Workload:
             self.models[kind] = with_fake_parameters(self.trained_model(settings), self.mode)
             if on_gpu:
                 use_cuda_kernels(self.models[kind])
-        offloads = settings.training.offload_activations
-        key = (*kind, recomputes, offloads, samples)
+        autocast = dtype != torch.float32 and not in_bf16
+        copies = key_value_copies(settings.parallel)
+        execution = Execution(dtype, autocast, on_gpu, settings.training.offload_activations, copies)
+        key = (*kind, recomputes, execution, samples)
         if key not in self.traces:
             model: Any = self.models[kind]
             model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
-            shapes, autocast = self.family.input_shapes(self.largest), dtype != torch.float32 and not in_bf16
-            inputs = (shapes, samples, dtype, autocast, on_gpu, offloads)
-            trace = partial(trace_step, self.family, model, self.mode, *inputs)
+            shapes = self.family.input_shapes(self.largest)
+            trace = partial(trace_step, self.family, model, self.mode, shapes, samples, execution)
             counts = equal_blocks(model) if self.family.has_equal_blocks else {}
             self.traces[key] = trace_by_kinds(model, counts, trace) if counts else trace()
         return self.traces[key]
@@ -133,3 +136,11 @@ def has_bf16_weights(settings: Settings) -> bool:
     is_cast = parallel.fsdp_enable or parallel.zero_stage is not None or settings.optimizer.state_layout != "fp32"
     is_lora = settings.model.model_type == "lora"  # its matrices are float32, also over a base in bf16 under FSDP2
     return settings.training.mixed_precision == "bf16" and is_cast and not is_lora
+
+
+def key_value_copies(parallel: Parallel) -> int:
+    """Return as how many keys and values count in a trace of whole sequences, of which a rank is taken to have a share.
+
+    An all-gather leaves each rank those of all.
+    """
+    return parallel.context_parallel_size if parallel.context_parallel_comm_strategy == "allgather" else 1

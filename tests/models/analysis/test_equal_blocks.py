@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from simpletuner.models.analysis.equal_blocks import equal_blocks, shortened, trace_by_kinds
-from simpletuner.models.analysis.step_trace import StepTrace, new_mode, trace_step, with_fake_parameters
+from simpletuner.models.analysis.step_trace import Execution, StepTrace, new_mode, trace_step, with_fake_parameters
 from simpletuner.models.family.lookup import family_class
 from simpletuner.settings.declared.sections import Data, Lora, Model, Settings
 from simpletuner.settings.values.shape import Shape
@@ -49,9 +49,11 @@ def test_what_few_blocks_take_is_what_all_of_them_take(family, model_type, recom
     assert sorted(counts.values()) == sorted(DEEP[family].values())
     model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
 
+    execution = Execution(torch.bfloat16, autocast=True, on_gpu=True, offloads=offloads)
+
     def trace() -> StepTrace:
         shapes = opened.input_shapes(SHAPE)
-        return trace_step(opened, model, mode, shapes, 2, torch.bfloat16, True, True, offloads)
+        return trace_step(opened, model, mode, shapes, 2, execution)
 
     whole, found = trace(), trace_by_kinds(model, counts, trace)
     for each in fields(StepTrace):

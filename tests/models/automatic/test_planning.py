@@ -9,7 +9,7 @@ from models.automatic.test_parity import automatic
 from models.test_inputs import opened
 
 from simpletuner.models.analysis.flops import FlopCounter
-from simpletuner.models.analysis.step_trace import new_mode, trace_step, with_fake_parameters
+from simpletuner.models.analysis.step_trace import Execution, new_mode, trace_step, with_fake_parameters
 from simpletuner.models.automatic.family import SMALLEST
 from simpletuner.models.family.base import ModelFamily
 
@@ -32,7 +32,8 @@ def test_a_step_of_a_pipeline_without_a_class_is_traced(tmp_path):
     family, mode = automatic(build_foreign("CogVideoXPipeline", tmp_path / "base")), new_mode()
     model = with_fake_parameters(family.denoiser(), mode)
     one, two = (
-        trace_step(family, model, mode, family.input_shapes(SMALLEST), count, torch.float32, False) for count in (1, 2)
+        trace_step(family, model, mode, family.input_shapes(SMALLEST), count, Execution(torch.float32))
+        for count in (1, 2)
     )
     assert 0 < one.product_flops < two.product_flops <= 2 * one.product_flops
     assert counted(family) > 0

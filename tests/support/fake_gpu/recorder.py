@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from fake_gpu.device import DEVICE, LIBRARY, RUNTIME
 from fake_gpu.stream_order import HOST, StreamOrder
-from simpletuner.models.analysis.step_trace import ALLOCATIONS, MemoryCounter
+from simpletuner.models.analysis.memory_counter import ALLOCATIONS, MemoryCounter
 
 aten = torch.ops.aten
 BLOCK_BYTES = 512
@@ -113,8 +113,8 @@ class Recorder(MemoryCounter):
         if (answer := self.answers.get(func.overloadpacket)) is not None:
             return answer(self, *args, **kwargs)
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        if tensors and all(map(is_meta, tensors)) and torch.device(kwargs.get("device") or "meta").type == "meta":
-            with unset_fake_temporarily():  # what such tensors become must be real, too, to be set as their data
+        if is_computed(tensors, kwargs.get("device")):
+            with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func.overloadpacket in (aten.copy_, aten._to_copy):
             self.see_copy(func.overloadpacket, args, kwargs)
@@ -223,9 +223,13 @@ def rounded(size: int) -> int:
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def is_meta(tensor: Tensor) -> bool:
-    """Return whether a tensor is a real one on the meta device, such as those of a model that has no memory yet."""
-    return tensor.is_meta and not isinstance(tensor, FakeTensor)
+def is_computed(tensors: list[Tensor], device: Any) -> bool:
+    """Return whether all tensors are real and stay on one device without a GPU.
+
+    On the CPU these are masks, whose sums become shapes; on the meta device a model that has no memory yet.
+    """
+    kinds = {each.device.type for each in tensors} | ({torch.device(device).type} if device is not None else set())
+    return bool(tensors) and not any(isinstance(each, FakeTensor) for each in tensors) and kinds < {"cpu", "meta"}
 
 
 def accessed(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Iterator[tuple[Tensor, bool]]:

@@ -35,7 +35,7 @@ from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.sampler.batch_sampler import GlobalBatch, SamplerState
 from simpletuner.data.samples.samples import Sample
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.analysis.step_trace import use_cuda_kernels
+from simpletuner.models.analysis.cuda_kernels import use_cuda_kernels
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import Diffusion, FlowMatching, Objective
 from simpletuner.parallel.engine import Engine, compute_dtype
