@@ -18,8 +18,9 @@ from foreign import build_foreign
 from models.automatic.test_parity import SAME, automatic, expect_parity
 from models.test_inputs import CPU
 
-from simpletuner.errors import SettingsError
+from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
+from simpletuner.models.automatic.pipeline_run import without_package
 from simpletuner.models.automatic.seams import ALWAYS
 from simpletuner.models.families.ltxvideo import LTXVideo
 from simpletuner.settings.declared.sections import Model, Settings
@@ -45,6 +46,12 @@ def opened_as(cls: Any, folder: Path) -> AutomaticFamily:
         pipeline_class = cls
 
     return Planted(folder, Settings(model=Model(model_family="auto"), **SAME))
+
+
+def test_a_package_that_a_pipeline_misses_is_named():
+    error = without_package("PRXPipeline", NameError(name="ftfy"))
+    assert isinstance(error, EnvironmentNotReady) and str(error) == "PRXPipeline needs the package ftfy"
+    assert isinstance(without_package("PRXPipeline", NameError(name="unknown")), SettingsError)
 
 
 @pytest.mark.parametrize(
