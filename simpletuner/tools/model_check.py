@@ -86,7 +86,7 @@ def class_for(auto: AutomaticFamily, path: str) -> ModelFamily | None:
     if path:
         model = Model(model_family=CHECKED, model_families={CHECKED: path})
     else:
-        family = next((key for key, each in presets().items() if each.family_class and named in each.pipelines), None)
+        family = next((key for key, each in presets().items() if each.has_class and named in each.pipelines), None)
         if family is None:
             return None
         model = Model(model_family=family)

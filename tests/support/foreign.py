@@ -7,6 +7,8 @@ import string
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from simpletuner.models.catalog.registry import presets
 from simpletuner.models.tiny.build import build_component, build_preset, fixed_seed
 from simpletuner.models.tiny.encoders import QWEN_TEXT, spread_embeddings
@@ -185,6 +187,28 @@ FOREIGN: dict[str, dict[str, Any]] = {
         },
         "scheduler": DIFFUSION,
     },
+    "KolorsPipeline": {
+        "text_encoder": None,
+        "vae": VAE,
+        "unet": {
+            "class_name": "UNet2DConditionModel",
+            "sample_size": 16,
+            "layers_per_block": 1,
+            "block_out_channels": [16, 32],
+            "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+            "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+            "attention_head_dim": [2, 4],
+            "cross_attention_dim": 32,
+            "norm_num_groups": 8,
+            "use_linear_projection": True,
+            "encoder_hid_dim": 32,
+            "encoder_hid_dim_type": "text_proj",
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": 6 * 8 + 32,
+        },
+        "scheduler": {"class_name": "EulerDiscreteScheduler", "beta_schedule": "scaled_linear"},
+    },
 }
 
 
@@ -200,7 +224,7 @@ def build_foreign(name: str, folder: Path, **changes: Any) -> Path:
     with fixed_seed():
         components: dict[str, Any] = {}
         for part, entry in FOREIGN[name].items():
-            own = entry() if callable(entry) else build_component(part, {**entry, **changes.get(part, {})})
+            own = entry(folder) if callable(entry) else build_component(part, {**entry, **changes.get(part, {})})
             components |= own
         optional = {
             each: None for each in inspect.signature(cls.__init__).parameters if each in cls._optional_components
@@ -209,7 +233,7 @@ def build_foreign(name: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def build_llama() -> dict[str, Any]:
+def build_llama(_: Path) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaModel
 
     tokenizer = build_qwen_tokenizer()
@@ -217,7 +241,7 @@ def build_llama() -> dict[str, Any]:
     return {"text_encoder": spread_embeddings(LlamaModel(config)), "tokenizer": tokenizer}
 
 
-def build_bert() -> dict[str, Any]:
+def build_bert(_: Path) -> dict[str, Any]:
     from transformers import BertConfig, BertModel, BertTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *dict.fromkeys(WORDS.split()), *string.ascii_lowercase]
@@ -229,5 +253,31 @@ def build_bert() -> dict[str, Any]:
     return {"text_encoder": spread_embeddings(BertModel(config)), "tokenizer": tokenizer}
 
 
+def build_chatglm(folder: Path) -> dict[str, Any]:
+    """Build ChatGLM as Kolors has it, with a SentencePiece model of a few words."""
+    from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig, ChatGLMModel
+    from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
+    from sentencepiece import SentencePieceTrainer
+
+    vocabulary = folder / "tokenizer" / "tokenizer.model"  # where saving reads it again
+    vocabulary.parent.mkdir(parents=True)
+    words = [*WORDS.split(), *string.printable.strip()]
+    with vocabulary.open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(words), model_writer=file, vocab_size=200, hard_vocab_limit=False, minloglevel=2
+        )
+    tokenizer = ChatGLMTokenizer(str(vocabulary))
+    # The rest as in the published config.json.
+    config = ChatGLMConfig(
+        num_layers=2, padded_vocab_size=300, hidden_size=32, ffn_hidden_size=64, kv_channels=8, num_attention_heads=4,
+        seq_length=256, multi_query_attention=True, multi_query_group_num=2, add_qkv_bias=True, original_rope=True,
+    )  # fmt: skip
+    encoder = ChatGLMModel(config)
+    for each in encoder.parameters():  # its class leaves them as the memory was
+        nn.init.normal_(each, std=0.3) if each.ndim > 1 else nn.init.ones_(each)
+    return {"text_encoder": encoder, "tokenizer": tokenizer}
+
+
+FOREIGN["KolorsPipeline"]["text_encoder"] = build_chatglm
 FOREIGN["HunyuanVideoPipeline"]["text_encoder"] = build_llama
 FOREIGN["HunyuanDiTPipeline"]["text_encoder"] = build_bert

@@ -54,6 +54,13 @@ def test_a_class_with_a_wrong_sign_is_named(flux, checked, tmp_path):
     assert "the class differs from the pipeline's own run: prediction of Opposite" in said
 
 
+@pytest.mark.parametrize("name", ["Krea2Pipeline", "KolorsPipeline"])
+def test_of_a_family_without_a_class_the_proof_is_all(name, checked, tmp_path):
+    """The text encoder and the tokenizer of Kolors are classes of diffusers' package of its pipeline."""
+    found = json.loads(checked("--check", str(build_foreign(name, tmp_path / "base")), "--json")[0])
+    assert found["passed"] and found["checks"][-1]["name"] == "gradients"
+
+
 def test_a_pipeline_that_cannot_be_proven_is_refused_after_what_could_be(checked, tmp_path):
     folder = build_foreign("PixArtAlphaPipeline", tmp_path / "base", scheduler={"class_name": "DDIMScheduler"})
     out, said = checked("--check", str(folder), "--json", code=2)

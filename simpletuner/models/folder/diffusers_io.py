@@ -7,7 +7,11 @@ import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -95,20 +99,29 @@ def component_class(index: Mapping[str, Any], name: str, folder: Path) -> Any:
     library, cls = entry
     if library == "diffusers":
         return diffusers_class(cls)
-    if library != "transformers":
-        # Importing whatever module a downloaded index names would run its code.
+    module = component_module(library)
+    if module is None:
         raise EnvironmentNotReady(
             f"{folder / 'model_index.json'} takes {name} from {library!r:.60}, which is not read",
             "only components of diffusers and transformers are",
         )
-    import transformers
-
-    if not hasattr(transformers, cls):
+    if not hasattr(module, cls):
+        package = module.__name__.partition(".")[0]
         raise EnvironmentNotReady(
-            f"transformers {transformers.__version__} has no {cls}",
-            "pip install --upgrade transformers, or choose another model",
+            f"{package} {version(package)} has no {cls}", f"pip install --upgrade {package}, or choose another model"
         )
-    return getattr(transformers, cls)
+    return getattr(module, cls)
+
+
+def component_module(library: str) -> ModuleType | None:
+    """Import transformers, or the package of one of diffusers' pipelines: Kolors' has its text encoder."""
+    from diffusers import pipelines
+
+    if library == "transformers":
+        return import_module(library)
+    # Importing whatever module a downloaded index names would run its code.
+    known = {each.name for each in iter_modules(pipelines.__path__)}
+    return import_module(f"{pipelines.__name__}.{library}") if library in known else None
 
 
 def require_packages(components: Iterable[Sequence[str]]) -> None:

@@ -129,8 +129,10 @@ def refuse_missing(folder: Path, missing: Iterable[str], unknown: Iterable[str])
 
 def check_tokenizer(folder: Path, cls: Any) -> None:
     """Raise EnvironmentNotReady for a tokenizer without a vocabulary, or that encodes two captions alike."""
+    from transformers import ProcessorMixin
+
     loaded = cls.from_pretrained(folder)
-    tokenizer = getattr(loaded, "tokenizer", loaded)  # of a processor, which also handles images
+    tokenizer = loaded.tokenizer if isinstance(loaded, ProcessorMixin) else loaded
     words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab())
     one, other = (tokenizer(caption)["input_ids"] for caption in DIFFERENT_CAPTIONS)
     if not words or one == other:

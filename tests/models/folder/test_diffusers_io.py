@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.folder.diffusers_io import cast_inputs, text_folders
+from simpletuner.models.folder.diffusers_io import cast_inputs, component_class, text_folders
 from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import variant_of, weights_files
 
@@ -121,3 +122,17 @@ def test_floating_inputs_are_cast_while_a_pipeline_samples_and_not_after():
         "count": torch.int64,
     }
     assert model(torch.zeros(1), timestep=torch.zeros(1))["sample"] == torch.float32
+
+
+def test_only_classes_of_diffusers_and_transformers_are_components():
+    index = {
+        "text_encoder": ["kolors", "ChatGLMModel"],
+        "vae": ["antigravity", "AutoencoderKL"],
+        "unet": ["kolors", "X"],
+    }
+    assert component_class(index, "text_encoder", Path("base")).__module__ == "diffusers.pipelines.kolors.text_encoder"
+    with pytest.raises(EnvironmentNotReady, match="takes vae from 'antigravity', which is not read"):
+        component_class(index, "vae", Path("base"))
+    assert "antigravity" not in sys.modules
+    with pytest.raises(EnvironmentNotReady, match=r"diffusers [\d.]+ has no X"):
+        component_class(index, "unet", Path("base"))
