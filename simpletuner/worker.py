@@ -31,6 +31,7 @@ from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, report_first_failure
 from simpletuner.preparation.prepare import Plan, Prepared, folders_of, plan_data, prepare, samples_by_shape
 from simpletuner.preparation.same_folder import verify_same_folders
+from simpletuner.private_api.of_diffusers import leave_out_peft
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
@@ -125,6 +126,8 @@ def recorded_status(stop: StopRequest, activity: Activity) -> Iterator[StatusWri
 def run(session: Session, notifier: Notifier) -> None:
     """Train from the newest checkpoint that is not damaged, or from the base model; then export and upload."""
     silence_libraries()
+    if session.settings.model.model_type != "lora":
+        leave_out_peft()
     for warning in session.loaded.warnings:
         session.report.warn(warning)
     output = session.settings.training.output_dir

@@ -327,6 +327,7 @@ READERS: dict[str, Callable[[Path], str]] = {
     "status.json": how_it_ended,
     "durations.json": lambda path: "",
     "base_model.json": lambda path: "",
+    "memory.json": lambda path: "",
     "README.md": lambda path: "",  # a model card, with samples per second
     "state.json": without_checksums,
     "simpletuner.json": without_checksums,

@@ -33,7 +33,7 @@ from simpletuner.training.images.image_files import ImageInfo, write_png  # noqa
 
 INFO = ImageInfo("a circle", "", 1, 4, 3.0, 8, 8, 5, "trained")
 OWN_FILES = ("status.json", "metrics.jsonl", "log.txt", "settings.json", "console.txt", "durations.json", ".lock")
-OWN_FILES += ("base_model.json",)
+OWN_FILES += ("base_model.json", "memory.json")
 
 MARKUP = '"><img src=x onerror=alert(1)><script>alert(2)</script>{{7*7}}'
 SECRET = "what nobody may read"

@@ -25,6 +25,7 @@ DERIVED = (
     "settings.json",
     "durations.json",
     "base_model.json",
+    "memory.json",
     "wandb.json",
     "validation/step-000000/trained-00.png",
     "validation/step-1",

@@ -39,7 +39,8 @@ class Planner:
         shapes = count_shapes(self.loaded, self.report)
         phase = self.report.phase("counting what a step does")  # minutes for the largest models
         with opened_family(self.loaded.settings, self.report) as family, phase:
-            workload, flops = Workload(family, shapes.largest), flops_per_sample(family, shapes.largest)
+            workload = Workload(family, shapes.largest, interpolates=auto)
+            flops = flops_per_sample(family, shapes.largest)
 
             def estimate(loaded: Loaded) -> RunPlan:
                 return estimate_run(loaded.settings, workload, shapes, self.device, flops)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.opening.checked import facts_of, read_note
 from simpletuner.parallel.gpu import GIB
 from simpletuner.parallel.model.activations import memory_budget
 from simpletuner.parallel.world import World
 from simpletuner.preparation.prepare import Plan, samples_by_shape
 from simpletuner.session import Session
 from simpletuner.settings.declared.sections import Settings
+from simpletuner.system.files.atomic import write_json
 from simpletuner.system.processes.host_memory import available_bytes
 from simpletuner.training.auto.memory_estimate import CONTEXT_BYTES, estimate_training
 from simpletuner.training.auto.workload import Workload
@@ -32,6 +35,20 @@ measured."""
 
 BUDGETS = (0.75, 0.5, 0.25)
 
+NOTE = "memory.json"
+"""File in the run's folder with the bytes of each choice, so that later starts need not count them."""
+DECIDE = {
+    "training": True,
+    "optimizer": True,
+    "ema": True,
+    "parallel": True,
+    "compile": True,
+    "launch": {"num_processes", "num_machines", "use_cpu"},
+    "checkpoints": {"async_checkpointing"},
+}
+"""Settings by which the bytes may change, but for those of `model`."""
+DECIDE_NOTHING = {"training": {"output_dir", "seed", "max_train_steps", "num_train_epochs"}}
+
 
 def choices(settings: Settings) -> Iterator[dict[str, Any]]:
     """Yield what may be recomputed, from nothing to all but the inputs of blocks."""
@@ -41,17 +58,30 @@ def choices(settings: Settings) -> Iterator[dict[str, Any]]:
     yield {"gradient_checkpointing": True}
 
 
-def choose_recomputation(settings: Settings, workload: Workload, limit_bytes: float) -> tuple[dict[str, Any], int]:
-    """Return the first choice that fits, else the last one, and the bytes that a rank takes with it."""
+def choose_recomputation(
+    settings: Settings, workload: Workload, limit_bytes: float, counted: dict[str, int] | None = None
+) -> tuple[dict[str, Any], int]:
+    """Return the first choice that fits, else the last one, and the bytes that a rank takes with it.
+
+    `counted` has the bytes of choices that were counted before, as JSON, and gets those that are counted now.
+    """
+    counted = {} if counted is None else counted
     chosen, needed = {}, 0
     for chosen in choices(settings):
-        memory = estimate_training(with_training(settings, chosen), workload)
-        needed = memory.gpu_bytes
-        if settings.launch.use_cpu:  # one memory for both
-            needed += memory.host_bytes // memory.inputs.ranks_per_machine
+        name = json.dumps(chosen)
+        if name not in counted:
+            counted[name] = needed_bytes(with_training(settings, chosen), workload)
+        needed = counted[name]
         if needed <= USABLE * limit_bytes:
             break
     return chosen, needed
+
+
+def needed_bytes(settings: Settings, workload: Workload) -> int:
+    memory = estimate_training(settings, workload)
+    if settings.launch.use_cpu:  # one memory for both
+        return memory.gpu_bytes + memory.host_bytes // memory.inputs.ranks_per_machine
+    return memory.gpu_bytes
 
 
 def with_training(settings: Settings, values: dict[str, Any]) -> Settings:
@@ -71,12 +101,32 @@ def resolve_recomputation(session: Session, family: ModelFamily, plan: Plan) -> 
         workload = Workload(family, max(samples_by_shape(plan), key=attrgetter("pixels")))
 
         def choose() -> str:
-            return json.dumps(choose_recomputation(settings, workload, limit))
+            with counted_before(family, settings, workload) as counted:
+                return json.dumps(choose_recomputation(settings, workload, limit, counted))
 
         chosen, needed = json.loads(world.from_first("recomputation", choose, session.stop.check))
         said = f"about {needed / GIB:,.1f} of {limit / GIB:,.1f} GiB per rank"
     chosen_settings = with_training(settings, chosen)
     return replace(session, loaded=replace(session.loaded, settings=chosen_settings)), said
+
+
+@contextmanager
+def counted_before(family: ModelFamily, settings: Settings, workload: Workload) -> Iterator[dict[str, int]]:
+    """Yield the bytes of choices that an earlier start of the run has counted, and note those that are added."""
+    path = settings.training.output_dir / NOTE
+    facts = {
+        "base": facts_of(family),
+        "shape": list(workload.largest),
+        "settings": settings.model_dump(mode="json", include=DECIDE, exclude=DECIDE_NOTHING),
+    }
+    note = read_note(path)
+    found = note.get("bytes") if isinstance(note, dict) and note.get("facts") == facts else None
+    is_whole = isinstance(found, dict) and all(isinstance(each, int) for each in found.values())
+    counted = dict(found) if isinstance(found, dict) and is_whole else {}
+    yield counted
+    if counted != found:
+        with suppress(OSError):  # no reason to end a run
+            write_json(path, {"facts": facts, "bytes": counted})
 
 
 def free_bytes(world: World) -> int:

@@ -45,6 +45,8 @@ class Workload:
 
     family: ModelFamily
     largest: Shape
+    interpolates: bool = False
+    """Take large micro-batches from traces of 1 and 2 samples: for a search that asks for many."""
     mode: FakeTensorMode = field(default_factory=new_mode)
     models: dict[tuple[object, ...], nn.Module] = field(default_factory=dict)
     traces: dict[tuple[object, ...], StepTrace] = field(default_factory=dict)
@@ -53,10 +55,10 @@ class Workload:
     def trace(self, settings: Settings, samples: int, on_gpu: bool) -> StepTrace:
         """Return the trace of a micro-batch as an engine of these settings would run it.
 
-        Large micro-batches are on the line through those of 1 and 2 samples. Compiled blocks with a budget are taken to
+        Compiled blocks with a budget are taken to
         lie between those that recompute all and those that keep all.
         """
-        if samples > 2:
+        if self.interpolates and samples > 2:
             one, two = (self.trace(settings, count, on_gpu) for count in (1, 2))
             return one.scaled(samples, two)
         if (budget := memory_budget(settings)) is not None:

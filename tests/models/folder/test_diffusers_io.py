@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -136,3 +137,15 @@ def test_only_classes_of_diffusers_and_transformers_are_components():
     assert "antigravity" not in sys.modules
     with pytest.raises(EnvironmentNotReady, match=r"diffusers [\d.]+ has no X"):
         component_class(index, "unet", Path("base"))
+
+
+def test_a_denoiser_that_trains_no_lora_loads_and_predicts_without_peft(sdxl):
+    script = "import sys, torch; from simpletuner.private_api.of_diffusers import leave_out_peft; leave_out_peft()\n"
+    script += "from diffusers import UNet2DConditionModel; unet = UNet2DConditionModel.from_pretrained(sys.argv[1])\n"
+    script += "text, size = torch.zeros(1, 77, unet.config.cross_attention_dim), torch.zeros(1, 6)\n"
+    script += "pooled = unet.add_embedding.linear_1.in_features - 6 * unet.config.addition_time_embed_dim\n"
+    script += "added = {'text_embeds': torch.zeros(1, pooled), 'time_ids': size}\n"
+    script += "unet(torch.zeros(1, 4, 8, 8), 1, text, added_cond_kwargs=added)\n"
+    script += "print('peft' in sys.modules)"
+    run = [sys.executable, "-P", "-c", script, str(sdxl / "unet")]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == "False\n"

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import pytest
 
 from simpletuner.report import Report
-from simpletuner.settings import load
+from simpletuner.settings import Settings, load
 from simpletuner.settings.values.shape import Shape
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.training.auto.memory_estimate import estimate_training
-from simpletuner.training.auto.recompute import USABLE, choices, choose_recomputation, with_training
+from simpletuner.training.auto.recompute import (
+    NOTE,
+    USABLE,
+    choices,
+    choose_recomputation,
+    counted_before,
+    with_training,
+)
 from simpletuner.training.auto.workload import Workload
 
 
@@ -47,3 +57,26 @@ def test_as_little_is_recomputed_as_fits():
                 with_training(settings, offered[0]), settings.training.train_batch_size, False
             ).kept_bytes
             assert 0.5 * kept < sizes[0] - sizes[-1] < kept, "one block's activations come back while it is recomputed"
+
+
+def test_bytes_that_an_earlier_start_has_counted_are_not_counted_again(tmp_path):
+    flags = {"model_family": "pixart_sigma", "model_flavour": "tiny", "use_cpu": True, "output_dir": tmp_path}
+    settings = load(flags, None, complete=False).settings
+    longer = load({**flags, "max_train_steps": 7}, None, complete=False).settings
+    other = load({**flags, "train_batch_size": 1}, None, complete=False).settings
+    with opened_family(settings, Report(quiet=True)) as family:
+
+        def start(settings: Settings, limit: float = math.inf) -> tuple[Any, int, bool]:
+            workload = Workload(family, Shape(1, 64, 64))
+            with counted_before(family, settings, workload) as counted:
+                chosen, needed = choose_recomputation(settings, workload, limit, counted)
+            return chosen, needed, bool(workload.traces)
+
+        chosen, needed, was_counted = start(settings)
+        assert was_counted and chosen == {"gradient_checkpointing": False}
+        assert start(longer) == (chosen, needed, False)
+        assert start(longer, limit=0)[0] == {"gradient_checkpointing": True}, "the limit is today's"
+        assert start(other)[1:] == (pytest.approx(needed, rel=0.9), True) and start(settings)[2]
+        for damaged in ("", "[]", '{"bytes": 3}', (tmp_path / NOTE).read_text().replace(str(needed), '"a"')):
+            (tmp_path / NOTE).write_text(damaged)
+            assert start(settings) == (chosen, needed, True)

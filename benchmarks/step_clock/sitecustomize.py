@@ -1,0 +1,50 @@
+"""Note wall and CPU time after each step of any optimizer of torch, in the file that STEP_CLOCK names.
+
+Python imports this module at its start where PYTHONPATH has its folder. It imports nothing of torch itself: the
+program that is measured decides when that happens.
+"""
+
+import os
+import sys
+import time
+from importlib.util import find_spec
+
+OPTIMIZER = "torch.optim.optimizer"
+
+
+class AfterImport:
+    """Finder that registers the hook once torch's optimizers have been imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != OPTIMIZER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module):
+            execute(module)
+            module.register_optimizer_step_post_hook(note)
+
+        spec.loader.exec_module = execute_and_register
+        return spec
+
+
+def note(*_):
+    """Write the seconds since the epoch, and the CPU seconds of this process and of the one that started it."""
+    with open(os.environ["STEP_CLOCK"], "a") as file:  # noqa: PTH123  as little as possible is imported
+        file.write(f"{time.time()} {time.process_time() + starter_seconds()}\n")
+
+
+def starter_seconds():
+    """Return the CPU seconds of the command if it runs the training in a process of its own."""
+    parent = os.getppid()
+    if parent == int(os.environ["STEP_CLOCK_OWNER"]):
+        return 0.0
+    with open(f"/proc/{parent}/stat") as file:  # noqa: PTH123
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if "STEP_CLOCK" in os.environ:
+    sys.meta_path.insert(0, AfterImport())
