@@ -18,7 +18,8 @@ def leave_out_peft() -> None:
     from diffusers import utils
 
     utils.import_utils._peft_available = False
-    for module in (utils, utils.constants, utils.peft_utils):
+    modules: Any = (utils, utils.constants, utils.peft_utils)
+    for module in modules:
         module.USE_PEFT_BACKEND = False
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
+import torch
 from conftest import Trained, base
 from PIL import Image
 from video_files import write_video
@@ -65,6 +70,56 @@ def test_clips_and_images_in_one_run_on_two_ranks_and_after_an_interruption(medi
     assert "encoding" not in two.said
     assert measured(two, "loss") == pytest.approx(measured(one, "loss"), rel=1e-5)
     assert measured(two, "eval_loss")[-1] == pytest.approx(measured(one, "eval_loss")[-1], rel=1e-5)
+
+
+def test_validation_clips_are_those_of_the_pipeline_and_play_everywhere(media, pipelines, train, tmp_path):
+    from diffusers import WanPipeline
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    file = dataset_file(
+        tmp_path / "data.json",
+        {"dataset_type": "video", "instance_data_dir": str(media[0]), "video": {"num_frames": 9}},
+    )
+    sampled = ("--validation_prompt=disc 0", "--validation_num_inference_steps=2", "--validation_resolution=64x48")
+    flags = (*model(pipelines), *FLAGS, file, *sampled, "--max_train_steps=1", "--report_to=tensorboard")
+    run = train(tmp_path / "run", *flags, f"--logging_dir={tmp_path / 'logs'}", "--framerate=12.5")
+    stem = run.output / "validation" / "step-000001" / "trained-00"
+
+    pipeline = WanPipeline.from_pretrained(run.output / "pipeline")
+    drawn = {"width": 64, "height": 48, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 7.5}
+    seeded = torch.Generator().manual_seed(42)
+    [frames] = pipeline("disc 0", **drawn, generator=seeded, max_sequence_length=512, output_type="np").frames
+    with av.open(stem.with_suffix(".mp4")) as container:
+        played = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]) / 255
+        assert container.streams.video[0].average_rate == 12.5
+    assert played.shape == frames.shape and abs(played - frames).mean() < 0.05 < abs(played - frames[::-1]).mean()
+    with Image.open(stem.with_suffix(".webp")) as webp, Image.open(stem.with_suffix(".png")) as png:
+        webp.load()
+        assert (webp.n_frames, webp.info["duration"], webp.size, png.size) == (9, 80, (64, 48), (192, 48))
+        shown = np.asarray(png).reshape(48, 3, 64, 3).swapaxes(0, 1) / 255
+    assert abs(shown - frames[[0, 4, 8]]).max() < 0.01
+
+    embedded = re.findall(
+        r'href="validation/step-000001/trained-00.mp4"><img src="data:image/webp;base64,([^"]+)"',
+        (run.output / "report.html").read_text(),
+    )
+    with Image.open(BytesIO(base64.b64decode(embedded[0]))) as thumbnail:
+        assert thumbnail.n_frames == 9
+    events = EventAccumulator(str(tmp_path / "logs")).Reload()
+    assert "validation/trained-00" in events.Tags()["images"]
+    with Image.open(BytesIO(events.Images("validation/trained-00")[-1].encoded_image_string)) as gif:
+        assert gif.n_frames == 9
+
+
+def test_clips_that_a_family_cannot_sample_are_refused(media, pipelines, train, tmp_path):
+    for family, given, said in (
+        ("wan", "--validation_num_video_frames=8", "4 and one more with model_family=wan hint: the nearest is 9"),
+        ("wan", "--validation_resolution=64,64x48@6", "validation_resolution = 64x48@6: frames must be"),
+        ("sdxl", "--validation_resolution=64@5", "model_family=sdxl generates images alone"),
+    ):
+        flags = (*base(family, pipelines(family), media[1]), "--validation_prompt=a disc", given)
+        run = train(tmp_path / "run", *flags, code=2)
+        assert said in " ".join(run.said.split())
 
 
 def test_a_video_of_one_frame_trains_as_an_image(pipelines, train, tmp_path):

@@ -28,7 +28,7 @@ from simpletuner.settings import Loaded
 from simpletuner.settings.declared.errors import broken, shorten
 from simpletuner.settings.declared.sections import SECTION_OF, Model, Settings, setting_fields
 from simpletuner.settings.resolving.places import naming_places, with_places
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import Shape, parse_shapes
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def check_context_parallel(settings: Settings) -> None:
 
 def check_sizes(settings: Settings) -> None:
     """Raise SettingsError for sizes of buckets or of validation images that the family cannot train or sample."""
-    size, family = settings.validation.validation_resolution, settings.model.model_family
+    validation, family = settings.validation, settings.model.model_family
     alignment = settings.data.aspect_bucket_alignment
     multiple = image_multiple(settings.model)
     if alignment % multiple:
@@ -134,7 +134,9 @@ def check_sizes(settings: Settings) -> None:
         )
         hint = f"set aspect_bucket_alignment={max(1, round(alignment / multiple)) * multiple}"
         raise SettingsError(mistakes=[broken(message, "aspect_bucket_alignment")], hint=hint)
-    check_sides("validation_resolution", size, "validation_resolution", family, multiple)
+    check_shapes("validation_resolution", validation.validation_resolution, "validation_resolution", settings.model)
+    if (frames := validation.validation_num_video_frames) is not None:
+        check_frames("validation_num_video_frames", str(frames), frames, "validation_num_video_frames", settings.model)
 
 
 def check_clips(settings: Settings, datasets: Iterable[ImageDataset]) -> Shape:
@@ -166,18 +168,38 @@ def frame_step(model: Model) -> int:
 
 def check_prompt_sizes(settings: Settings, prompts: Iterable[ValidationPrompt]) -> None:
     """Raise SettingsError for sizes in a file of prompts that the family cannot sample."""
-    family = settings.model.model_family
     for each in prompts:
         name = f"resolution of the prompt {shorten(each.prompt)}"
-        check_sides(name, each.resolution, "validation_prompt_file", family, image_multiple(settings.model))
+        check_shapes(name, each.resolution, "validation_prompt_file", settings.model)
 
 
-def check_sides(name: str, size: str, setting: str, family: str, multiple: int) -> None:
-    sides = [int(side) for side in re.findall(r"\d+", size)]
-    if any(side % multiple for side in sides):
-        nearest = re.sub(r"\d+", lambda side: str(max(1, round(int(side[0]) / multiple)) * multiple), size)
-        needed = f"all sides must be multiples of {multiple} px with model_family={family}"
-        raise SettingsError(mistakes=[broken(f"{name} = {size}: {needed}", setting)], hint=f"the nearest is {nearest}")
+def check_shapes(name: str, text: str, setting: str, model: Model) -> None:
+    """Raise SettingsError for shapes of validation images or clips that the family cannot sample."""
+    multiple = image_multiple(model)
+    if any(side % multiple for shape in parse_shapes(text) for side in shape.size):
+
+        def nearest(found: re.Match[str]) -> str:
+            return str(max(1, round(int(found[0]) / multiple)) * multiple)
+
+        needed = f"all sides must be multiples of {multiple} px with model_family={model.model_family}"
+        hint = f"the nearest is {re.sub(r'(?<![@0-9])[0-9]+', nearest, text)}"
+        raise SettingsError(mistakes=[broken(f"{name} = {text}: {needed}", setting)], hint=hint)
+    for shape in parse_shapes(text):
+        check_frames(name, str(shape), shape.frames, setting, model)
+
+
+def check_frames(name: str, value: str, frames: int, setting: str, model: Model) -> None:
+    """Raise SettingsError for a number of frames that the family's VAE cannot decode."""
+    if frames == 1 or not model.model_family:
+        return
+    if not (step := frame_step(model)):
+        needed, hint = f"model_family={model.model_family} generates images alone", "leave the frames out"
+    elif (frames - 1) % step:
+        needed = f"frames must be a multiple of {step} and one more with model_family={model.model_family}"
+        hint = f"the nearest is {max(1, round((frames - 1) / step)) * step + 1}"
+    else:
+        return
+    raise SettingsError(mistakes=[broken(f"{name} = {value}: {needed}", setting)], hint=hint)
 
 
 def image_multiple(model: Model) -> int:

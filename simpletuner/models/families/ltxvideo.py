@@ -25,6 +25,7 @@ class LTXVideo(ModelFamily):
 
     pipelines = ("LTXPipeline", "LTXConditionPipeline")
     float32_inputs = ("timestep", "video_coords")
+    frame_rate = FRAME_RATE
     padding_mask = "prompt_attention_mask"
     objective = flow_matching
     text_width = "caption_channels"

@@ -20,6 +20,7 @@ class Wan(ModelFamily):
     pipelines = ("WanPipeline",)
     objective = flow_matching
     text_width = "text_dim"
+    frame_rate = 16
     fuses_qkv = True
     sequence_plan = SequencePlan(
         attention={"blocks.*.attn1": ("blocks.0.hidden_states",)}, gathered={"proj_out": "blocks.0.hidden_states"}

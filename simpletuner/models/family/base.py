@@ -50,6 +50,8 @@ class SamplingParams:
     steps: int
     guidance: float
     seed: int
+    fps: float = 0.0
+    """Of a clip."""
 
     def kwargs(self) -> dict[str, Any]:
         """Arguments that every pipeline of diffusers takes, so that it returns latents."""
@@ -108,6 +110,8 @@ class ModelFamily(ABC):
     """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
     `tiny`; a built-in family has a table `[tiny]` in its preset."""
 
+    frame_rate: ClassVar[float] = 24
+    """Frames per second of the clips that its published models generate."""
     fuses_qkv: ClassVar[bool] = False
     """True if diffusers' `fuse_qkv_projections` leaves the denoiser's output as it is: it passes over norms of SD3.5,
     and many attention classes ignore it."""

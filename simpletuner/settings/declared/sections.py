@@ -283,7 +283,9 @@ class Validation(Section):
     validation_step_interval: int = knob(100, "Optimizer steps between validations; 0: only before the first step and after the last.", ge=0, aliases=("validation_steps",))  # fmt: skip
     validation_num_inference_steps: int = knob(30, "Denoising steps per image.", ge=1)
     validation_guidance: float = knob(7.5, "Guidance scale.", ge=0)
-    validation_resolution: Annotated[str, AfterValidator(normalize_shapes)] = knob("", "Image size as EDGE or WIDTHxHEIGHT in px, or several such as 1024x1024,1280x768; empty: the training resolution.")  # fmt: skip
+    validation_resolution: Annotated[str, AfterValidator(normalize_shapes)] = knob("", "Image size as EDGE or WIDTHxHEIGHT in px, with @FRAMES for a clip, or several such as 1024x1024,1280x768; empty: the training resolution.")  # fmt: skip
+    validation_num_video_frames: int | None = knob(None, "Frames of validation clips, where their size gives none as WIDTHxHEIGHT@FRAMES; empty: those of the longest clip that is trained on.", ge=1)
+    framerate: float | None = knob(None, "Frames per second at which validation clips play; empty: the model's own.", gt=0, le=1000)
     validation_seed: int | None = knob(None, "Seed of the starting noise; empty: the run's seed.", ge=0)
     eval_split: float = knob(0.0, "Fraction of the images that is held out of training, to measure the loss on.", ge=0, lt=1)
     eval_step_interval: int = knob(100, "Optimizer steps between measurements of the held-out loss; 0: only before the first step and after the last.", ge=0, aliases=("eval_steps_interval",))  # fmt: skip

@@ -68,8 +68,6 @@ def normalize_shapes(text: str) -> str:
     shapes = parse_shapes(",".join(words)) if text else []
     if twice := next((shape for shape in shapes if shapes.count(shape) > 1), None):
         raise ValueError(f"{twice} stands there twice: keep one of them")
-    if clip := next((shape for shape in shapes if shape.frames > 1), None):
-        raise ValueError(f"{clip} has several frames, and images of one frame are sampled: leave out @{clip.frames}")
     return ",".join(words)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import xxhash
 
 from simpletuner.system.files.cache_files import is_plain_folder
+from simpletuner.training.images.clip_files import MP4, WEBP, clip_thumbnail
 from simpletuner.training.images.image_files import ImageInfo, read_info, read_rgb
 
 # In the report. Of more rounds some evenly chosen ones are shown, the first and the last among them.
@@ -24,7 +25,7 @@ MAX_PIXELS = 1 << 26
 # Longer sides of thumbnails: the first at which all together are within MAX_BYTES.
 EDGES_PX = (384, 256, 160, 96)
 WEIGHTS = ("base", "trained", "ema")
-FILE = re.compile(rf"(?P<weights>{'|'.join(WEIGHTS)})-(?P<name>\d+(-\d+x\d+)?)\.png")
+FILE = re.compile(rf"(?P<weights>{'|'.join(WEIGHTS)})-(?P<name>\d+(-\d+x\d+(@\d+)?)?)\.png")
 
 # As WebP, and its (width, height).
 Thumbnail = tuple[bytes, tuple[int, int]]
@@ -87,7 +88,9 @@ class Gallery:
             except OSError:  # damaged, or removed meanwhile
                 continue
             key = (info.prompt, info.negative_prompt, info.seed, info.size, info.guidance, info.num_inference_steps)
-            shown = GalleryImage(path, path.relative_to(self.output).as_posix(), info)
+            key = (*key, info.frames)
+            opened = path.with_suffix(MP4) if info.frames > 1 else path
+            shown = GalleryImage(path, opened.relative_to(self.output).as_posix(), info)
             groups.setdefault(key, {}).setdefault(step, {})[info.weights] = shown
         return [prompt_rounds(rounds, self._is_same) for rounds in groups.values()]
 
@@ -154,6 +157,9 @@ class Gallery:
 
     def _thumbnail(self, path: Path, edge: int) -> Thumbnail:
         if (path, edge) not in self.encoded:
+            if (clip := path.with_suffix(WEBP)).is_file() and not clip.is_symlink():
+                self.encoded[path, edge] = clip_thumbnail(clip, edge)
+                return self.encoded[path, edge]
             content = BytesIO()
             small = read_rgb(path, MAX_PIXELS)
             small.thumbnail((edge, edge))
@@ -185,7 +191,7 @@ def prompt_rounds(
     if start is not None:
         shown[0] = [image for image in shown[0] if not is_same(start, image)]
     trained = [(step, images) for step, images in shown.items() if images]
-    size = f"{info.width}×{info.height}"
+    size = f"{info.width}×{info.height}" + (f" · {info.frames} frames" if info.frames > 1 else "")
     return PromptRounds(info.prompt, info.negative_prompt, f"{made} · {size}" if known else size, before, trained)
 
 

@@ -44,16 +44,24 @@ class ImageInfo:
     """Optimizer steps taken before."""
     weights: str
     """`trained`, `ema`, or `base`: without the LoRA."""
+    frames: int = 1
+    fps: float = 0.0
+    """Of a clip, whose PNG has three frames side by side."""
 
     @property
     def size(self) -> str:
         return f"{self.width}x{self.height}"
 
+    @property
+    def png_width(self) -> int:
+        return self.width * (3 if self.frames > 1 else 1)
+
     def captions(self) -> tuple[str, str]:
         """Return the lines under an image: weights and step; seed, guidance and size."""
+        clip = f" · {self.frames} frames" if self.frames > 1 else ""
         return (
             f"{self.weights} · step {self.step}",
-            f"seed {self.seed} · guidance {self.guidance:g} · {self.width}×{self.height}",
+            f"seed {self.seed} · guidance {self.guidance:g} · {self.width}×{self.height}{clip}",
         )
 
     def as_parameters(self) -> str:

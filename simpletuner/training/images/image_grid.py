@@ -67,8 +67,8 @@ def column_width(column: Sequence[Cell]) -> int:
 
 
 def shown_size(info: ImageInfo) -> tuple[int, int]:
-    scale = max(1, MIN_WIDTH_PX // info.width)
-    return info.width * scale, info.height * scale
+    scale = max(1, MIN_WIDTH_PX // info.png_width)
+    return info.png_width * scale, info.height * scale
 
 
 def draw_band(bands: Sequence[Sequence[Cell]]) -> Image.Image:

@@ -12,6 +12,7 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import settings_as_json
 from simpletuner.settings.values.trackers import parse_trackers
+from simpletuner.training.images.clip_files import WEBP, as_gif, clips_of_round, round_folder
 from simpletuner.training.images.image_files import read_rgb
 from simpletuner.training.metrics.metrics import Tracker
 from simpletuner.training.metrics.metrics_reader import METRICS, last_row
@@ -71,6 +72,22 @@ class TensorBoard:
             self.report.warn(f"tensorboard does not show a validation grid: {without_errno(error)}")
             return
         self._try(lambda: self.writer.add_image("validation", pixels, step, dataformats="HWC"))
+        for clip in clips_of_round(round_folder(path.parent, step), WEBP):
+            self._add_clip(clip, step)
+
+    def _add_clip(self, path: Path, step: int) -> None:
+        """Write a clip as a GIF, which TensorBoard plays as an image."""
+        from tensorboard.compat.proto import summary_pb2
+
+        try:
+            content, (width, height) = as_gif(path)
+        except OSError as error:
+            self.report.warn(f"tensorboard does not show a validation clip: {without_errno(error)}")
+            return
+        made: Any = summary_pb2
+        image = made.Summary.Image(encoded_image_string=content, width=width, height=height, colorspace=3)
+        summary = made.Summary(value=[made.Summary.Value(tag=f"validation/{path.stem}", image=image)])
+        self._try(lambda: self.writer.file_writer.add_summary(summary, step))
 
     def close(self) -> None:
         self._try(self.writer.close)

@@ -18,6 +18,7 @@ from typing import Any
 
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.regular_files import read_file
+from simpletuner.training.images.clip_files import MP4, clips_of_round, round_folder
 from simpletuner.training.metrics.metrics_reader import METRICS, MetricsReader
 
 # In output_dir: the run's id, and the last step of each group that was handed to the library.
@@ -85,7 +86,9 @@ class Follower:
         for step, path in self._grids():
             import wandb
 
-            self._log("validation", step, {"validation": wandb.Image(str(path)), "validation/step": step})
+            clips = clips_of_round(round_folder(path.parent, step), MP4)
+            videos = {f"validation/{clip.stem}": wandb.Video(str(clip), format="mp4") for clip in clips}
+            self._log("validation", step, {"validation": wandb.Image(str(path)), "validation/step": step, **videos})
         if self.sent != before:
             write_json(self.output / STATE, self.state)
 

@@ -11,18 +11,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.models.family.adapter import without_adapter
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.family.vae import Vae
 from simpletuner.parallel.engine import Engine, compute_dtype, evaluation
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.preparation.prepare import Prepared
+from simpletuner.preparation.prepare import Plan, Prepared, samples_by_shape
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.settings.values.shape import Shape, parse_shapes
 from simpletuner.training.ema import EMA, evaluated_variants, weights_of
-from simpletuner.training.images.image_files import ImageInfo, to_image, write_image, write_png
+from simpletuner.training.images.clip_files import require_video_writer, round_folder, write_sample
+from simpletuner.training.images.image_files import ImageInfo, write_png
 from simpletuner.training.images.image_grid import Cell, grid
 from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.state import TrainingState
@@ -57,6 +59,8 @@ class PlannedImage:
             params.shape.height,
             step,
             variant,
+            params.shape.frames,
+            params.fps if params.shape.frames > 1 else 0.0,
         )
 
 
@@ -98,9 +102,9 @@ class Validator:
         folder.mkdir(parents=True, exist_ok=True)
         for variant in self.variants:
             with self._weights(variant), self.vae.on(self.mesh.world.device):
-                for planned, latents_1CHW in self._samples_of(variant, advance):
-                    path, image = self._path(folder, variant, planned), to_image(self.vae.decode(latents_1CHW))
-                    write_image(path, image, planned.info(variant, step))
+                for planned, latents in self._samples_of(variant, advance):
+                    path, info = self._path(folder, variant, planned), planned.info(variant, step)
+                    write_sample(path, self.vae.decode(latents), info)
         self.mesh.world.barrier()
         if self.mesh.world.is_first:
             write_png(self._grid(step), grid(self._columns(step)), {})
@@ -139,7 +143,7 @@ class Validator:
         return self.kept[variant]
 
     def _samples(self, advance: Callable[[int], None]) -> Iterator[tuple[PlannedImage, Tensor]]:
-        """Yield this rank's images with their latents (1CHW)."""
+        """Yield this rank's images with their latents (1CHW), clips with theirs (1CFHW)."""
         for images in in_lockstep(self.images):
             for first in range(0, len(images), self.mesh.data_size):
                 index = first + self.mesh.data_rank
@@ -177,10 +181,6 @@ def in_lockstep(images: Sequence[PlannedImage]) -> list[list[PlannedImage]]:
     return [sorted(group, key=lambda image: shapes.index(image.sampling.shape)) for group in groups.values()]
 
 
-def round_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:06d}"
-
-
 def open_validator(
     session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared, metrics: Metrics | None
 ) -> Validator | None:
@@ -196,7 +196,7 @@ def open_validator(
         vae=family.vae(torch.device("cpu")),  # on the GPU only while images are made
         ema=state.ema,
         variants=(BASE, *variants) if family.adapter else variants,
-        images=plan_images(settings, prepared),
+        images=plan_images(settings, family, prepared),
         dtype=compute_dtype(settings),
         folder=settings.training.output_dir / "validation",
         metrics=metrics,
@@ -204,13 +204,18 @@ def open_validator(
     )
 
 
-def plan_images(settings: Settings, prepared: Prepared) -> list[PlannedImage]:
-    """Return the images of each round. Each prompt has its own seed, whichever rank samples it."""
+def plan_images(settings: Settings, family: ModelFamily, prepared: Prepared) -> list[PlannedImage]:
+    """Return the images and clips of each round. Each prompt has its own seed, whichever rank samples it.
+
+    Raises EnvironmentNotReady for clips where nothing can write them.
+    """
     validation, read = settings.validation, cache(prepared.prompts.read)  # one negative prompt serves many images
     seed = settings.training.seed if validation.validation_seed is None else validation.validation_seed
     planned: list[PlannedImage] = []
     for number, each in enumerate(prepared.validation):
-        shapes = parse_shapes(each.resolution) or image_shapes(settings)
+        shapes = sampled_shapes(settings, each, prepared.plan)
+        if any(shape.frames > 1 for shape in shapes):
+            require_video_writer()
         given = each.negative_prompt
         negative = validation.validation_negative_prompt if given is None else given
         for shape in shapes:
@@ -219,6 +224,7 @@ def plan_images(settings: Settings, prepared: Prepared) -> list[PlannedImage]:
                 steps=each.num_inference_steps or validation.validation_num_inference_steps,
                 guidance=validation.validation_guidance if each.guidance is None else each.guidance,
                 seed=seed + number if each.seed is None else each.seed,
+                fps=validation.framerate or family.frame_rate,
             )
             planned.append(
                 PlannedImage(
@@ -234,6 +240,12 @@ def plan_images(settings: Settings, prepared: Prepared) -> list[PlannedImage]:
     return planned
 
 
-def image_shapes(settings: Settings) -> list[Shape]:
-    """Return the shapes of validation_resolution, or the square of the training resolution."""
-    return parse_shapes(settings.validation.validation_resolution) or [settings.data.square]
+def sampled_shapes(settings: Settings, prompt: ValidationPrompt, plan: Plan) -> list[Shape]:
+    """Return the shapes of a prompt, of validation_resolution, or the square of the training resolution.
+
+    Where no frames are given, they are as many as in the longest clip that is trained on.
+    """
+    validation = settings.validation
+    frames = validation.validation_num_video_frames or max(shape.frames for shape in samples_by_shape(plan))
+    shapes = parse_shapes(prompt.resolution or validation.validation_resolution) or [settings.data.square]
+    return [shape if shape.frames > 1 else shape._replace(frames=frames) for shape in shapes]

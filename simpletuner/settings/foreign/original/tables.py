@@ -215,7 +215,7 @@ ASKS_FOR_NOTHING: dict[str, str] = {
         "lyrics_embedder_optimizer lyrics_embedder_lr lyrics_embedder_lr_scheduler"
     ),
     "used only with a family, or with audio or video, that this version does not train": (
-        "framerate audio_flow_schedule_shift validation_audio_duration validation_lyrics validation_num_video_frames "
+        "audio_flow_schedule_shift validation_audio_duration validation_lyrics "
         "validation_audio_only ltx2_validation_audio_guidance validation_ltx2_video_conditioning "
         "cosmos3_reasoner_component cosmos3_generator_component krea2_reference_latents ideogram_auto_json "
         "ideogram_validation ideogram_prompt_upsample ideogram_fp8_base_upcast ideogram_prompt_enhancer_head_id "
