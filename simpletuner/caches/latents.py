@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
@@ -20,9 +21,11 @@ from simpletuner.caches.fill.write_through import GrowingCache, open_growing
 from simpletuner.caches.store.keys import KeyParts, folder_fingerprint, latents_parts, short_hash
 from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.shards import ShardReader
+from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, resize_and_crop
+from simpletuner.data.samples.masks import Mask
 from simpletuner.data.samples.samples import DatasetSamples, Sample
-from simpletuner.errors import DataError
+from simpletuner.errors import DataError, SettingsError
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.vae import Vae
 from simpletuner.parallel.world import World
@@ -112,28 +115,37 @@ class LatentsCache:
 
         Raises DataError where the image turns out to be damaged.
         """
+        return self._record(sample)["latents"].float()
+
+    def read_mask(self, sample: Sample) -> Tensor | None:
+        """Return a sample's mask of the loss (1, H, W), float32, if it has one."""
+        return self._record(sample)["mask"].float() if sample.mask else None
+
+    def _record(self, sample: Sample) -> Mapping[str, Tensor]:
         if self.growing is not None:
             # Missing records are encoded here, in a thread that prepares batches.
             made = self.growing.read(sample)
             if isinstance(made, str):
                 raise undecodable(sample, made, "remove it, or run the same command again: it is left out then")
-            return made["latents"].float()
+            return made
         assert self.reader is not None
         location = self.reader.find(sample.id, self._parts(sample))
         assert location is not None, f"{sample.id} is not in {self.folder} after filling it"
-        return self.reader.read(location)["latents"].float()
+        return self.reader.read(location)
 
     def _parts(self, sample: Sample) -> KeyParts:
         return latents_parts(sample, self.fingerprint, self.dtype) | self.facts
 
     def _encode(self, decoded: Sequence[Tensor | str]) -> list[Made]:
         good = [pixels for pixels in decoded if isinstance(pixels, Tensor)]
-        latents: Iterator[Tensor] = iter(())
+        records: Iterator[Made] = iter(())
         if good:
             with self.vae.use() as vae:
                 # All of one size: `request` groups the chunk by target.
-                latents = iter(vae.encode(torch.stack(good)).to(self.stored_dtype))
-        return [each if isinstance(each, str) else {"latents": next(latents)} for each in decoded]
+                latents, masks = encode(vae, torch.stack(good))
+            found = {"latents": latents.to(self.stored_dtype)} | ({} if masks is None else {"mask": masks.cpu()})
+            records = iter([{name: each[number] for name, each in found.items()} for number in range(len(good))])
+        return [each if isinstance(each, str) else next(records) for each in decoded]
 
 
 def undecodable(sample: Sample, reason: str, hint: str) -> DataError:
@@ -162,6 +174,8 @@ def decoding_threads(samples: DatasetSamples, world: World) -> int:
 def decode_image(sample: Sample, doubtful: dict[str, str] | None = None) -> Tensor | str:
     """Return a sample's pixels (3, H, W) in [-1, 1], (3, F, H, W) of a clip, or why its file cannot be decoded.
 
+    Of one with a mask that is a fourth channel, in [0, 1].
+
     Adds to `doubtful`, by the sample's name, what may be wrong about its colours.
     """
     g = sample.geometry
@@ -172,10 +186,32 @@ def decode_image(sample: Sample, doubtful: dict[str, str] | None = None) -> Tens
             frame = resize_and_crop(image, g.resized.size, g.crop_left_top, g.target.size)
             pixels[:, number] = torch.from_numpy(frame).permute(2, 0, 1)
             doubt = image.info[DOUBT]
+        mask = decode_mask(sample.mask, g) if sample.mask else None
     except DECODE_ERRORS as error:
         # Returned, not raised: the record says why it is broken, so the next start need not try the file
         # again.
         return str(error) or type(error).__name__
     if doubtful is not None and doubt:
         doubtful[sample.id] = doubt
-    return pixels.view(3, *g.target.axes)
+    whole = pixels.view(3, *g.target.axes)
+    return whole if mask is None else torch.cat([whole, mask])
+
+
+def decode_mask(mask: Mask, geometry: Geometry) -> Tensor:
+    """Return a mask (1, H, W) as its image is cropped. Raises one of DECODE_ERRORS."""
+    (left, top), target = geometry.crop_left_top, geometry.target
+    part = mask.image(geometry.resized.size).crop((left, top, left + target.width, top + target.height))
+    return torch.from_numpy(np.asarray(part, np.float32) / 255)[None]
+
+
+def encode(vae: Vae, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the latents of decoded samples, and their masks (B, 1, H, W) as shares of latent cells."""
+    latents = vae.encode(pixels[:, :3])
+    if pixels.shape[1] == 3:
+        return latents, None
+    if latents.ndim != 4:
+        raise SettingsError(
+            f"a mask needs latents with the axes of an image, and those of this model are {tuple(latents.shape[1:])}",
+            "leave out conditioning_data",
+        )
+    return latents, F.adaptive_avg_pool2d(pixels[:, 3:], (latents.shape[-2], latents.shape[-1]))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.latents import decode_image, undecodable
+from simpletuner.caches.latents import decode_image, encode, undecodable
 from simpletuner.caches.texts import without_padding
 from simpletuner.data.samples.samples import Sample
 from simpletuner.models.family.base import ModelFamily
@@ -38,12 +38,20 @@ class LatentsOnDemand:
 
         Raises DataError where the image cannot be decoded.
         """
+        return self._encoded(sample)[0][0].to(self.dtype).float()
+
+    def read_mask(self, sample: Sample) -> Tensor | None:
+        """Return a sample's mask of the loss (1, H, W), float32, if it has one."""
+        masks = self._encoded(sample)[1] if sample.mask else None
+        return None if masks is None else masks[0].cpu()
+
+    def _encoded(self, sample: Sample) -> tuple[Tensor, Tensor | None]:
         pixels = decode_image(sample)
         if isinstance(pixels, str):
             hint = "remove it, or leave out vae_cache_disable: what cannot be decoded is then left out before training"
             raise undecodable(sample, pixels, hint)
         with self.vae.use() as vae:
-            return vae.encode(pixels[None])[0].to(self.dtype).float()
+            return encode(vae, pixels[None])
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,13 @@ def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData
     latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
     outputs = [settings.training.output_dir, *text_folders, *latents_folders]
     folder = scans_folder or default_folder(settings, "scan")
-    scans = scan_datasets(datasets, outputs, folder, world, report, stop, rescan, session.background)
-    return ScannedData(datasets, texts, scans)
+    masks = {dataset.masks.id: dataset.masks for dataset in datasets if dataset.masks}
+    searched = [*datasets, *masks.values()]
+    scans = scan_datasets(searched, outputs, folder, world, report, stop, rescan, session.background)
+    scan_of = dict(zip(masks, scans[len(datasets) :], strict=True))
+    own = scans[: len(datasets)]
+    own = [replace(scan, masks=scan_of[scan.dataset.masks.id]) if scan.dataset.masks else scan for scan in own]
+    return ScannedData(datasets, texts, own)
 
 
 def plan_data(session: Session, scans_folder: Path | None = None) -> Plan:
@@ -220,6 +225,7 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
         image=lambda sample: family.size_conditioning(sample.geometry),
         text=lambda sample, caption: sources.texts[sample.dataset].read(caption),
         no_caption={key: value[0] for key, value in no_caption.items()},
+        mask=lambda sample: sources.latents[sample.dataset].read_mask(sample),
         threads=max([THREADS, *on_demand]),
         # Threads pay where each read waits for a network; a local cache is read without their overhead.
         map_samples=reading_threads(at_once, "samples").map if at_once > 1 else map,

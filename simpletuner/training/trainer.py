@@ -161,7 +161,7 @@ class Trainer:
                 prediction = self.family.predict(
                     self.engine.model, noised.x_t.to(self.dtype), noised.timesteps, micro_batch.conditioning
                 )
-                loss = sample_losses(prediction, target, noised.weights).mean()
+                loss = sample_losses(prediction, target, noised.weights, micro_batch.loss_mask).mean()
                 # Micro batches are of equal size, so the mean of their means is the mean over the batch.
                 self.engine.backward(loss / len(batch.micro_batches))
             # Without its graph, which would stay in memory until the step ends.

@@ -31,6 +31,7 @@ def latents_parts(sample: Sample, vae: str, dtype: str) -> KeyParts:
         "dtype": dtype,
         # Only of videos, so that images keep the keys that they had before there were any.
         **({"clip": f"{g.target.frames} frames from {g.clip.start} by {g.clip.stride}"} if g.clip else {}),
+        **({"mask": f"{sample.mask.name} {sample.mask.version}"} if sample.mask else {}),
     }
 
 

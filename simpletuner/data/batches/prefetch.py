@@ -39,6 +39,9 @@ class Batch:
     from_base: Tensor | None = None
     """(B,) bool: the samples whose target is the prediction of the base model. None, on all ranks alike, where no
     sample of the global batch is one of them."""
+    loss_mask: Tensor | None = None
+    """(B, 1, H, W) in 0..1: by how much the loss of a latent cell counts. None, on all ranks alike, where no sample of
+    the global batch has a mask."""
 
     def pinned(self) -> Batch:
         """Return the batch in page-locked memory, from which a GPU copies asynchronously."""
@@ -53,8 +56,8 @@ class Batch:
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
         conditioning = {name: fn(value) for name, value in self.conditioning.items()}
-        from_base = None if self.from_base is None else fn(self.from_base)
-        return Batch(fn(self.latents), fn(self.noise), fn(self.u), conditioning, self.ids, from_base)
+        from_base, mask = (each if each is None else fn(each) for each in (self.from_base, self.loss_mask))
+        return Batch(fn(self.latents), fn(self.noise), fn(self.u), conditioning, self.ids, from_base, mask)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class SampleReader:
     image: Callable[[Sample], Conditioning]
     text: Callable[[Sample, str], Conditioning]
     no_caption: Conditioning
+    mask: Callable[[Sample], Tensor | None] = lambda sample: None
+    """Mask of the loss (1, H, W)."""
     threads: int = THREADS
     map_samples: Callable[..., Iterable[Any]] = map
 
@@ -166,7 +171,12 @@ def collate(
     from_base = None
     if any(dataset.is_regularisation_data for dataset in datasets):
         from_base = torch.tensor([datasets[index].is_regularisation_data for index in indices])
-    made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, ids, from_base)
+    mask = None
+    if any(dataset.conditioning_data for dataset in datasets):
+        own = [reader.mask(reader.samples[batch.samples[index]]) for index in indices]
+        pairs = zip(own, latents, strict=True)
+        mask = torch.stack([torch.ones_like(clean[:1]) if each is None else each for each, clean in pairs])
+    made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, ids, from_base, mask)
     # In this thread: pinning copies the batch, and the step need not wait for it.
     return made.pinned() if rank_slice.pin else made
 

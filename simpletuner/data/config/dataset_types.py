@@ -7,7 +7,7 @@ import re
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from simpletuner.data.config.caption_rules import CaptionKeys
@@ -30,12 +30,20 @@ LARGEST_PIXELS = 1 << 28
 SMALLEST_PIXELS = 64
 
 
+def only_one(value: Any) -> Any:
+    """Return the one entry of a list, as the original writes ids of paired datasets."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
 class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     """Images or videos, wherever they are, and how they are captioned, resized and cropped."""
 
     id: Annotated[str, AfterValidator(check_id)]
     type: Literal["local", "aws", "gcs", "azure", "csv", "huggingface"] = "local"
-    dataset_type: Literal["image", "video", "eval"] = "image"
+    dataset_type: Literal["image", "video", "eval", "conditioning"] = "image"
+    conditioning_type: Literal["mask"] | None = None
+    conditioning_data: Annotated[str | None, BeforeValidator(only_one)] = None
+    """The dataset of type conditioning that has a mask of each image, under the same name."""
     video: VideoSettings | None = None
     text_embeds: str | None = None
     image_embeds: str | None = None
@@ -51,6 +59,18 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     max_num_samples: int | None = Field(default=None, ge=1)
     is_regularisation_data: bool = False
     _embeds: ImageEmbeds | None = PrivateAttr(None)
+    _masks: ImageDataset | None = PrivateAttr(None)
+
+    @property
+    def masks(self) -> ImageDataset | None:
+        """The dataset that `conditioning_data` names, once the whole file is read."""
+        return self._masks
+
+    def masked_by(self, masks: ImageDataset) -> ImageDataset:
+        """Return this dataset with the masks of another one, whose captions are not read."""
+        new = self.model_copy()
+        new._masks = masks.model_copy(update={"caption_strategy": "filename"})
+        return new
 
     @property
     def latents_bucket(self) -> BucketImageEmbeds | None:
@@ -73,8 +93,18 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
         return "video" if self.clips else "image"
 
     @model_validator(mode="after")
+    def check_masks(self) -> ImageDataset:
+        if (self.dataset_type == "conditioning") != (self.conditioning_type is not None):
+            raise PydanticCustomError("conditioning_type", "dataset_type conditioning has conditioning_type mask")
+        if self.dataset_type == "conditioning" and self.type in ("csv", "huggingface"):
+            raise PydanticCustomError("dataset_type", "masks are of type local, aws, gcs or azure")
+        if self.conditioning_data is not None and (self.clips or self.dataset_type == "conditioning"):
+            raise PydanticCustomError("conditioning_data", "it is for images, which have masks")
+        return self
+
+    @model_validator(mode="after")
     def check_videos(self) -> ImageDataset:
-        if self.video and self.dataset_type == "image":
+        if self.video and self.dataset_type in ("image", "conditioning"):
             raise PydanticCustomError("video", "it is for dataset_type video, or eval")
         if self.clips and self.type in ("csv", "huggingface"):
             raise PydanticCustomError("dataset_type", "videos are of type local, aws, gcs or azure")

@@ -84,6 +84,9 @@ def load_datasets(data: Data, model_type: str = "lora") -> tuple[list[ImageDatas
         dataset.cached_in(caches[dataset.image_embeds]) if dataset.image_embeds else dataset
         for dataset in parsed.of_kind(ImageDataset)
     ]
+    masks = {dataset.id: dataset for dataset in datasets if dataset.conditioning_type}
+    datasets = [dataset for dataset in datasets if not dataset.conditioning_type]
+    datasets = [each.masked_by(masks[each.conditioning_data]) if each.conditioning_data else each for each in datasets]
     return datasets, texts or [default_texts(data)]
 
 
@@ -153,8 +156,19 @@ def mistakes_between(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
     for problem in find_nested_ids(own):
         yield Mistake("id", problem, name)
     yield from mistakes_of_embeds(parsed, name)
-    if all(dataset.dataset_type == "eval" for dataset in images) and not parsed.mistakes:
+    yield from mistakes_of_masks(parsed)
+    if all(dataset.dataset_type in ("eval", "conditioning") for dataset in images) and not parsed.mistakes:
         yield BrokenRule("data_backend_config", f"{name} names no dataset of images or videos to train on")
+
+
+def mistakes_of_masks(parsed: DatasetFile) -> Iterator[Mistake]:
+    ids = [dataset.id for dataset in parsed.of_kind(ImageDataset) if dataset.conditioning_type]
+    for dataset, entry in parsed.datasets:
+        wanted = dataset.conditioning_data if isinstance(dataset, ImageDataset) else None
+        if wanted is not None and wanted not in ids:
+            yield entry.mistake(
+                "conditioning_data", "no dataset of dataset_type conditioning has this id", did_you_mean(wanted, ids)
+            )
 
 
 def mistakes_of_embeds(parsed: DatasetFile, name: str) -> Iterator[Mistake]:

@@ -20,6 +20,7 @@ from simpletuner.data.images.geometry import are_within_limits, bucket_sizes, is
 from simpletuner.data.images.image_formats import READ
 from simpletuner.data.images.video_formats import READ_VIDEOS
 from simpletuner.data.sampler.stable_choice import choose_by_name, hash_names
+from simpletuner.data.samples.masks import Masks
 from simpletuner.data.samples.samples import DatasetSamples, Samples, Sizes, different_values
 from simpletuner.data.scan.captions import caption_file
 from simpletuner.data.scan.file_list import OtherFiles, printable
@@ -57,6 +58,9 @@ class Discovery:
     unreadable_captions: dict[str, dict[str, str]] = field(default_factory=dict)
     """Caption files that cannot be read as text, and why, by dataset."""
 
+    unmasked: dict[str, list[str]] = field(default_factory=dict)
+    """Names of images without a mask, by dataset that has masks."""
+
     @property
     def not_read(self) -> Counter[str]:
         """Number of files of other formats, by suffix."""
@@ -77,6 +81,8 @@ class Discovery:
                 yield unreadable_error(dataset, unreadable)
             if (names := self.uncaptioned[dataset.id]) and not dataset.skip_uncaptioned:
                 yield uncaptioned_error(scan, names)
+            if names := self.unmasked.get(dataset.id):
+                yield unmasked_error(dataset, names)
 
     def check(self) -> None:
         """Raise the first of the errors."""
@@ -134,7 +140,10 @@ def choose_samples(scan: Scan, alignment: Shape, seed: int, found: Discovery) ->
     names, reasons = (pick(table[column], chosen & is_unreadable) for column in ("name", "caption_problem"))
     found.unreadable_captions[dataset.id] = dict(zip(map(caption_file, names), reasons, strict=True))
     found.animated += [f"{dataset.id}/{name}" for name in pick(table["name"], chosen & table["animated"].to_numpy())]
-    return DatasetSamples(dataset, scan.storage, table, rows, sizes, seed).where(chosen[rows])
+    masks = scan.masks and Masks.pair(table["name"], scan.masks.storage, scan.masks.table)
+    if masks is not None:
+        found.unmasked[dataset.id] = pick(table["name"], chosen & (masks.rows < 0))
+    return DatasetSamples(dataset, scan.storage, table, rows, sizes, seed, masks).where(chosen[rows])
 
 
 def pick(column: pa.ChunkedArray, mask: np.ndarray) -> list:
@@ -229,6 +238,14 @@ def unreadable_error(dataset: ImageDataset, problems: Mapping[str, str]) -> Data
         f"dataset `{dataset.id}`: {count_noun(len(problems), 'caption file')} cannot be read as text:{named}",
         "name their encoding, such as --caption_encoding=windows-1252, or save them as UTF-8: "
         "`iconv -f WINDOWS-1252 -t UTF-8 old.txt > new.txt`",
+    )
+
+
+def unmasked_error(dataset: ImageDataset, names: Sequence[str]) -> DataError:
+    return DataError(
+        f"dataset `{dataset.id}`: {count_noun(len(names), 'image')} without a mask in "
+        f"`{dataset.conditioning_data}`:{format_names(names)}",
+        "a mask has the name of its image, whatever the suffix; one that is all white counts everything",
     )
 
 

@@ -26,6 +26,7 @@ from simpletuner.data.images.geometry import Geometry, compute_geometry
 from simpletuner.data.images.images import read_rgb
 from simpletuner.data.images.videos import read_frames
 from simpletuner.data.sampler.stable_choice import hash_texts
+from simpletuner.data.samples.masks import Mask, Masks
 from simpletuner.data.scan.captions import captions_of
 from simpletuner.data.storage.storage import Storage
 from simpletuner.settings.values.shape import Shape
@@ -43,6 +44,7 @@ class Sample:
     geometry: Geometry
     captions: tuple[str, ...]
     """Alternatives, from which each step chooses at random."""
+    mask: Mask | None = None
 
     def open(self) -> BinaryIO:
         """Open its file: an image to be read whole, a video to be read in parts."""
@@ -132,10 +134,17 @@ class DatasetSamples(Sequence[Sample]):
     """The samples of one dataset: `rows` of the table of its scan, whose sizes are `sizes`."""
 
     def __init__(
-        self, dataset: ImageDataset, storage: Storage, table: pa.Table, rows: np.ndarray, sizes: Sizes, seed: int
+        self,
+        dataset: ImageDataset,
+        storage: Storage,
+        table: pa.Table,
+        rows: np.ndarray,
+        sizes: Sizes,
+        seed: int,
+        masks: Masks | None = None,
     ) -> None:
         self.dataset, self.storage, self.table, self.seed = dataset, storage, table, seed
-        self.rows, self.sizes = rows, sizes
+        self.rows, self.sizes, self.masks = rows, sizes, masks
         self._reader = RowReader(table, ("name", "version", "captions"))
 
     def __len__(self) -> int:
@@ -147,7 +156,8 @@ class DatasetSamples(Sequence[Sample]):
         sizes = self.sizes
         geometry = compute_geometry(self.dataset, sample_id, *sizes.of(index), self.seed, sizes.stride_of(index))
         captions = captions_of(self.dataset, name, lines)
-        return Sample(sample_id, self.dataset.id, self.storage, name, version, geometry, captions)
+        mask = self.masks and self.masks.of(int(self.rows[index]))
+        return Sample(sample_id, self.dataset.id, self.storage, name, version, geometry, captions, mask)
 
     @property
     def names(self) -> pa.ChunkedArray:
@@ -157,7 +167,11 @@ class DatasetSamples(Sequence[Sample]):
 
     def checksum(self, *columns: str) -> str:
         """Return a checksum of all that these samples and their geometry are made of, and of columns of their scan."""
-        digest = xxhash.xxh3_128(f"{self.seed} {self.dataset.model_dump_json()}".encode())
+        # Without what masks brought, so that the digests of caches from before them stay.
+        dumped = self.dataset.model_dump_json(exclude={"conditioning_type", "conditioning_data"})
+        digest = xxhash.xxh3_128(f"{self.seed} {dumped}".encode())
+        if self.masks is not None:
+            self.masks.add_to(digest)
         for name in columns:
             texts = self.table[name]
             if pa.types.is_large_list(texts.type):
@@ -176,12 +190,12 @@ class DatasetSamples(Sequence[Sample]):
 
     def with_arrays(self, rows: np.ndarray, *sizes: np.ndarray) -> DatasetSamples:
         """Return the same samples with other memory for `arrays`."""
-        return DatasetSamples(self.dataset, self.storage, self.table, rows, Sizes(*sizes), self.seed)
+        return DatasetSamples(self.dataset, self.storage, self.table, rows, Sizes(*sizes), self.seed, self.masks)
 
     def where(self, mask: np.ndarray) -> DatasetSamples:
         """Return those for which `mask` is true."""
         rows, sizes = self.rows[mask], self.sizes.where(mask)
-        return DatasetSamples(self.dataset, self.storage, self.table, rows, sizes, self.seed)
+        return DatasetSamples(self.dataset, self.storage, self.table, rows, sizes, self.seed, self.masks)
 
     def without(self, ids: Collection[str]) -> DatasetSamples:
         """Return all but the samples with these ids."""

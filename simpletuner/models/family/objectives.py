@@ -91,9 +91,20 @@ def interpolated(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
     return (1 - s) * latents + s * noise
 
 
-def sample_losses(prediction: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean squared error of each sample (B), in float32."""
-    return weights * (prediction.float() - target.float()).square().flatten(1).mean(1)
+LEAST_MASK = 1e-3
+"""In cells: the loss of an image whose mask is black is 0, not 0 / 0."""
+
+
+def sample_losses(prediction: Tensor, target: Tensor, weights: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Weighted mean squared error of each sample (B), in float32.
+
+    With a mask (B, 1, H, W) the mean over cells by their share in it: what counts weighs the same however small it is.
+    """
+    errors = (prediction.float() - target.float()).square()
+    if mask is None:
+        return weights * errors.flatten(1).mean(1)
+    masked = (errors.mean(1, keepdim=True) * mask).flatten(1).sum(1)
+    return weights * masked / mask.flatten(1).sum(1).clamp(min=LEAST_MASK)
 
 
 @dataclass(frozen=True)

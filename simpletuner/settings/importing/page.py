@@ -31,7 +31,7 @@ lr_scheduler=constant) is left out. dataset TOML and training TOML of kohya's sd
 translated as well, where they map one to one.
 
 - A file that would train something else here ends the import with exit code 2 and writes nothing: names under
-  "Refused, and decisive", optimizers and bases that this version has not got, conditioning, masks, videos and other
+  "Refused, and decisive", optimizers and bases that this version has not got, references, audio and other
   datasets that it cannot read, methods of a family, and names that are not known. All are listed; with `--partial` a
   file of what is left is written, with the rest in its comments.
 - What is refused and does not decide what is trained is left out, and stands in the file's comments and on stderr.

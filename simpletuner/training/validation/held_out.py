@@ -86,7 +86,7 @@ class HeldOutLoss:
         noised = self.objective.add_noise(batch.latents, batch.noise, batch.u)
         latents = noised.x_t.to(self.dtype)
         prediction = self.family.predict(denoiser, latents, noised.timesteps, batch.conditioning)
-        return sample_losses(prediction, noised.target, noised.weights)
+        return sample_losses(prediction, noised.target, noised.weights, batch.loss_mask)
 
     def _own_batches(self) -> Iterator[tuple[Batch, int]]:
         """Yield this rank's batches with their weight, which is 0 for a batch that only keeps the other ranks company:

@@ -101,10 +101,10 @@ def test_what_decides_the_result_and_is_not_here_ends_the_import(imported, case)
     assert said in lost.split("\n\n")[0]
 
 
-MASKS = {"id": "masks", "dataset_type": "conditioning", "conditioning_type": "mask", "instance_data_dir": "masks"}
+EDITED = {"id": "edited", "dataset_type": "conditioning", "conditioning_type": "reference_strict"}
 LOST_DATA: dict[str, tuple[list[dict[str, Any]], str]] = {
     "canny": ([{**IMAGES, "conditioning": [{"type": "canny"}]}], "conditioning = "),
-    "masks": ([{**IMAGES, "conditioning_data": "masks"}, MASKS], "conditioning_data = 'masks' "),
+    "references": ([{**IMAGES, "conditioning_data": "edited"}, EDITED], "conditioning_data = 'edited' "),
     "memory": ([IMAGES, {"id": "far", "type": "memory"}], "type = 'memory' "),
     "batch": ([{**IMAGES, "train_batch_size": 2}], "train_batch_size = 2 "),
     "timesteps": ([{**IMAGES, "timestep_sampling_offset": 0.5}], "timestep_sampling_offset = 0.5 "),

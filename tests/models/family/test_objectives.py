@@ -111,6 +111,13 @@ def test_a_loss_is_each_sample_s_weighted_mean_in_float32():
     close(losses, [5.0, 4.0])
 
 
+def test_a_masked_loss_is_the_mean_over_what_counts():
+    prediction = torch.tensor([[[[1.0, 2.0]], [[3.0, 4.0]]]] * 3)  # errors of cells: (1 + 9) / 2 and (4 + 16) / 2
+    mask = torch.tensor([[1.0, 0.5], [0.0, 0.25], [0.0, 0.0]]).view(3, 1, 1, 2)
+    losses = sample_losses(prediction, torch.zeros_like(prediction), torch.tensor([1.0, 3.0, 1.0]), mask)
+    close(losses, [(5 + 0.5 * 10) / 1.5, 3 * 10, 0.0])
+
+
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("zero_terminal_snr", [False, True])
 def test_the_scheduler_brings_back_clean_latents_from_the_target(prediction, zero_terminal_snr):

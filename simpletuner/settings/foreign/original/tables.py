@@ -177,7 +177,7 @@ ASKS_FOR_NOTHING: dict[str, str] = {
     ),
     "used only with hidream_use_load_balancing_loss": "hidream_load_balancing_loss_weight",
     "used only with datasets that this version refuses": (
-        "masked_loss_probability conditioning_multidataset_sampling parquet_caption_column parquet_filename_column "
+        "conditioning_multidataset_sampling parquet_caption_column parquet_filename_column "
         "audio_max_duration_seconds audio_min_duration_seconds audio_channels audio_duration_interval "
         "audio_truncation_mode"
     ),
@@ -204,6 +204,7 @@ ASKS_FOR_NOTHING: dict[str, str] = {
     "used only with validation_adapter_path": (
         "validation_adapter_name validation_adapter_strength validation_adapter_mode"
     ),
+    "masks count at every step": "masked_loss_probability",
     "used only with offset_noise": "noise_offset noise_offset_probability",
     "used only with input_perturbation": "input_perturbation_steps",
     "used only with refiner_training": (
