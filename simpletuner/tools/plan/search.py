@@ -18,7 +18,8 @@ from simpletuner.tools.plan.estimate import RunPlan
 CHOICES: dict[str, tuple[Any, ...]] = {
     "fsdp_enable": (False, True),
     "fsdp_offload_params": (False, True),
-    "state_layout": ("fp32", "split"),
+    "state_layout": ("fp32", "split", "bf16"),
+    "optimizer_release_gradients": (False, True),
     "gradient_checkpointing": (False, True),
     "offload_activations": (False, True),
 }
@@ -103,8 +104,8 @@ def reason(
     name: str, values: Mapping[str, Any], plan: RunPlan, plan_of: Callable[[Mapping[str, Any]], RunPlan | None],
     budget: MemoryBudget,
 ) -> str:  # fmt: skip
-    """Say what the other value of one setting would lead to, all others being as chosen."""
-    (other,) = (each for each in CHOICES[name] if each != values[name])
+    """Say what another value of one setting would lead to, the simplest, all others being as chosen."""
+    other, *_ = (each for each in CHOICES[name] if each != values[name])
     alternative = {**values, name: other}
     if name == "fsdp_enable" and not other:
         alternative["fsdp_offload_params"] = False
