@@ -16,8 +16,8 @@ FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, Ty
 """Raised by code that is given what it was not written for."""
 
 
-class Ended(Exception):
-    """Ends a pipeline's call, which has shown all that was asked of it."""
+class Ended(BaseException):
+    """Ends a pipeline's call, which has shown all that was asked of it. No error, which modular pipelines would log."""
 
 
 REFUSED = "cannot be trained by its own call"

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.folder.index import index_file
 from simpletuner.models.folder.malformed import CHECK_COPY
 from simpletuner.run_log import start_run_log, stop_run_log, take_over
 
-TEXT_PARTS = ("tokenizer", "text_encoder")
+TEXT_PARTS = ("tokenizer", "text_encoder", "t5_tokenizer", "text_conditioner", "processor")
 """Prefixes of the components that turn captions into tensors."""
 
 
@@ -89,7 +90,7 @@ def component_class(index: Mapping[str, Any], name: str, folder: Path) -> Any:
     entry = index.get(name)
     if not (isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)):
         raise EnvironmentNotReady(
-            f"{folder / 'model_index.json'} names no {name}: it has {entry!r:.60} there, no library and class",
+            f"{index_file(folder)} names no {name}: it has {entry!r:.60} there, no library and class",
             CHECK_COPY,
         )
     library, cls = entry
@@ -98,7 +99,7 @@ def component_class(index: Mapping[str, Any], name: str, folder: Path) -> Any:
     if library != "transformers":
         # Importing whatever module a downloaded index names would run its code.
         raise EnvironmentNotReady(
-            f"{folder / 'model_index.json'} takes {name} from {library!r:.60}, which is not read",
+            f"{index_file(folder)} takes {name} from {library!r:.60}, which is not read",
             "only components of diffusers and transformers are",
         )
     import transformers
