@@ -21,7 +21,7 @@ from simpletuner.checkpoints.writing import as_bytes, write_safetensors
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.folder.index import INDEX, MODULAR_INDEX, component_source, index_file
+from simpletuner.models.folder.index import INDEX, MODULAR_INDEX, component_source, index_file, source_of
 from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, belongs_to_component, weights_files
 from simpletuner.models.opening.lora_file import LORA_WEIGHTS, write_lora
@@ -144,7 +144,7 @@ def write_modular_index(family: ModelFamily, target: Path) -> None:
     index = read_json(base)
     for name in family.index:
         if name == family.denoiser_name or (target / name).is_dir() or name == Path(SCHEDULER).parent.name:
-            variant = index[name][-1].get("variant") if name in index and name != family.denoiser_name else None
+            variant = None if name == family.denoiser_name else source_of(index.get(name)).get("variant")
             index[name] = component_source(family.index[name], name, place, variant)
     write_json(target / MODULAR_INDEX, index)
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from conftest import base
 from foreign import FOREIGN, build_foreign
-from modular import TINY as MODULAR
-from modular import build_modular
+from modular import TINY, TRAINED, build_modular
 from safetensors.torch import load_file
 
 from simpletuner.models.automatic.seams import ALWAYS, FRAMES
@@ -93,7 +92,7 @@ def test_a_family_without_a_class_is_proven_trains_and_is_opened_by_diffusers(ke
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MODULAR)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_modular_pipeline_trains_resumes_exports_and_is_opened_by_diffusers(name, shapes, train, tmp_path):
     from diffusers import ModularPipeline
 
@@ -118,7 +117,7 @@ def test_a_modular_pipeline_trains_resumes_exports_and_is_opened_by_diffusers(na
     blocks.sub_blocks.pop("prompt_upsampler", None)
     pipeline = blocks.init_pipeline(tmp_path / "exported")
     pipeline.load_components()
-    assert type(pipeline).__name__ == name and None not in map(pipeline.components.get, MODULAR[name])
+    assert type(pipeline).__name__ == name and None not in map(pipeline.components.get, TINY[name])
     opened = pipeline.transformer.state_dict()
     assert all(torch.equal(opened[each], own[each]) for each in own)
     pipeline.set_progress_bar_config(disable=True)

@@ -33,8 +33,8 @@ QWEN_VAE = {
     "latents_mean": [-0.2, 0.05, -0.24, -0.07],
     "latents_std": [0.07, 0.05, 0.05, 0.05],
 }
-DEEP = {"num_hidden_layers": 33}
-"""FLUX.3 reads layers 4 to 32 of its text encoder."""
+DEEP, DEEPEST = {"num_hidden_layers": 33}, {"num_hidden_layers": 51, "hidden_size": 16}
+"""Qwen3-VL, of which FLUX.3 reads layers 4 to 32, and MiniMax-H3 layer 50."""
 
 TINY: dict[str, dict[str, Any]] = {
     "AnimaModularPipeline": {
@@ -78,7 +78,51 @@ TINY: dict[str, dict[str, Any]] = {
         },
         "scheduler": FLOW,
     },
+    "MiniMaxH3ModularPipeline": {
+        "text_encoder": DEEPEST,
+        "vae": {
+            "class_name": "AutoencoderKLMiniMaxH3",
+            "latent_channels": 4,
+            "block_out_channels": [8, 8, 8, 8],
+            "layers_per_block": 1,
+            "spatial_downsample_factors": [2, 2, 1, 1],
+            "temporal_downsample_factors": [1, 2, 1, 1],
+            "norm_num_groups": 4,
+            "decoder_num_layers": 1,
+            "decoder_num_attention_heads": 2,
+            "decoder_attention_head_dim": 16,
+            "latents_mean": [0.0] * 4,
+            "latents_std": [1.0] * 4,
+        },
+        "audio_vae": {
+            "class_name": "AutoencoderKLMiniMaxH3Audio",
+            "encoder_dim": 8,
+            "latent_dim": 32,
+            "latent_channels": 4,
+            "num_attention_heads": 2,
+            "decoder_dim": 128,
+        },
+        "transformer": {
+            "class_name": "MiniMaxH3Transformer3DModel",
+            "num_attention_heads": 2,
+            "attention_head_dim": 32,
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_refiner_layers": 1,
+            "ffn_dim": 64,
+            "in_channels": 4,
+            "audio_in_channels": 4,
+            "text_dim": 16,
+            "freq_dim": 32,
+            "time_embed_hidden_dim": 32,
+            "time_embed_dim": 32,
+            "rope_freq_dim": 4,
+        },
+        "scheduler": {"class_name": "MiniMaxH3Scheduler"},
+        "audio_scheduler": {"class_name": "MiniMaxH3Scheduler"},
+    },
 }
+TRAINED = ("AnimaModularPipeline", "Flux3ModularPipeline")
 
 
 def build_modular(name: str, folder: Path) -> Path:
@@ -89,8 +133,9 @@ def build_modular(name: str, folder: Path) -> Path:
     with fixed_seed():
         components: dict[str, Any] = {}
         for part, entry in TINY[name].items():
-            components |= build_qwen3_vl(**entry) if entry is DEEP else build_component(part, {**entry})
-    pipeline = cls()
+            components |= build_qwen3_vl(**entry) if entry in (DEEP, DEEPEST) else build_component(part, {**entry})
+    if "processor" in (pipeline := cls()).component_names:
+        components["processor"], components["tokenizer"] = components["tokenizer"], components["tokenizer"].tokenizer
     pipeline.update_components(**components)
     pipeline.save_pretrained(str(folder), overwrite_modular_index=True)
     return folder
@@ -118,7 +163,9 @@ def as_modular(folder: Path, target: Path, cls: str, **changes: Any) -> Path:
     (target / "model_index.json").unlink()
     index: dict[str, Any] = {"_class_name": cls}
     for name, value in plain.items():
-        if isinstance(value, list) and any(value):
+        if isinstance(value, list) and not any(value):
+            continue
+        if isinstance(value, list):
             source = {"pretrained_model_name_or_path": "publisher/model", "subfolder": name, "type_hint": value}
             index[name] = [*value, source]
         elif not name.startswith("_"):

@@ -12,8 +12,8 @@ from typing import Any
 
 from diffusers.modular_pipelines.modular_pipeline import (
     LoopSequentialPipelineBlocks,
-    ModularPipelineBlocks,
     PipelineState,
+    SequentialPipelineBlocks,
 )
 from diffusers.utils.torch_utils import randn_tensor
 from torch import nn
@@ -22,7 +22,7 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.automatic.block_copies import Copies
 from simpletuner.models.automatic.pipeline_run import refused
 from simpletuner.models.folder.diffusers_io import TEXT_PARTS, component_class
-from simpletuner.models.folder.index import MODULAR_INDEX, read_index
+from simpletuner.models.folder.index import MODULAR_INDEX, read_index, source_of
 from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import any_weights_files, variant_of
 
@@ -33,7 +33,7 @@ SCALE = "true_cfg_scale"
 
 def modular_class(cls: Any, index: Mapping[str, Any]) -> Any:
     """Return a subclass of a modular pipeline whose call has the arguments of its blocks for text to image."""
-    blocks = blocks_from_text(cls, index)
+    blocks, left_out = blocks_from_text(cls, index)
     names = [each.name for each in blocks.inputs if each.name]
     if any(spec.name == "guider" for spec in blocks.expected_components):
         names.append(SCALE)
@@ -44,35 +44,38 @@ def modular_class(cls: Any, index: Mapping[str, Any]) -> Any:
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
     own = inspect.Parameter("pipeline", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     call.__signature__ = inspect.Signature([own, *parameters])
-    return type(cls.__name__, (CalledBlocks, cls), {"__module__": cls.__module__, "run_by": blocks, "__call__": call})
+    members = {"__module__": cls.__module__, "run_by": blocks, "left_out": left_out, "__call__": call}
+    return type(cls.__name__, (CalledBlocks, cls), members)
 
 
-def blocks_from_text(cls: Any, index: Mapping[str, Any]) -> Any:
-    """Return the blocks that run where a prompt alone is given, without those that rewrite it.
+def blocks_from_text(cls: Any, index: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return the blocks that run where a prompt alone is given, and the names of those that would rewrite it.
 
     Raises SettingsError for blocks that are not of diffusers, and where none encodes text.
     """
     import diffusers
 
-    named = index.get("_blocks_class_name") or cls.default_blocks_name
+    # Of blocks that were put together by hand an index has the base class alone, for which diffusers takes the default.
+    named = index.get("_blocks_class_name")
+    named = cls.default_blocks_name if named in (None, SequentialPipelineBlocks.__name__) else named
     found = getattr(diffusers, str(named), None)
-    if not (isinstance(found, type) and issubclass(found, ModularPipelineBlocks)):
+    if not (isinstance(found, type) and issubclass(found, SequentialPipelineBlocks)):
         raise refused(cls.__name__, f"its blocks are {named}, no class of diffusers: code of its folder is never run")
-    if not found.block_classes:  # of blocks that were put together by hand the index has no more than the base class
-        found = getattr(diffusers, cls.default_blocks_name)
     blocks = found().get_execution_blocks(prompt=True)
-    for name, block in [*blocks.sub_blocks.items()]:
-        if "prompt" in block.intermediate_output_names:  # a language model would rewrite each caption (FLUX.3)
-            del blocks.sub_blocks[name]
+    # A language model would rewrite each caption (FLUX.3).
+    left_out = [name for name, block in blocks.sub_blocks.items() if "prompt" in block.intermediate_output_names]
+    for name in left_out:
+        del blocks.sub_blocks[name]
     if not any(encodes_text(block) for block in blocks.sub_blocks.values()):
         raise refused(cls.__name__, "none of its blocks encodes text, whose embeddings could be cached")
-    return blocks
+    return blocks, left_out
 
 
 def default_scheduler(cls: Any) -> Any:
     """Return the scheduler that blocks make where an index names none; None for any other pipeline."""
     specs = cls.run_by.expected_components if issubclass(cls, CalledBlocks) else []
-    return next((each.create() for each in specs if each.name == "scheduler" and each.config is not None), None)
+    made = (each for each in specs if each.name == "scheduler" and each.default_creation_method == "from_config")
+    return next((each.create() for each in made), None)
 
 
 def encodes_text(block: Any) -> bool:
@@ -86,11 +89,9 @@ def refuse_incomplete(folder: Path, cls: Any) -> None:
     index, sources = read_index(folder), read_json(folder / MODULAR_INDEX)
     for name in [spec.name for spec in cls.run_by.expected_components if any(index.get(spec.name) or ())]:
         if not (folder / name).is_dir():
-            source = sources[name][-1]
-            place = source.get("pretrained_model_name_or_path")
+            place = source_of(sources[name]).get("pretrained_model_name_or_path")
             raise EnvironmentNotReady(
-                f"{folder} has no {name}: {MODULAR_INDEX} takes it from {place}, {source.get('subfolder') or name}",
-                f"copy it to {folder / name}",
+                f"{folder} has no {name}: {MODULAR_INDEX} takes it from {place}", f"copy it to {folder / name}"
             )
 
 
@@ -99,6 +100,8 @@ class CalledBlocks:
 
     run_by: Any
     """Blocks of the pipeline's class, which stay as they are."""
+    left_out: list[str]
+    """Names of its blocks that rewrite prompts."""
 
     @classmethod
     def from_pretrained(cls: Any, folder: Path, dtype: Any, use_safetensors: bool, variant: Any, **given: Any) -> Any:

@@ -36,10 +36,17 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def library_and_class(value: Any) -> Any:
     """Return a pair of a component's entry in a modular index; any other value as it is."""
+    if not (source := source_of(value)):
+        return value
+    # Without a class where the component was not loaded when the index was written, and without a place where there is
+    # none.
+    hint = source.get("type_hint") if source.get("pretrained_model_name_or_path") else None
+    return value[:2] if all(value[:2]) else list(hint or (None, None))
+
+
+def source_of(value: Any) -> dict[str, Any]:
+    """Return where a modular index has a component from; nothing for any other value."""
     match value:
-        case [library, cls, {**source}]:
-            # Without a class where the component was not loaded when the index was written, and without a place where
-            # there is none.
-            hint = source.get("type_hint") if source.get("pretrained_model_name_or_path") else None
-            return [library, cls] if library and cls else list(hint or (None, None))
-    return value
+        case [_, _, {**source}]:
+            return source
+    return {}
