@@ -57,7 +57,7 @@ TINY: dict[str, dict[str, Any]] = {
             "out_channels": 4,
             "text_embed_dim": 32,
             "adaln_lora_dim": 16,
-            "max_size": [4, 32, 32],
+            "max_size": [4, 128, 128],
             "attention_head_dim": 24,
             "extra_pos_embed_type": None,
             "concat_padding_mask": False,  # torchvision would resize it

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.automatic.modular import modular_class, refuse_incomplete
 from simpletuner.models.automatic.pipeline_run import refused
 from simpletuner.models.automatic.seams import EnteredPipeline
 from simpletuner.models.family.vae import Vae, cell_of_model
@@ -32,7 +31,7 @@ def denoiser_of(folder: Path) -> str:
     index = read_index(folder)
     name = str(index.get("_class_name"))
     if index_file(folder).name == MODULAR_INDEX:
-        refuse_incomplete(folder, pipeline_class_of(index))
+        pipeline_class_of(index).check_folder(folder)
     found = [each for each in DENOISERS if any(index.get(each) or ())]
     second = [
         other for each in found for other in (f"{each}_2", f"unconditional_{each}") if any(index.get(other) or ())
@@ -145,14 +144,15 @@ def library_versions() -> Mapping[str, str]:
 
 def pipeline_class_of(index: Mapping[str, Any]) -> Any:
     """Return the class that an index names. Raises SettingsError where it is not a pipeline of diffusers."""
-    from diffusers import DiffusionPipeline, ModularPipeline
+    from diffusers import DiffusionPipeline
 
     name = index.get("_class_name")
     if not isinstance(name, str):
         raise SettingsError("the index names no pipeline", "name a pipeline's folder in diffusers format")
     cls = diffusers_class(name)
-    if isinstance(cls, type) and issubclass(cls, ModularPipeline):
-        return modular_class(cls, index)
-    if not (isinstance(cls, type) and issubclass(cls, DiffusionPipeline)):
-        raise refused(name, "it is no DiffusionPipeline")
-    return cls
+    if isinstance(cls, type) and issubclass(cls, DiffusionPipeline):
+        return cls
+    # A second or so, which only modular pipelines need.
+    from simpletuner.models.automatic.modular import modular_class
+
+    return modular_class(cls, index)

@@ -26,7 +26,6 @@ from simpletuner.models.automatic.components import (
 from simpletuner.models.automatic.findings import Check, Findings
 from simpletuner.models.automatic.guidance import encode_no_caption, guided_arguments
 from simpletuner.models.automatic.meta_calls import MetaCalls
-from simpletuner.models.automatic.modular import default_scheduler
 from simpletuner.models.automatic.pipeline_run import PipelineRun, refused
 from simpletuner.models.automatic.prediction import Denoise, Predictor, capture
 from simpletuner.models.automatic.proof import Proof
@@ -75,7 +74,8 @@ class AutomaticFamily(ModelFamily):
 
     def published_scheduler_config(self) -> dict[str, Any]:
         # Blocks may make their own scheduler (FLUX.3), which the index names in an export.
-        if "scheduler" in self.index or (own := default_scheduler(self.pipeline_class)) is None:
+        own = None if "scheduler" in self.index else getattr(self.pipeline_class, "default_scheduler", lambda: None)()
+        if own is None:
             return super().published_scheduler_config()
         self.index["scheduler"] = ["diffusers", type(own).__name__]
         return dict(own.config)

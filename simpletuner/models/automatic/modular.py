@@ -12,6 +12,7 @@ from typing import Any
 
 from diffusers.modular_pipelines.modular_pipeline import (
     LoopSequentialPipelineBlocks,
+    ModularPipeline,
     PipelineState,
     SequentialPipelineBlocks,
 )
@@ -30,9 +31,14 @@ PROMPTS = ("prompt", "negative_prompt")
 SCALE = "true_cfg_scale"
 """Argument for the scale of a pipeline's guider: `guidance_scale` may be an input of its denoiser."""
 
+GUIDED = 2.0
+"""A scale with which text is encoded in pairs."""
+
 
 def modular_class(cls: Any, index: Mapping[str, Any]) -> Any:
     """Return a subclass of a modular pipeline whose call has the arguments of its blocks for text to image."""
+    if not (isinstance(cls, type) and issubclass(cls, ModularPipeline)):
+        raise refused(str(index.get("_class_name")), "it is no DiffusionPipeline")
     blocks, left_out = blocks_from_text(cls, index)
     names = [each.name for each in blocks.inputs if each.name]
     if any(spec.name == "guider" for spec in blocks.expected_components):
@@ -71,28 +77,8 @@ def blocks_from_text(cls: Any, index: Mapping[str, Any]) -> tuple[Any, list[str]
     return blocks, left_out
 
 
-def default_scheduler(cls: Any) -> Any:
-    """Return the scheduler that blocks make where an index names none; None for any other pipeline."""
-    specs = cls.run_by.expected_components if issubclass(cls, CalledBlocks) else []
-    made = (each for each in specs if each.name == "scheduler" and each.default_creation_method == "from_config")
-    return next((each.create() for each in made), None)
-
-
 def encodes_text(block: Any) -> bool:
     return any(spec.name.startswith(TEXT_PARTS) for spec in block.expected_components)
-
-
-def refuse_incomplete(folder: Path, cls: Any) -> None:
-    """Raise SettingsError for a modular folder with code of its own, EnvironmentNotReady where it lacks a component."""
-    if (folder / "modular_config.json").is_file():
-        raise refused(cls.__name__, "its blocks are in its folder, whose code is never run")
-    index, sources = read_index(folder), read_json(folder / MODULAR_INDEX)
-    for name in [spec.name for spec in cls.run_by.expected_components if any(index.get(spec.name) or ())]:
-        if not (folder / name).is_dir():
-            place = source_of(sources[name]).get("pretrained_model_name_or_path")
-            raise EnvironmentNotReady(
-                f"{folder} has no {name}: {MODULAR_INDEX} takes it from {place}", f"copy it to {folder / name}"
-            )
 
 
 class CalledBlocks:
@@ -117,6 +103,26 @@ class CalledBlocks:
         pipeline.split_blocks([copies.block(each) for each in cls.run_by.sub_blocks.values()])
         return pipeline
 
+    @classmethod
+    def check_folder(cls, folder: Path) -> None:
+        """Raise SettingsError for a folder with code of its own, EnvironmentNotReady where it lacks a component."""
+        if (folder / "modular_config.json").is_file():
+            raise refused(cls.__name__, "its blocks are in its folder, whose code is never run")
+        index, sources = read_index(folder), read_json(folder / MODULAR_INDEX)
+        for name in [spec.name for spec in cls.run_by.expected_components if any(index.get(spec.name) or ())]:
+            if not (folder / name).is_dir():
+                place = source_of(sources[name]).get("pretrained_model_name_or_path")
+                raise EnvironmentNotReady(
+                    f"{folder} has no {name}: {MODULAR_INDEX} takes it from {place}",
+                    f"put all components of the pipeline into one folder: here {name} is missing",
+                )
+
+    @classmethod
+    def default_scheduler(cls) -> Any:
+        """Return the scheduler that the blocks make where an index names none (FLUX.3), if they do."""
+        specs = [each for each in cls.run_by.expected_components if each.name == "scheduler"]
+        return next((each.create() for each in specs if each.default_creation_method == "from_config"), None)
+
     def split_blocks(self, blocks: Sequence[Any]) -> None:
         """Split blocks after the last that encodes text, and before the first that decodes what the loop ends at."""
         numbered = list(enumerate(blocks))
@@ -134,8 +140,11 @@ class CalledBlocks:
 
     def run_blocks(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
         """Run all blocks, and return the output of the last."""
-        self.guide(inputs.pop(SCALE, 1.0))
+        scale = inputs.pop(SCALE, None)
+        # Blocks of Wan and LTX-Video encode nothing but pairs, of which the loop is given one.
+        self.guide(GUIDED if scale is None else scale)
         encoded, state = self.encode_prompt(**inputs), self.new_state(inputs)
+        self.guide(scale or 1.0)
         for name, value in encoded.items():
             state.set(name, value, self.encoded[name])
         decoders = [] if inputs.get("output_type") == "latent" else self.decoders

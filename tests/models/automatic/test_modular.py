@@ -24,6 +24,8 @@ MODULAR = {
     "sd3": "StableDiffusion3ModularPipeline",
     "qwen_image": "QwenImageModularPipeline",
     "z_image": "ZImageModularPipeline",
+    "wan": "WanModularPipeline",
+    "flux2": "Flux2KleinBaseModularPipeline",
 }
 
 
