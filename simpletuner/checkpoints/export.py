@@ -21,6 +21,8 @@ from simpletuner.checkpoints.writing import as_bytes, write_safetensors
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.folder.index import INDEX, MODULAR_INDEX, component_source, index_file, source_of
+from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, belongs_to_component, weights_files
 from simpletuner.models.opening.lora_file import LORA_WEIGHTS, write_lora
 from simpletuner.models.single_file.ldm_layout import original_reads
@@ -62,6 +64,7 @@ def export_pipeline(
 
     def write_rest(hidden: Path) -> None:
         write_json(hidden / denoiser / "config.json", config)
+        (hidden / SCHEDULER).parent.mkdir()
         copy_other_components(family, hidden)
         write_json(hidden / SCHEDULER, family.scheduler_config)
 
@@ -123,11 +126,27 @@ def replace_export(
 
 
 def copy_other_components(family: ModelFamily, target: Path) -> None:
-    """Copy model_index.json and the components that it names, without the denoiser."""
+    """Copy the index and the components that it names, without the denoiser."""
     for name, source in files_to_copy(family):
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, copy)
+    write_modular_index(family, target)
+
+
+def write_modular_index(family: ModelFamily, target: Path) -> None:
+    """Write the index of a modular pipeline: that of the base model names where its publisher has each component."""
+    base, hub = index_file(family.folder), family.settings.hub
+    if base.name != MODULAR_INDEX:
+        return
+    # An account that only the hub knows is left out: diffusers then loads no component, rather than the publisher's.
+    place = hub.hub_model_id if hub.push_to_hub and "/" in hub.hub_model_id else None
+    index = read_json(base)
+    for name in family.index:
+        if name == family.denoiser_name or (target / name).is_dir() or name == Path(SCHEDULER).parent.name:
+            variant = None if name == family.denoiser_name else source_of(index.get(name)).get("variant")
+            index[name] = component_source(family.index[name], name, place, variant)
+    write_json(target / MODULAR_INDEX, index)
 
 
 def files_to_copy(family: ModelFamily) -> list[tuple[str, Path]]:
@@ -138,7 +157,7 @@ def files_to_copy(family: ModelFamily) -> list[tuple[str, Path]]:
     """
     base = family.folder
     names = [name for name, value in family.index.items() if isinstance(value, list) and any(value)]
-    found = [("model_index.json", base / "model_index.json")]
+    found = [(INDEX, base / INDEX)] if index_file(base).name == INDEX else []
     for component in names:
         folder = base / component
         if component == family.denoiser_name or Path(component).name != component or not folder.is_dir():

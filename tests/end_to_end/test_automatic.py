@@ -5,10 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import base
 from foreign import FOREIGN, build_foreign
+from modular import TINY, TRAINED, build_modular
+from safetensors.torch import load_file
 
 from simpletuner.models.automatic.seams import ALWAYS, FRAMES
 from simpletuner.models.catalog.registry import presets
@@ -74,6 +78,49 @@ def test_a_family_without_a_class_is_proven_trains_and_is_opened_by_diffusers(ke
     pipeline = DiffusionPipeline.from_pretrained(run.output / "pipeline")
     assert type(pipeline).__name__ == preset.pipelines[0]
     assert getattr(pipeline, preset.denoiser).num_parameters() == preset.tiny.parameters
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_modular_pipeline_trains_resumes_exports_and_is_opened_by_diffusers(name, shapes, train, tmp_path):
+    from diffusers import ModularPipeline
+
+    folder = build_modular(name, tmp_path / "base")
+    flags = (*base("auto", folder, shapes), "--aspect_bucket_alignment=32", "--validation_prompt=a red circle")
+    flags += ("--validation_num_inference_steps=2", "--validation_resolution=64", "--train_batch_size=2")
+    for steps in (2, 4):
+        run = train(tmp_path / "run", *flags, f"--max_train_steps={steps}")
+    assert "resuming from" in run.said and f"{name} by its own call" in " ".join(run.said.split())
+    whole = train(tmp_path / "whole", *flags, "--max_train_steps=4")
+    assert run.losses[-2:] == whole.losses[-2:]
+    own, other, before = (
+        denoiser_weights(each) for each in (run.output / "pipeline", whole.output / "pipeline", folder)
+    )
+    assert own.keys() == before.keys() and all(torch.equal(own[each], other[each]) for each in own)
+    assert not all(torch.equal(own[each], before[each]) for each in own)
+
+    # A copy beside which there is no base model, as another machine has it.
+    (run.output / "pipeline").rename(tmp_path / "exported")
+    folder.rename(tmp_path / "gone")
+    blocks = ModularPipeline.from_pretrained(tmp_path / "exported").blocks
+    blocks.sub_blocks.pop("prompt_upsampler", None)
+    pipeline = blocks.init_pipeline(tmp_path / "exported")
+    pipeline.load_components()
+    assert type(pipeline).__name__ == name and None not in map(pipeline.components.get, TINY[name])
+    opened = pipeline.transformer.state_dict()
+    assert all(torch.equal(opened[each], own[each]) for each in own)
+    pipeline.set_progress_bar_config(disable=True)
+    given = {"width": 64, "height": 64, "num_inference_steps": 2, "output_type": "pt"}
+    image = pipeline(prompt="a red circle", **given, output="images")
+    assert image.shape[-2:] == (64, 64) and image.isfinite().all()
+
+
+def denoiser_weights(pipeline: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: each
+        for file in (pipeline / "transformer").glob("*.safetensors")
+        for name, each in load_file(file).items()
+    }
 
 
 def test_auto_refuses_before_anything_is_encoded(shapes, train, tmp_path):

@@ -16,6 +16,7 @@ import ranks
 import yaml
 from conftest import ROOT, SMALL, base
 from hub import serving
+from modular import build_modular
 from PIL import Image
 
 from simpletuner.training.images.image_files import read_info
@@ -133,4 +134,18 @@ def test_the_code_of_a_lora_s_card_samples_its_first_image(family, pipelines, sh
     output = train(tmp_path / "run", *flags, *sampling, "--max_train_steps=2").output
     card = output / "pipeline_lora_weights" / "README.md"
     assert "A LoRA for" in card.read_text()
+    assert_same_image(run_code(card), card.parent / "samples/00.png")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("AnimaModularPipeline", "full"), ("Flux3ModularPipeline", "lora")])
+def test_the_code_of_a_modular_pipeline_s_card_samples_its_first_image(name, kind, shapes, train, run_code, tmp_path):
+    flags = (
+        *base("auto", build_modular(name, tmp_path / "base"), shapes),
+        f"--model_type={kind}",
+        "--max_train_steps=2",
+    )
+    sampling = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")
+    # Layers of FLUX.3 for images to start from get no gradient, which data parallelism would wait for.
+    run = train(tmp_path / "run", *flags, *sampling, "--aspect_bucket_alignment=32", "--learning_rate=1e-2", world=2)
+    card = run.output / ("pipeline" if kind == "full" else "pipeline_lora_weights") / "README.md"
     assert_same_image(run_code(card), card.parent / "samples/00.png")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SMALL
 from hub import Hub, serving
+from modular import as_modular
 
 NAME = "somebody/tiny-flux"
 DECOYS = ("flux1-dev.safetensors", "transformer/model.fp16.safetensors", "text_encoders/clip.safetensors", "demo.png")
@@ -28,8 +29,10 @@ def hub(flux, tmp_path):
         yield hub
 
 
-def train(hub: Hub, output: Path, shapes: Path, name: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    model = ("--model_family=flux", f"--pretrained_model_name_or_path={name}", f"--instance_data_dir={shapes}")
+def train(
+    hub: Hub, output: Path, shapes: Path, name: str, family: str = "flux", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    model = (f"--model_family={family}", f"--pretrained_model_name_or_path={name}", f"--instance_data_dir={shapes}")
     steps = ("--max_train_steps=1", "--train_batch_size=2", f"--output_dir={output}")
     own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(output.parent / "home"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "simpletuner", "train", *model, *SMALL, *steps]
@@ -45,6 +48,14 @@ def test_a_pipeline_is_fetched_without_what_nobody_needs_and_found_again_offline
     offline = train(hub, tmp_path / "again", shapes, NAME, HF_HUB_OFFLINE="1")
     assert offline.returncode == 0, offline.stderr
     assert hub.fetched == []
+
+
+def test_a_modular_pipeline_is_fetched_with_its_own_index(hub, flux, shapes, tmp_path):
+    folder = as_modular(flux, tmp_path / "hub/somebody/modular", "FluxModularPipeline")
+    done = train(hub, tmp_path / "run", shapes, "somebody/modular", family="auto")
+    assert done.returncode == 0, done.stderr
+    assert set(hub.fetched) == {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert "FluxModularPipeline by its own call" in " ".join(done.stderr.split())
 
 
 def test_what_the_hub_does_not_have_is_one_sentence(hub, shapes, tmp_path):

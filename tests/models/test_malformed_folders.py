@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.catalog.registry import presets
+from simpletuner.models.folder.malformed import opening
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import World
 from simpletuner.settings.declared.sections import Data, Model, Settings
@@ -176,6 +177,12 @@ def test_a_malformed_folder_is_one_sentence_that_names_the_component(case, sdxl,
         opened(folder)
     assert caught.value.hint
     assert "\n" not in caught.value.message and len(caught.value.message) < 500
+
+
+def test_a_package_that_a_component_needs_is_not_a_damaged_copy(tmp_path):
+    with pytest.raises(EnvironmentNotReady, match="cannot be opened: it requires x") as caught, opening(tmp_path):
+        raise ImportError("it requires x")
+    assert caught.value.hint == "install the package that it needs"
 
 
 @pytest.mark.parametrize("family", [key for key, preset in presets().items() if preset.has_class])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from foreign import build_foreign
+from modular import as_modular
 
 from simpletuner.app import main
 
@@ -41,6 +42,12 @@ def test_a_built_in_class_is_compared_with_the_pipeline_s_own_run(flux, checked)
     assert f"FluxPipeline in {flux}" in table and "differs" not in table and "warning" not in said
     assert "own loop     ok   exact predictions lead it to known latents (off by" in table
     assert "prediction   ok   of Flux is that of FluxPipeline, caption 2 (off by" in table
+
+
+def test_a_modular_pipeline_is_proven(flux, checked, tmp_path):
+    folder = as_modular(flux, tmp_path / "modular", "FluxModularPipeline")
+    found = json.loads(checked("--check", str(folder), "--json")[0])
+    assert found["passed"] and found["pipeline"] == "FluxModularPipeline" and len(found["checks"]) == 7
 
 
 def test_a_class_with_a_wrong_sign_is_named(flux, checked, tmp_path):

@@ -15,7 +15,7 @@ from simpletuner.models.automatic.pipeline_run import refused
 from simpletuner.models.automatic.seams import EnteredPipeline
 from simpletuner.models.family.vae import Vae, cell_of_model
 from simpletuner.models.folder.diffusers_io import TEXT_PARTS, build_on_meta, diffusers_class, require_packages
-from simpletuner.models.folder.malformed import read_json
+from simpletuner.models.folder.index import MODULAR_INDEX, index_file, read_index
 from simpletuner.models.folder.weights import weights_files
 from simpletuner.settings.values.shape import Shape
 
@@ -28,10 +28,14 @@ DENOISERS = ("transformer", "unet", "prior", "decoder")
 
 def denoiser_of(folder: Path) -> str:
     """Return the name of a pipeline's denoiser. Raises SettingsError for one that has none, or two."""
-    index = read_json(folder / "model_index.json")
+    index = read_index(folder)
     name = str(index.get("_class_name"))
+    if index_file(folder).name == MODULAR_INDEX:
+        pipeline_class_of(index).check_folder(folder)
     found = [each for each in DENOISERS if any(index.get(each) or ())]
-    second = [f"{each}_2" for each in found if any(index.get(f"{each}_2") or ())]
+    second = [
+        other for each in found for other in (f"{each}_2", f"unconditional_{each}") if any(index.get(other) or ())
+    ]
     if not found:
         raise refused(name, f"it has none of {', '.join(DENOISERS)}")
     if len(found + second) > 1:
@@ -139,13 +143,16 @@ def library_versions() -> Mapping[str, str]:
 
 
 def pipeline_class_of(index: Mapping[str, Any]) -> Any:
-    """Return the class that model_index.json names. Raises SettingsError where it is not a pipeline of diffusers."""
+    """Return the class that an index names. Raises SettingsError where it is not a pipeline of diffusers."""
     from diffusers import DiffusionPipeline
 
     name = index.get("_class_name")
     if not isinstance(name, str):
-        raise SettingsError("model_index.json names no pipeline", "name a pipeline's folder in diffusers format")
+        raise SettingsError("the index names no pipeline", "name a pipeline's folder in diffusers format")
     cls = diffusers_class(name)
-    if not (isinstance(cls, type) and issubclass(cls, DiffusionPipeline)):
-        raise refused(name, "it is no DiffusionPipeline")
-    return cls
+    if isinstance(cls, type) and issubclass(cls, DiffusionPipeline):
+        return cls
+    # A second or so, which only modular pipelines need.
+    from simpletuner.models.automatic.modular import modular_class
+
+    return modular_class(cls, index)

@@ -72,6 +72,14 @@ class AutomaticFamily(ModelFamily):
     def pipeline_class(self) -> Any:
         return pipeline_class_of(self.index)
 
+    def published_scheduler_config(self) -> dict[str, Any]:
+        # Blocks may make their own scheduler (FLUX.3), which the index names in an export.
+        own = None if "scheduler" in self.index else getattr(self.pipeline_class, "default_scheduler", lambda: None)()
+        if own is None:
+            return super().published_scheduler_config()
+        self.index["scheduler"] = ["diffusers", type(own).__name__]
+        return dict(own.config)
+
     # Study and proof.
 
     @property

@@ -56,7 +56,9 @@ def encode_no_caption(entered: EnteredPipeline, guidance: GuidedText, shape: Sha
     chosen: list[Tensor] = []
     for negative in (None, ""):
         leaves, structure = encode_guided(entered, "a photo", negative, shape, found)
-        chosen = [leaves[number] for number in guidance.negative] if structure == guidance.structure else []
+        given = [leaves[number] for number in guidance.negative] if structure == guidance.structure else []
+        # Blocks of SD3 return None for no negative prompt.
+        chosen = given if all(isinstance(leaf, Tensor) for leaf in given) else []
         if negative is None and chosen and not any(leaf.any() for leaf in chosen if leaf.is_floating_point()):
             break
     return chosen

@@ -16,8 +16,8 @@ FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, Ty
 """Raised by code that is given what it was not written for."""
 
 
-class Ended(Exception):
-    """Ends a pipeline's call, which has shown all that was asked of it."""
+class Ended(BaseException):
+    """Ends a pipeline's call, which has shown all that was asked of it. No error, which modular pipelines would log."""
 
 
 REFUSED = "cannot be trained by its own call"
@@ -31,8 +31,9 @@ def refused(pipeline: Any, why: str) -> SettingsError:
 
 def without_package(pipeline: str, error: NameError) -> SimpleTunerError:
     """Return the error for a name that a pipeline's call does not find: diffusers imports some packages if it can."""
-    if hasattr(diffusers_imports, f"is_{error.name}_available"):
-        return EnvironmentNotReady(f"{pipeline} needs the package {error.name}", f"pip install {error.name}")
+    package = "torchvision" if error.name == "transforms" else error.name  # of it, for Anima's transformer
+    if hasattr(diffusers_imports, f"is_{package}_available"):
+        return EnvironmentNotReady(f"{pipeline} needs the package {package}", f"pip install {package}")
     return refused(pipeline, f"its own call fails with NameError: {first_line(error)}")
 
 

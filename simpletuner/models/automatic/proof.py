@@ -16,7 +16,7 @@ from torch import Tensor
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.components import AutomaticVae
 from simpletuner.models.automatic.findings import Check, Findings
-from simpletuner.models.automatic.pipeline_run import REFUSED, PipelineRun, tensors_of
+from simpletuner.models.automatic.pipeline_run import FOREIGN_ERRORS, REFUSED, PipelineRun, first_line, tensors_of
 from simpletuner.models.automatic.prediction import Predictor
 from simpletuner.models.automatic.scheduler import exact_prediction
 from simpletuner.models.automatic.study import Study, random
@@ -57,7 +57,14 @@ class Proof:
         """Return normalized latents (1, ...) of an image, which the pipeline's loop is to end at."""
         _, height, width = self.study.shape
         ramp = torch.linspace(-1, 1, width).expand(1, 3, height, width)
-        clean = self.vae.encode(ramp * torch.tensor([1.0, -1.0, 0.5]).view(1, 3, 1, 1))
+        try:
+            clean = self.vae.encode(ramp * torch.tensor([1.0, -1.0, 0.5]).view(1, 3, 1, 1))
+        except torch.OutOfMemoryError:
+            raise
+        except FOREIGN_ERRORS as error:  # Allegro encodes tiles alone, Qwen-Image 2.1 clips of four channels
+            raise self.study.refused(
+                f"its VAE encodes no image: {type(error).__name__}, {first_line(error)}"
+            ) from error
         if tuple(clean.shape[1:]) != self.found.layout.shape:
             raise self.study.refused(f"its VAE makes latents of shape {tuple(clean.shape[1:])}, not of its noise")
         return clean

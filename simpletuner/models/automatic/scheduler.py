@@ -45,8 +45,8 @@ def study_schedule(scheduler: Any, pipeline: str) -> NoiseSchedule:
     own = type(scheduler).from_config(config)
     try:
         own.set_timesteps(8, **({"mu": 1.0} if config.get("use_dynamic_shifting") else {}))
-        levels = noise_levels(own.sigmas)[:8].double()
         times = own.timesteps[:8].double()
+        levels = noise_levels(own.sigmas)[: len(times)].double()
     except (AttributeError, TypeError, ValueError) as error:
         raise refused(pipeline, f"{type(scheduler).__name__} has no noise levels to train at: {error}") from None
     count = float(config.get("num_train_timesteps", 1000))

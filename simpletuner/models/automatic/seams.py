@@ -69,7 +69,7 @@ class EnteredPipeline:
         self.pipeline.set_progress_bar_config(disable=True)
         # torch.no_grad leaves the function that it decorates.
         self.run_call = self._with_own_noise(inspect.unwrap(cls.__call__))
-        self.parameters = inspect.signature(self.run_call).parameters
+        self.parameters = inspect.signature(cls.__call__).parameters
         self.module = getattr(self.pipeline, denoiser)
         self.names = list(inspect.signature(type(self.module).forward).parameters)[1:]
         self.real_scheduler = self.pipeline.scheduler

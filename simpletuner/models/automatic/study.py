@@ -15,7 +15,7 @@ from torch import Tensor
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.findings import Check, Findings, Layout, Output, latents_among
 from simpletuner.models.automatic.guidance import find_guided_text
-from simpletuner.models.automatic.pipeline_run import PipelineRun, refused, tensors_of
+from simpletuner.models.automatic.pipeline_run import REFUSED, PipelineRun, refused, tensors_of
 from simpletuner.models.automatic.scheduler import NoiseSchedule, study_schedule
 from simpletuner.models.automatic.seams import EnteredPipeline, stop
 from simpletuner.models.automatic.text import TextLayout, batch_axes, same
@@ -162,7 +162,11 @@ class Study:
     def find_batches(self, found: Findings) -> Findings:
         arguments, texts = found.arguments, [CAPTIONS[0]]
         one = self.entered.encode(texts, self.shape, **arguments)
-        axes, why = batch_axes(one, self.entered.encode(texts * 2, self.shape, **arguments))
+        try:
+            two = self.entered.encode(texts * 2, self.shape, **arguments)
+        except SettingsError as error:  # one prompt per call (FLUX.3), which only costs speed
+            return replace(found, unbatched=error.message.partition(f"{REFUSED}: ")[2])
+        axes, why = batch_axes(one, two)
         return replace(found, axes=tuple(axes) if axes is not None else None, unbatched=why)
 
 

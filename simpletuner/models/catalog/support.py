@@ -247,7 +247,7 @@ def check_path(model: Model) -> None:
 
 
 def check_folder(model: Model) -> None:
-    """Raise what `load_family` would raise for a folder without a readable model_index.json, or of another family.
+    """Raise what `load_family` would raise for a folder without a readable index, or of another family.
 
     Of a user's own family only its class knows which pipelines it opens.
     """
@@ -255,6 +255,6 @@ def check_folder(model: Model) -> None:
     preset = None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
     if not model.pretrained_model_name_or_path or not folder.is_dir() or preset is None:
         return
-    from simpletuner.models.folder.malformed import read_json
+    from simpletuner.models.folder.index import read_index
 
-    check_pipeline(folder, read_json(folder / "model_index.json").get("_class_name"), model.model_family)
+    check_pipeline(folder, read_index(folder).get("_class_name"), model.model_family)

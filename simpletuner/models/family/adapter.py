@@ -52,7 +52,7 @@ class Adapter:
     def of(cls, model: nn.Module, settings: Settings, unused: tuple[str, ...]) -> Adapter:
         """Find the layers to adapt. Raises SettingsError for a target that matches no layer of the model.
 
-        Layers whose names begin with one of `unused` get no gradient, so they are left out.
+        Layers whose weights' names begin with one of `unused` get no gradient, so they are left out.
         """
         own = settings.lora
         targets = tuple(sorted({name.strip() for name in own.lora_target_modules.split(",")} - {""}))
@@ -63,7 +63,7 @@ class Adapter:
                 f"{type(model).__name__} has no attention projection with one of diffusers' usual names",
                 f"name the layers to adapt with lora_target_modules: it has {', '.join(ends_of_layers(model))}",
             )
-        modules = [name for name in layers_named(model, targets) if not name.startswith(unused)]
+        modules = [name for name in layers_named(model, targets) if not f"{name}.weight".startswith(unused)]
         return cls(
             rank=own.lora_rank,
             alpha=own.lora_rank if own.lora_alpha is None else own.lora_alpha,

@@ -33,6 +33,7 @@ from simpletuner.models.folder.diffusers_io import (
     refuse_second_denoiser,
     require_packages,
 )
+from simpletuner.models.folder.index import read_index
 from simpletuner.models.folder.malformed import read_config, read_json
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.declared.sections import Settings
@@ -137,18 +138,18 @@ class ModelFamily(ABC):
     @classmethod
     def open(cls, folder: Path, settings: Settings) -> ModelFamily:
         """Open a pipeline folder with the class, of this family, whose pipeline model_index.json names."""
-        named = read_json(folder / "model_index.json").get("_class_name")
+        named = read_index(folder).get("_class_name")
         variant = next((each for each in cls.variants() if named in each.pipelines), cls)
         return variant(folder, settings)
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder, self.settings = folder, settings
-        self.index = read_json(folder / "model_index.json")
+        self.index = read_index(folder)
         refuse_second_denoiser(folder, self.index, self.denoiser_name)
         self.config = read_config(folder / self.denoiser_name / "config.json")
         self.vae_config = read_config(folder / "vae" / "config.json")
         # Both sampling and export use this config, so a prediction type that the settings override must be in it.
-        self.scheduler_config = read_json(folder / "scheduler" / "scheduler_config.json")
+        self.scheduler_config = self.published_scheduler_config()
         if settings.model.prediction_type:
             self.scheduler_config["prediction_type"] = settings.model.prediction_type
         longest = self.default_max_length()
@@ -302,6 +303,9 @@ class ModelFamily(ABC):
             if adapter
             else {"model_type": "full"} | proven
         )
+
+    def published_scheduler_config(self) -> dict[str, Any]:
+        return read_json(self.folder / "scheduler" / "scheduler_config.json")
 
     def exported_config(self) -> dict[str, Any]:
         """The denoiser's config as diffusers writes it into config.json: with all defaults and its own class."""

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.folder.index import index_file
 from simpletuner.models.folder.malformed import CHECK_COPY
 from simpletuner.run_log import start_run_log, stop_run_log, take_over
 
-TEXT_PARTS = ("tokenizer", "text_encoder")
+TEXT_PARTS = ("tokenizer", "text_encoder", "t5_tokenizer", "text_conditioner", "processor")
 """Prefixes of the components that turn captions into tensors."""
 
 
@@ -93,7 +94,7 @@ def component_class(index: Mapping[str, Any], name: str, folder: Path) -> Any:
     entry = index.get(name)
     if not (isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)):
         raise EnvironmentNotReady(
-            f"{folder / 'model_index.json'} names no {name}: it has {entry!r:.60} there, no library and class",
+            f"{index_file(folder)} names no {name}: it has {entry!r:.60} there, no library and class",
             CHECK_COPY,
         )
     library, cls = entry
@@ -102,7 +103,7 @@ def component_class(index: Mapping[str, Any], name: str, folder: Path) -> Any:
     module = component_module(library)
     if module is None:
         raise EnvironmentNotReady(
-            f"{folder / 'model_index.json'} takes {name} from {library!r:.60}, which is not read",
+            f"{index_file(folder)} takes {name} from {library!r:.60}, which is not read",
             "only components of diffusers and transformers are",
         )
     if not hasattr(module, cls):

@@ -43,7 +43,8 @@ def opening(component: Path) -> Iterator[None]:
             raise
         if is_out_of_memory(error):
             raise out_of_memory() from error
-        raise EnvironmentNotReady(f"{component} cannot be opened: {reason(error)}", CHECK_COPY) from error
+        hint = "install the package that it needs" if isinstance(error, ImportError) else CHECK_COPY
+        raise EnvironmentNotReady(f"{component} cannot be opened: {reason(error)}", hint) from error
 
 
 def reason(error: Exception) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import EnvironmentNotReady
+from simpletuner.models.folder.index import read_index
 from simpletuner.models.folder.malformed import CHECK_COPY, read_json
 from simpletuner.system.files.regular_files import open_regular
 
@@ -54,7 +55,7 @@ def belongs_to_component(path: Path) -> bool:
 
 def refuse_special_files(folder: Path) -> None:
     """Raise EnvironmentNotReady for a FIFO, a device or a broken link in a component: libraries would wait for them."""
-    components = [folder / name for name in read_json(folder / "model_index.json")]
+    components = [folder / name for name in read_index(folder)]
     for path in sorted(path for component in components if component.is_dir() for path in component.iterdir()):
         if not (path.is_file() or path.is_dir()):
             what = "is a link that leads nowhere" if path.is_symlink() else "is not a regular file"

@@ -65,7 +65,7 @@ def text_parts(family: ModelFamily) -> list[str]:
     present = [name for name in named if family.index[name] != [None, None]]
     encoders = [name for name in present if name.startswith("text_encoder")]
     for encoder in encoders:
-        if (other := encoder.replace("text_encoder", "tokenizer")) not in present:
+        if (other := encoder.replace("text_encoder", "tokenizer")) not in present and "processor" not in present:
             raise EnvironmentNotReady(f"{family.folder} has a {encoder} and no {other}", CHECK_COPY)
     if not encoders:
         raise EnvironmentNotReady(f"{family.folder} has no text_encoder", CHECK_COPY)
@@ -79,7 +79,7 @@ def has_numbers(value: Any) -> bool:
 def check_text_part(family: ModelFamily, name: str) -> None:
     cls, folder = component_class(family.index, name, family.folder), family.folder / name
     require_packages([family.index[name]])
-    if name.startswith("tokenizer"):
+    if not name.startswith("text_"):
         check_tokenizer(folder, cls)
     else:
         # A variant is often published of some components only.

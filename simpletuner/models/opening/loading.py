@@ -10,7 +10,8 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError, explain_syste
 from simpletuner.models.catalog.registry import TINY, check_pipeline, flavour_of, revision_of, suggest_base
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
-from simpletuner.models.folder.malformed import CHECK_COPY, opening, read_json
+from simpletuner.models.folder.index import INDEX, MODULAR_INDEX, index_file, read_index
+from simpletuner.models.folder.malformed import CHECK_COPY, opening
 from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, refuse_pickles, refuse_special_files
 from simpletuner.models.opening.checked import is_checked
 from simpletuner.models.opening.completeness import check_complete
@@ -24,7 +25,6 @@ from simpletuner.system.files.atomic import remove, replace_folder, unfinished_p
 DOWNLOAD_SECONDS = 12 * 3600
 """Longest wait of the other ranks while the first downloads a model."""
 
-INDEX = "model_index.json"
 VARIANT_WEIGHTS = "*/*.*.safetensors"
 """Weights with a variant's name in theirs, such as model.fp16.safetensors."""
 
@@ -103,15 +103,15 @@ def tiny_folder(settings: Settings) -> Path:
 
 def refuse_other_family(folder: Path, cls: type[ModelFamily], model: Model) -> None:
     """Raise SettingsError for a pipeline of another family, EnvironmentNotReady for a folder without a denoiser."""
-    named = read_json(folder / INDEX).get("_class_name")
+    named = read_index(folder).get("_class_name")
     if named is None:  # diffusers would raise KeyError when it opens the folder, after training
-        raise EnvironmentNotReady(f"{folder / INDEX} does not name the pipeline's class (_class_name)", CHECK_COPY)
+        raise EnvironmentNotReady(f"{index_file(folder)} does not name the pipeline's class (_class_name)", CHECK_COPY)
     if cls.opens(named):
         return
     check_pipeline(folder, named, model.model_family)
     if not (folder / cls.denoiser_name).is_dir():
         raise EnvironmentNotReady(
-            f"{folder} has no {cls.denoiser_name}: {INDEX} says that it is a {named}",
+            f"{folder} has no {cls.denoiser_name}: {index_file(folder).name} says that it is a {named}",
             f"give a pipeline of model_family={model.model_family}, or another family",
         )
 
@@ -134,9 +134,9 @@ def download(model: Model) -> Path:
     name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
     fetch = partial(snapshot_download, name, revision=revision_of(model))
     try:
-        index = read_json(Path(fetch(allow_patterns=[INDEX])) / INDEX)
+        index = read_index(Path(fetch(allow_patterns=[INDEX, MODULAR_INDEX])))
         components = [part for part, value in index.items() if isinstance(value, list) and value[0]]
-        wanted = [INDEX, *(f"{part}/*{suffix}" for part in components for suffix in COMPONENT_SUFFIXES)]
+        wanted = [INDEX, MODULAR_INDEX, *(f"{part}/*{suffix}" for part in components for suffix in COMPONENT_SUFFIXES)]
         # Many repositories also hold the whole model as a single file and in other precisions.
         return Path(fetch(allow_patterns=wanted, ignore_patterns=None if model.variant else [VARIANT_WEIGHTS]))
     except HFValidationError:

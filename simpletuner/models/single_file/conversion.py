@@ -14,7 +14,8 @@ import torch
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.folder.diffusers_io import choose_accelerator, component_class, diffusers_class
-from simpletuner.models.folder.malformed import read_json, reason
+from simpletuner.models.folder.index import read_index
+from simpletuner.models.folder.malformed import reason
 from simpletuner.models.folder.safetensors_dtypes import DTYPES
 from simpletuner.models.folder.weights import COMPONENT_SUFFIXES
 from simpletuner.models.single_file.source import MARKER, read_header, source_of
@@ -44,7 +45,7 @@ def convert_pipeline(path: Path, config: Path, folder: Path, names: Sequence[str
     """Convert a file with text encoders or a VAE; what it lacks of these is read from the folder."""
     from diffusers.loaders.single_file_utils import SingleFileComponentError
 
-    index = read_json(config / "model_index.json")
+    index = read_index(config)
     given: dict[str, Any] = {}
     if not any(name.startswith(VAE_STARTS) for name in names) and any((config / "vae").glob("*.safetensors")):
         given["vae"] = component_class(index, "vae", config).from_pretrained(config / "vae", torch_dtype=dtype)
@@ -73,7 +74,7 @@ def convert_denoiser(path: Path, config: Path, folder: Path, name: str, dtype: t
             f"{path} holds a {name} alone, and {config} has no weights of {', '.join(sorted(missing))}",
             "set single_file_config to a folder that holds the weights of all other components",
         )
-    cls = single_file_class(component_class(read_json(config / "model_index.json"), name, config))
+    cls = single_file_class(component_class(read_index(config), name, config))
     with explaining_missing_weights(path, config):
         denoiser = cls.from_single_file(
             str(path), config=str(config), subfolder=name, local_files_only=True, torch_dtype=dtype

@@ -18,6 +18,7 @@ from simpletuner.models.catalog.registry import TINY
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.folder.diffusers_io import libraries_silenced
+from simpletuner.models.folder.index import index_file
 from simpletuner.models.folder.malformed import opening
 from simpletuner.models.opening.loading import local_folder
 from simpletuner.models.opening.published import open_without_weights
@@ -108,7 +109,7 @@ def opened_family(settings: Settings, report: Report) -> Iterator[ModelFamily]:
 @contextmanager
 def family_without_weights(settings: Settings, report: Report) -> Iterator[ModelFamily]:
     model = settings.model
-    if (folder := local_folder(model)) is not None and (folder / "model_index.json").is_file():
+    if (folder := local_folder(model)) is not None and index_file(folder).is_file():
         with opening(folder):
             family = family_class(model).open(folder, settings)
         yield family

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 from simpletuner.models.catalog.registry import revision_of
 from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.folder.index import MODULAR_INDEX, index_file
 from simpletuner.settings import Settings
 from simpletuner.settings.values.shape import Shape
 from simpletuner.training.images.image_files import ImageInfo
@@ -20,17 +22,41 @@ def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> s
 
     Where the run is uploaded it names the repository, and no path of this machine.
     """
-    lines = [f"pipeline = DiffusionPipeline.from_pretrained({', '.join(loading(family, export))})"]
+    is_modular = index_file(family.folder).name == MODULAR_INDEX
+    opener = "ModularPipeline" if is_modular else "DiffusionPipeline"
+    source = loading(family, export)
+    plain = [f"pipeline = {opener}.from_pretrained({', '.join(source)})"]
+    lines = opening_blocks(family, source) if is_modular else plain
     if family.adapter is not None:
         lines.append(f"pipeline.load_lora_weights({', '.join(lora_source(family.settings, export))})")
     call = ['prompt="a prompt"'] if sample is None else sampling_arguments(family, sample)
+    if is_modular:
+        lines += guiding(family, call)
     image = "frames[0][0]" if any(each.startswith("num_frames") for each in call) else "images[0]"
-    head = ["import torch", "from diffusers import DiffusionPipeline"]
+    head = ["import torch", f"from diffusers import {opener}"]
     if any("snapshot_download" in line for line in lines):
         head.append("from huggingface_hub import snapshot_download")
     lines.append('pipeline.to("cuda" if torch.cuda.is_available() else "cpu")')
     lines += ["image = pipeline(", *(f"    {argument}," for argument in call), f").{image}", 'image.save("image.png")']
     return "\n".join([*head, "", *lines])
+
+
+def opening_blocks(family: ModelFamily, source: list[str]) -> list[str]:
+    """Return the code that opens a modular pipeline and loads its components, without blocks that rewrite prompts."""
+    folder, *loaded = source
+    lines = [f"blocks = ModularPipeline.from_pretrained({folder}).blocks"]
+    lines += [f"blocks.sub_blocks.pop({quoted(name)})" for name in family.pipeline_class.left_out]
+    return [*lines, f"pipeline = blocks.init_pipeline({folder})", f"pipeline.load_components({', '.join(loaded)})"]
+
+
+def guiding(family: ModelFamily, call: list[str]) -> list[str]:
+    """Return the code that sets the guider's scale, and take that of a pipeline's call out of its arguments."""
+    known = inspect.signature(family.pipeline_class.__call__).parameters
+    scale = next((each for each in call if each.startswith("guidance_scale=")), "")
+    if not scale or ("guidance_scale" in known and "true_cfg_scale" not in known):
+        return []
+    call.remove(scale)
+    return [f"pipeline.guider.{scale.replace('=', ' = ')}"] if "true_cfg_scale" in known else []
 
 
 def loading(family: ModelFamily, export: Path) -> list[str]:

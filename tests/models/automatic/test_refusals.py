@@ -117,6 +117,10 @@ def test_folders_that_cannot_be_trained_are_refused(flux, tmp_path):
         (changed(flux, tmp_path / "d", index, **edm), "EDMEulerScheduler is for EDM"),
         (changed(flux, tmp_path / "f", index, scheduler=["diffusers", "IPNDMScheduler"]), "has no noise levels"),
         (changed(flux, tmp_path / "e", index, _class_name="AutoencoderKL"), "it is no DiffusionPipeline"),
+        (
+            build_foreign("AllegroPipeline", tmp_path / "tiles"),
+            "its VAE encodes no image: NotImplementedError, Encoding",
+        ),
         (diffusers, "do not lead its own loop to known latents"),
     ):
         with pytest.raises(SettingsError) as refusal:

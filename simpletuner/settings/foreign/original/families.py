@@ -5,15 +5,14 @@ Families that are not listed have the same name here.
 
 from __future__ import annotations
 
-FAMILY_NAMES = {"cosmos2image": "cosmos", "pixart": "pixart_sigma"}
-"""Names that differ here."""
+FAMILY_NAMES = {"anima": "auto", "cosmos2image": "cosmos", "pixart": "pixart_sigma"}
+"""Names that differ here: Anima is trained by its modular pipeline of diffusers."""
 
 AUDIO = "it generates audio"
 NO_PIPELINE = "diffusers has no pipeline of it"
 NO_TEXT = "its pipeline has no encode_prompt, whose embeddings could be cached"
 UNTRAINED = {
     "ace_step": AUDIO,
-    "anima": "diffusers has it as a modular pipeline alone, which has no call to run",
     "boogu_image": NO_PIPELINE,
     "cosmos": "its scheduler is for EDM, which is not trained here",
     "cosmos3": NO_TEXT,
@@ -27,7 +26,7 @@ UNTRAINED = {
     "ltxvideo2": "it generates audio with a video, and its pipeline draws noise for both",
     "mage_flow": NO_PIPELINE,
     "mageflow": NO_PIPELINE,
-    "minimax_h3": "diffusers has it as a modular pipeline alone, which has no call to run",
+    "minimax_h3": "its pipeline generates clips of 5 to 15 seconds with audio, and no single frame",
     "minimax_music": AUDIO,
     "minimax_music3": AUDIO,
     "omnigen": NO_TEXT,

@@ -1,0 +1,193 @@
+"""Modular pipelines of diffusers with the interface of a DiffusionPipeline, so that they are entered at the same seams.
+
+Blocks that need a tokenizer or a text encoder, and all before them, are `encode_prompt`; `__call__` runs the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diffusers.modular_pipelines.modular_pipeline import (
+    LoopSequentialPipelineBlocks,
+    ModularPipeline,
+    PipelineState,
+    SequentialPipelineBlocks,
+)
+from diffusers.utils.torch_utils import randn_tensor
+from torch import nn
+
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.models.automatic.block_copies import Copies
+from simpletuner.models.automatic.pipeline_run import refused
+from simpletuner.models.folder.diffusers_io import TEXT_PARTS, component_class
+from simpletuner.models.folder.index import MODULAR_INDEX, read_index, source_of
+from simpletuner.models.folder.malformed import read_json
+from simpletuner.models.folder.weights import any_weights_files, variant_of
+
+PROMPTS = ("prompt", "negative_prompt")
+SCALE = "true_cfg_scale"
+"""Argument for the scale of a pipeline's guider: `guidance_scale` may be an input of its denoiser."""
+
+GUIDED = 2.0
+"""A scale with which text is encoded in pairs."""
+
+
+def modular_class(cls: Any, index: Mapping[str, Any]) -> Any:
+    """Return a subclass of a modular pipeline whose call has the arguments of its blocks for text to image."""
+    if not (isinstance(cls, type) and issubclass(cls, ModularPipeline)):
+        raise refused(str(index.get("_class_name")), "it is no DiffusionPipeline")
+    blocks, left_out = blocks_from_text(cls, index)
+    names = [each.name for each in blocks.inputs if each.name]
+    if any(spec.name == "guider" for spec in blocks.expected_components):
+        names.append(SCALE)
+
+    def call(pipeline: Any, **inputs: Any) -> tuple[Any, ...]:
+        return pipeline.run_blocks(inputs)
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+    own = inspect.Parameter("pipeline", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    call.__signature__ = inspect.Signature([own, *parameters])
+    members = {"__module__": cls.__module__, "run_by": blocks, "left_out": left_out, "__call__": call}
+    return type(cls.__name__, (CalledBlocks, cls), members)
+
+
+def blocks_from_text(cls: Any, index: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return the blocks that run where a prompt alone is given, and the names of those that would rewrite it.
+
+    Raises SettingsError for blocks that are not of diffusers, and where none encodes text.
+    """
+    import diffusers
+
+    # Of blocks that were put together by hand an index has the base class alone, for which diffusers takes the default.
+    named = index.get("_blocks_class_name")
+    named = cls.default_blocks_name if named in (None, SequentialPipelineBlocks.__name__) else named
+    found = getattr(diffusers, str(named), None)
+    if not (isinstance(found, type) and issubclass(found, SequentialPipelineBlocks)):
+        raise refused(cls.__name__, f"its blocks are {named}, no class of diffusers: code of its folder is never run")
+    blocks = found().get_execution_blocks(prompt=True)
+    # A language model would rewrite each caption (FLUX.3).
+    left_out = [name for name, block in blocks.sub_blocks.items() if "prompt" in block.intermediate_output_names]
+    for name in left_out:
+        del blocks.sub_blocks[name]
+    if not any(encodes_text(block) for block in blocks.sub_blocks.values()):
+        raise refused(cls.__name__, "none of its blocks encodes text, whose embeddings could be cached")
+    return blocks, left_out
+
+
+def encodes_text(block: Any) -> bool:
+    return any(spec.name.startswith(TEXT_PARTS) for spec in block.expected_components)
+
+
+class CalledBlocks:
+    """Base of modular pipelines that are called as a DiffusionPipeline is."""
+
+    run_by: Any
+    """Blocks of the pipeline's class, which stay as they are."""
+    left_out: list[str]
+    """Names of its blocks that rewrite prompts."""
+
+    @classmethod
+    def from_pretrained(cls: Any, folder: Path, dtype: Any, use_safetensors: bool, variant: Any, **given: Any) -> Any:
+        """Open a folder with the components that are given, be they None, and load the others."""
+        index = read_index(folder)
+        pipeline = cls(blocks=cls.run_by, modular_config_dict=index)
+        for name in pipeline.component_names:
+            if name in given:
+                setattr(pipeline, name, given[name])
+            elif any(index.get(name) or ()):
+                setattr(pipeline, name, load_component(index, name, folder, dtype, variant))
+        copies = Copies(pipeline.draw)
+        pipeline.split_blocks([copies.block(each) for each in cls.run_by.sub_blocks.values()])
+        return pipeline
+
+    @classmethod
+    def check_folder(cls, folder: Path) -> None:
+        """Raise SettingsError for a folder with code of its own, EnvironmentNotReady where it lacks a component."""
+        if (folder / "modular_config.json").is_file():
+            raise refused(cls.__name__, "its blocks are in its folder, whose code is never run")
+        index, sources = read_index(folder), read_json(folder / MODULAR_INDEX)
+        for name in [spec.name for spec in cls.run_by.expected_components if any(index.get(spec.name) or ())]:
+            if not (folder / name).is_dir():
+                place = source_of(sources[name]).get("pretrained_model_name_or_path")
+                raise EnvironmentNotReady(
+                    f"{folder} has no {name}: {MODULAR_INDEX} takes it from {place}",
+                    f"put all components of the pipeline into one folder: here {name} is missing",
+                )
+
+    @classmethod
+    def default_scheduler(cls) -> Any:
+        """Return the scheduler that the blocks make where an index names none (FLUX.3), if they do."""
+        specs = [each for each in cls.run_by.expected_components if each.name == "scheduler"]
+        return next((each.create() for each in specs if each.default_creation_method == "from_config"), None)
+
+    def split_blocks(self, blocks: Sequence[Any]) -> None:
+        """Split blocks after the last that encodes text, and before the first that decodes what the loop ends at."""
+        numbered = list(enumerate(blocks))
+        first = 1 + max(number for number, each in numbered if encodes_text(each))
+        loop = max((number for number, each in numbered if isinstance(each, LoopSequentialPipelineBlocks)), default=0)
+        decoding = (number for number, each in numbered if number > loop and "vae" in each.component_names)
+        end = next(decoding, len(blocks))
+        self.texts, self.images, self.decoders = blocks[:first], blocks[first:end], blocks[end:]
+        self.encoded = {each.name: each.kwargs_type for block in self.texts for each in block.intermediate_outputs}
+
+    def encode_prompt(self, **inputs: Any) -> dict[str, Any]:
+        """Return all that the blocks up to the last that encodes text hand on."""
+        state = self.run_all(self.texts, self.new_state(inputs))
+        return {name: state.get(name) for name in self.encoded}
+
+    def run_blocks(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
+        """Run all blocks, and return the output of the last."""
+        scale = inputs.pop(SCALE, None)
+        # Blocks of Wan and LTX-Video encode nothing but pairs, of which the loop is given one.
+        self.guide(GUIDED if scale is None else scale)
+        encoded, state = self.encode_prompt(**inputs), self.new_state(inputs)
+        self.guide(scale or 1.0)
+        for name, value in encoded.items():
+            state.set(name, value, self.encoded[name])
+        decoders = [] if inputs.get("output_type") == "latent" else self.decoders
+        self.run_all([*self.images, *decoders], state)
+        return (state.get(decoders[-1].intermediate_output_names[0] if decoders else "latents"),)
+
+    def run_all(self, blocks: Sequence[Any], state: Any) -> Any:
+        for block in blocks:
+            _, state = block(self, state)
+        return state
+
+    def new_state(self, inputs: Mapping[str, Any]) -> Any:
+        """Return a state with the inputs, and defaults for those that are not given."""
+        state = PipelineState()
+        for each in self.run_by.inputs:
+            if each.name:
+                value = inputs.get(each.name, each.default)
+                # FLUX.3 takes no list, and all others take the one prompt of a list as well.
+                alone = each.name in PROMPTS and isinstance(value, list) and len(value) == 1
+                state.set(each.name, value[0] if alone else value, each.kwargs_type)
+        return state
+
+    def guide(self, scale: float) -> None:
+        """Guide by a scale, of which 1 or less stands for no guidance."""
+        guider = getattr(self, "guider", None)
+        if guider is not None:
+            # By both, since SDXL's blocks turn the guider on.
+            (guider.enable if scale > 1 else guider.disable)()
+            guider.guidance_scale = max(scale, 1.0) - getattr(guider, "use_original_formulation", False)
+
+    def set_progress_bar_config(self, **config: Any) -> None:
+        for each in (*self.texts, *self.images, *self.decoders):
+            if isinstance(each, LoopSequentialPipelineBlocks):
+                each.set_progress_bar_config(**config)
+
+    def draw(self, *args: Any, **kwargs: Any) -> Any:
+        return randn_tensor(*args, **kwargs)
+
+
+def load_component(index: Mapping[str, Any], name: str, folder: Path, dtype: Any, variant: Any) -> Any:
+    cls = component_class(index, name, folder)
+    if not issubclass(cls, nn.Module):
+        return cls.from_pretrained(folder / name)
+    # A variant is often published of some components only.
+    own = variant if variant in map(variant_of, any_weights_files(folder / name)) else None
+    return cls.from_pretrained(folder / name, torch_dtype=dtype, use_safetensors=True, variant=own)

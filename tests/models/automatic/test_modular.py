@@ -1,0 +1,92 @@
+"""model_family=auto makes of a modular pipeline what the class of its plain pipeline makes of the same components."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from models.automatic.test_parity import automatic, expect_parity
+from models.automatic.test_refusals import ADVICE
+from modular import as_modular, build_modular
+
+from simpletuner.checkpoints.export import copy_other_components
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.automatic.family import AutomaticFamily
+from simpletuner.models.automatic.pipeline_run import without_package
+from simpletuner.models.folder.index import MODULAR_INDEX, read_index
+from simpletuner.settings.declared.sections import Hub, Model, Settings
+
+MODULAR = {
+    "flux": "FluxModularPipeline",
+    "sdxl": "StableDiffusionXLModularPipeline",
+    "sd3": "StableDiffusion3ModularPipeline",
+    "qwen_image": "QwenImageModularPipeline",
+    "z_image": "ZImageModularPipeline",
+    "wan": "WanModularPipeline",
+    "flux2": "Flux2KleinBaseModularPipeline",
+}
+
+
+@pytest.mark.parametrize("key", MODULAR)
+def test_auto_trains_and_samples_by_blocks_as_the_class_does(key, pipelines, tmp_path):
+    expect_parity(key, pipelines, as_modular(pipelines(key), tmp_path / "modular", MODULAR[key]))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")  # by MiniMax-H3's VAE
+def test_modular_folders_that_cannot_be_trained_are_refused(flux, tmp_path):
+    name, publisher = "FluxModularPipeline", {"pretrained_model_name_or_path": "publisher/model"}
+    other = ["diffusers", "Ideogram4Transformer2DModel", publisher]
+    two = as_modular(flux, tmp_path / "a", "Ideogram4ModularPipeline", unconditional_transformer=other)
+    shutil.copytree(two / "transformer", two / "unconditional_transformer")
+    code = as_modular(flux, tmp_path / "b", name)
+    (code / "modular_config.json").write_text('{"auto_map": {"ModularPipelineBlocks": "block.MyBlocks"}}')
+    for folder, sentence in (
+        (two, "it has two denoisers, transformer and unconditional_transformer"),
+        (code, "its blocks are in its folder, whose code is never run"),
+        (as_modular(flux, tmp_path / "c", name, _blocks_class_name="MyBlocks"), "its blocks are MyBlocks, no class of"),
+        (as_modular(flux, tmp_path / "d", "Cosmos3OmniModularPipeline"), "none of its blocks encodes text"),
+        (as_modular(flux, tmp_path / "e", "ModularPipeline"), "its blocks are None, no class of diffusers"),
+        (
+            build_modular("MiniMaxH3ModularPipeline", tmp_path / "f"),
+            "generates between 5.0 and 15.0 seconds",
+        ),
+    ):
+        with pytest.raises(SettingsError) as refusal:
+            automatic(folder)
+        assert sentence in refusal.value.message and refusal.value.hint == ADVICE
+
+
+def test_a_component_that_is_elsewhere_is_named(flux, tmp_path):
+    folder = as_modular(flux, tmp_path / "modular", "FluxModularPipeline")
+    shutil.rmtree(folder / "text_encoder_2")
+    with pytest.raises(EnvironmentNotReady, match=f"has no text_encoder_2: {MODULAR_INDEX} takes it from publisher/mo"):
+        automatic(folder)
+
+
+def test_the_package_that_resizes_a_padding_mask_is_named():
+    for name, package in (("transforms", "torchvision"), ("ftfy", "ftfy")):
+        error = without_package("AnimaModularPipeline", NameError(f"name '{name}' is not defined", name=name))
+        assert isinstance(error, EnvironmentNotReady) and error.message.endswith(f"needs the package {package}")
+
+
+def test_an_index_names_classes_of_components_that_were_not_loaded(tmp_path):
+    hint = {"type_hint": ["diffusers", "AutoencoderKL"], "pretrained_model_name_or_path": "publisher/model"}
+    nowhere = hint | {"pretrained_model_name_or_path": None}
+    index = {"vae": [None, None, hint], "unet": [None, None, nowhere], "sizes": [4, 8], "is_distilled": True}
+    Path(tmp_path / MODULAR_INDEX).write_text(json.dumps(index))
+    classes = {"vae": ["diffusers", "AutoencoderKL"], "unet": [None, None]}
+    assert read_index(tmp_path) == index | classes
+
+
+@pytest.mark.parametrize(("hub", "place"), [(Hub(push_to_hub=True, hub_model_id="me/mine"), "me/mine"), (Hub(), None)])
+def test_an_exported_index_never_leads_to_the_publisher_s_denoiser(hub, place, flux, tmp_path):
+    model = Model(model_family="auto")
+    family = AutomaticFamily(as_modular(flux, tmp_path / "base", MODULAR["flux"]), Settings(model=model, hub=hub))
+    copy_other_components(family, tmp_path / "exported")
+    index = json.loads((tmp_path / "exported" / MODULAR_INDEX).read_text())
+    sources = {name: value[-1] for name, value in index.items() if isinstance(value, list)}
+    assert {"transformer", "vae", "text_encoder", "tokenizer_2", "scheduler"} <= sources.keys()
+    assert {each["pretrained_model_name_or_path"] for each in sources.values()} == {place}
+    assert all(each["subfolder"] == name for name, each in sources.items())
