@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -26,6 +26,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 # Settings whose steps differ by no more than this share count as equally fast: the simpler one is taken.
 SAME_SPEED = 0.01
+LAYOUT_GAIN = 0.1
+"""Share of a step by which a layout that rounds more must be faster than one that rounds less, where both fit."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,23 @@ def propose(
             f"nothing fits: the least needs {least.shortfall(budget)}",
             "use more GPUs (--num_processes), larger ones, or a smaller train_batch_size or resolution",
         )
-    # Of those that are equally fast the first, which is the simplest.
-    fastest = min(seconds_of(plan) for _, plan in fitting)
-    values, plan = next(each for each in fitting if seconds_of(each[1]) <= (1 + SAME_SPEED) * fastest)
+    values, plan = best_of(fitting)
     reasons = {name: reason(name, values, plan, plan_of, budget) for name in values if name not in BATCH}
     return plan, changed(loaded, values), reasons | batch_reason(values, plan, plans, budget)
+
+
+def best_of(fitting: Sequence[tuple[dict[str, Any], RunPlan]]) -> tuple[dict[str, Any], RunPlan]:
+    """Return the fastest candidate; of those that are equally fast the first, which is the simplest."""
+    best = None
+    for layout in CHOICES["state_layout"]:  # float32 first
+        alike = [each for each in fitting if each[1].settings.optimizer.state_layout == layout]
+        if not alike:
+            continue
+        fastest = min(seconds_of(plan) for _, plan in alike)
+        if best is None or fastest < (1 - LAYOUT_GAIN) * seconds_of(best[1]):
+            best = next(each for each in alike if seconds_of(each[1]) <= (1 + SAME_SPEED) * fastest)
+    assert best is not None
+    return best
 
 
 def seconds_of(plan: RunPlan) -> float:
