@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import planning
 import pytest
@@ -38,7 +40,7 @@ from simpletuner.settings import Settings, load
 from simpletuner.settings.values.shape import Shape
 from simpletuner.tools.plan.estimate import RunPlan
 from simpletuner.tools.plan.inputs import opened_family
-from simpletuner.tools.plan.search import propose
+from simpletuner.tools.plan.search import best_of, propose
 from simpletuner.training.auto.workload import Workload
 
 SIX = ("sdxl", "flux", "sd3", "lumina2", "qwen_image", "sana")
@@ -338,3 +340,14 @@ def test_the_casts_on_a_gpu_are_those_of_cudas_autocast():
         (body,) = re.findall(rf"#define {name}\(_\)((?:.*\\\n)*.*\n)", header)
         listed |= set(re.findall(r"_\((\w+)", body))
     assert listed == FLOAT32_ON_CUDA
+
+
+def test_weights_are_rounded_only_where_a_step_takes_half_as_long_or_nothing_else_fits():
+    def candidate(layout: str, seconds: float) -> Any:
+        settings = load({"state_layout": layout, "model_family": "sdxl"}, complete=False).settings
+        return {"state_layout": layout}, SimpleNamespace(settings=settings, step_seconds=seconds)
+
+    offered = [candidate("split", 1.0), candidate("bf16", 0.6), candidate("fp32", 2.0), candidate("split", 0.995)]
+    assert best_of(offered) is offered[0], "the first of those that are equally fast"
+    rounded = candidate("bf16", 0.49)
+    assert best_of([*offered, rounded]) is rounded and best_of([rounded]) is rounded

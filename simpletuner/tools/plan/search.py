@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -26,8 +27,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 # Settings whose steps differ by no more than this share count as equally fast: the simpler one is taken.
 SAME_SPEED = 0.01
-LAYOUT_GAIN = 0.1
-"""Share of a step by which a layout that rounds more must be faster than one that rounds less, where both fit."""
+ROUNDED = "bf16"
+"""The `state_layout` whose weights are rounded at each step: `split` keeps float32 ones."""
+ROUNDED_SHARE = 0.5
+"""Of the seconds of a step, which rounded weights must not exceed where exact ones fit, too."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +100,11 @@ def propose(
 
 def best_of(fitting: Sequence[tuple[dict[str, Any], RunPlan]]) -> tuple[dict[str, Any], RunPlan]:
     """Return the fastest candidate; of those that are equally fast the first, which is the simplest."""
-    best = None
-    for layout in CHOICES["state_layout"]:  # float32 first
-        alike = [each for each in fitting if each[1].settings.optimizer.state_layout == layout]
-        if not alike:
-            continue
-        fastest = min(seconds_of(plan) for _, plan in alike)
-        if best is None or fastest < (1 - LAYOUT_GAIN) * seconds_of(best[1]):
-            best = next(each for each in alike if seconds_of(each[1]) <= (1 + SAME_SPEED) * fastest)
-    assert best is not None
-    return best
+    exact = [each for each in fitting if each[1].settings.optimizer.state_layout != ROUNDED]
+    fastest, fastest_exact = (min((seconds_of(plan) for _, plan in of), default=math.inf) for of in (fitting, exact))
+    if fastest > ROUNDED_SHARE * fastest_exact:
+        fitting, fastest = exact, fastest_exact
+    return next(each for each in fitting if seconds_of(each[1]) <= (1 + SAME_SPEED) * fastest)
 
 
 def seconds_of(plan: RunPlan) -> float:
