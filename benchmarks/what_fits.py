@@ -1,6 +1,6 @@
 """Published models in full and by LoRA on cards of 24, 48 and 80 GB: what fits, as `simpletuner plan` counts it.
 
-    python benchmarks/what_fits.py [FAMILY[:FLAVOUR]...]
+    python benchmarks/what_fits.py [full|lora] [FAMILY[:FLAVOUR]...]
 
 Prints the tables of docs/what-fits.md. Each cell is the fastest of the settings that fit, as `plan --auto` finds them,
 with one sample of 1024x1024 px per GPU; its seconds per step are predicted, not measured.
@@ -31,6 +31,7 @@ MODELS = (
 )  # fmt: skip
 CARDS = {"RTX-4090": "24 GB", "RTX-6000-Ada": "48 GB", "H100": "80 GB"}
 COUNTS = (1, 4, 8)
+TYPES = ("full", "lora")
 PRECISIONS = ("no_change", "int8", "nf4")
 """Of the base below a LoRA, in the order of what costs least quality."""
 
@@ -91,7 +92,9 @@ def described(plan: RunPlan, precision: str) -> str:
 def main(names: list[str]) -> None:
     """Print a table for full fine-tuning, and one for LoRA."""
     head = [f"{size} x {count}" if count > 1 else size for size in CARDS.values() for count in COUNTS]
-    for model_type in ("full", "lora"):
+    types = [name for name in names if name in TYPES] or TYPES
+    names = [name for name in names if name not in TYPES]
+    for model_type in types:
         print(f"\n| {model_type} | {' | '.join(head)} |\n|---|{'---|' * len(head)}", flush=True)
         for name in names or MODELS:
             print(f"| `{name}` | {' | '.join(Model(name, model_type).rows())} |", flush=True)
