@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.errors import SettingsError
+from simpletuner.models.catalog.registry import presets
 from simpletuner.parallel.devices.devices import DEVICES
 from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.report import Report
@@ -97,6 +98,8 @@ def main(names: list[str]) -> None:
     for model_type in types:
         print(f"\n| {model_type} | {' | '.join(head)} |\n|---|{'---|' * len(head)}", flush=True)
         for name in names or MODELS:
+            if model_type == "lora" and not presets()[name.partition(":")[0]].loads_lora:
+                continue
             print(f"| `{name}` | {' | '.join(Model(name, model_type).rows())} |", flush=True)
 
 
