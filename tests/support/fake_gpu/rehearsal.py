@@ -333,7 +333,7 @@ def prepared_samples(session: Session, family: ModelFamily, largest: Shape) -> A
         samples, lambda index: dataset, lambda sample: latents, lambda sample: {}, lambda sample, caption: text, text
     )
     held_out = np.arange(min(HELD_OUT, len(samples)))
-    plan = SimpleNamespace(samples=samples, sampler=None, held_out=held_out)
+    plan = SimpleNamespace(samples=samples, sampler=None, held_out=held_out, buckets={str(largest): samples})
     prompts = SimpleNamespace(read=lambda prompt: text)
     prompt = ValidationPrompt(prompt="")
     validation = [prompt] if session.settings.validation.samples_images else []
