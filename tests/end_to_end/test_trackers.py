@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import ranks
 from conftest import SMALL, Trained
 from flags import last_wins
+from PIL import Image
 
 from simpletuner.settings.values.trackers import normalize_trackers
-from simpletuner.training.metrics.wandb_process import STATE
+from simpletuner.training.metrics.wandb_process import STATE, Follower
 
 
 def records_of(folder: Path) -> list:
@@ -92,6 +94,27 @@ def test_wandb_and_tensorboard_get_the_same_metrics_and_what_was_missed_later(sd
     assert names == {name for name in events.Tags()["scalars"] if name.startswith(("train/", "eval/"))}
     assert events.Tags()["images"] == ["validation"] and "settings/text_summary" in events.Tags()["tensors"]
     assert len(histories(records_of(logs))) == len(rows), "a run that has finished sends nothing twice"
+
+
+def test_wandb_gets_validation_clips_as_videos(tmp_path):
+    """The library's run is stood in for: it would need the process, and a run on clips, for one call."""
+    import wandb
+    from video_files import write_video
+
+    class Logged:
+        rows: ClassVar[list[dict[str, Any]]] = []
+
+        def log(self, values: dict[str, Any]) -> None:
+            self.rows.append(values)
+
+    folder = tmp_path / "validation"
+    (folder / "step-000002").mkdir(parents=True)
+    write_video(folder / "step-000002" / "trained-00.mp4", frames=5)
+    Image.new("RGB", (8, 8)).save(folder / "grid-000002.png")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 2, "loss": 0.5}) + "\n")
+    Follower(tmp_path, Logged()).poll()
+    [sent] = [row for row in Logged.rows if "validation" in row]
+    assert isinstance(sent["validation/trained-00"], wandb.Video) and sent["validation/step"] == 2
 
 
 def test_trackers_are_named_in_any_spelling_and_others_are_refused():

@@ -87,8 +87,8 @@ class Gallery:
                 info = self._info(path, step)
             except OSError:  # damaged, or removed meanwhile
                 continue
-            key = (info.prompt, info.negative_prompt, info.seed, info.size, info.guidance, info.num_inference_steps)
-            key = (*key, info.frames)
+            size = (info.size, info.frames)
+            key = (info.prompt, info.negative_prompt, info.seed, size, info.guidance, info.num_inference_steps)
             opened = path.with_suffix(MP4) if info.frames > 1 else path
             shown = GalleryImage(path, opened.relative_to(self.output).as_posix(), info)
             groups.setdefault(key, {}).setdefault(step, {})[info.weights] = shown

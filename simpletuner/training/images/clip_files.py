@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 QUALITY = 80
-"""Of the WebP; losses of its frames are hardly seen while it moves."""
+"""Quality of the WebP, from 0 to 100: what is lost of a frame is hardly seen while it moves."""
+# All GIFs of a run are in TensorBoard's event file, and none is compressed as a video is.
 GIF_EDGE_PX = 384
 MP4, WEBP = ".mp4", ".webp"
 
