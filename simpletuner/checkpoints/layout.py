@@ -81,6 +81,7 @@ class StateFields(BaseModel):
     model_type: Literal["full", "lora"] = "full"
     lora: dict[str, int | float | str] = {}
     proven: dict[str, str] = {}
+    denoiser: str = ""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def attach_adapter(family: ModelFamily, checkpoint: Checkpoint | None, model: nn
         read_tensors(checkpoint.files("model"), tensors, str(checkpoint.folder))
     elif start is not None:
         stored = stored_names(path := lora_file(start))
-        named = {stored[f"{family.denoiser_name}.{name}"]: each for name, each in tensors.items()}
+        named = {stored[f"{family.lora_prefix}.{name}"]: each for name, each in tensors.items()}
         read_tensors([path], named, str(path))
 
 

@@ -33,8 +33,8 @@ SHAPE, CLIP = Shape(1, height=64, width=96), Shape(17, height=64, width=96)
 SHAPES = [*((key, SHAPE) for key in BY_CLASS), *((key, CLIP) for key in OF_CLIPS)]
 
 
-def opened(key: str, folder: Path) -> ModelFamily:
-    model = Model(model_family=key)
+def opened(key: str, folder: Path, flavour: str = "") -> ModelFamily:
+    model = Model(model_family=key, model_flavour=flavour)
     return family_class(model).open(folder, Settings(model=model))
 
 
@@ -104,19 +104,19 @@ def test_a_denoiser_sees_what_diffusers_own_pipeline_shows_it(key, shape, pipeli
     expect_same_inputs(opened(key, pipelines(key)), shape)
 
 
-def expect_same_inputs(family: ModelFamily, shape: Shape = SHAPE, **kwargs: Any) -> None:
-    """Compare the second call of three; the pipeline also gets these arguments."""
+def expect_same_inputs(family: ModelFamily, shape: Shape = SHAPE, *, number: int = 2, step: int = 1, **kwargs: Any):
+    """Compare the second call of three, or another one and its step; the pipeline also gets these arguments."""
     pipeline = diffusers_pipeline(family)
     denoiser = getattr(pipeline, family.denoiser_name)
     arguments = family.pipeline_kwargs({}, {}, sampling(guidance=1.0, shape=shape)) | kwargs
-    theirs = recorded_call(denoiser, lambda: pipeline(prompt=PROMPT, **arguments), number=2)
+    theirs = recorded_call(denoiser, lambda: pipeline(prompt=PROMPT, **arguments), number)
 
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
     geometry = Geometry(SHAPE, SHAPE, (0, 0), SHAPE)
     conditioning |= {name: value[None] for name, value in family.size_conditioning(geometry).items()}
     scheduler = pipeline.scheduler
     flow = isinstance(family.objective(), FlowMatching)
-    times = scheduler.timesteps[1:2] / (scheduler.config.num_train_timesteps if flow else 1)
+    times = scheduler.timesteps[step : step + 1] / (scheduler.config.num_train_timesteps if flow else 1)
     noised = latents_shown(family, theirs, shape)
     assert noised.ndim == 2 + len(shape.axes)
     ours = recorded_call(denoiser, lambda: family.predict(denoiser, noised, times, conditioning))

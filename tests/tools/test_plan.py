@@ -272,6 +272,16 @@ def test_the_command_plans_a_run_on_its_own_images(run, pipelines, shapes, capsy
     assert not Path("output").exists()
 
 
+@pytest.mark.parametrize("sampling", [(), ("--validation_prompt=a red circle",)])
+def test_the_denoiser_that_is_not_trained_is_in_host_memory_for_validation(sampling, monkeypatch, capsys):
+    flavour = ["--model_family=wan", "--model_flavour=t2v-14b-2.2-low", "--model_type=lora", "--resolution=64"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", *flavour, "--gpu=h200", "--json", *sampling])
+    found = json.loads(capsys.readouterr().out)
+    rows = [row for row in found["memory"] if row["name"] == "other denoiser"]
+    assert [(row["host"], row["gpu"]) for row in rows] == [(2 * 14_288_491_584, 0)] * len(sampling)
+
+
 def test_what_is_wrong_with_the_images_is_said_beside_the_plan(run, pipelines, tmp_path, capsys):
     base = f"--pretrained_model_name_or_path={pipelines('sdxl')}"
     (wide := tmp_path / "wide").mkdir()

@@ -37,6 +37,10 @@ class Flavour:
     """As `Preset.flow_shift`, where this checkpoint's scheduler has another one."""
     revision: str = ""
     """Branch at the hub of the pipeline that diffusers opens, where that is not the main one."""
+    denoiser: str = ""
+    """Its component in the pipeline, where that has two, each for its own noise levels."""
+    index: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of its model_index.json on which the denoiser's inputs, or the memory of sampling, depend."""
     license: str = ""
     """Name on its card at the hub, a key of `licenses.LICENSES`; empty where that is not known."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.adapter import Adapter
-from simpletuner.models.family.objectives import Objective, keep_float32
+from simpletuner.models.family.objectives import EVERY_SIGMA, Objective, keep_float32
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae, cell_of
 from simpletuner.models.folder.diffusers_io import (
@@ -117,6 +118,12 @@ class ModelFamily(ABC):
     """True if diffusers' `fuse_qkv_projections` leaves the denoiser's output as it is: it passes over norms of SD3.5,
     and many attention classes ignore it."""
 
+    lora_options: Mapping[str, Any] = MappingProxyType({})
+    """Arguments with which the pipeline's `load_lora_weights` puts a LoRA into this denoiser."""
+
+    other_denoiser: str = ""
+    """Component that denoises the rest of the noise levels, where the pipeline has two: it is kept as it is."""
+
     sequence_plan: ClassVar[SequencePlan | None] = None
     """Split of the denoiser's tokens for context parallelism; None where it is not supported."""
 
@@ -145,7 +152,7 @@ class ModelFamily(ABC):
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder, self.settings = folder, settings
         self.index = read_index(folder)
-        refuse_second_denoiser(folder, self.index, self.denoiser_name)
+        self.choose_denoiser()
         self.config = read_config(folder / self.denoiser_name / "config.json")
         self.vae_config = read_config(folder / "vae" / "config.json")
         # Both sampling and export use this config, so a prediction type that the settings override must be in it.
@@ -177,6 +184,19 @@ class ModelFamily(ABC):
         """
 
     # What a family may override.
+
+    def choose_denoiser(self) -> None:
+        """Set which of a pipeline's denoisers is trained. Raises SettingsError for two, of which one alone may be."""
+        refuse_second_denoiser(self.folder, self.index, self.denoiser_name)
+
+    @property
+    def sigma_range(self) -> tuple[float, float]:
+        """The least and the highest noise level at which the pipeline calls the denoiser."""
+        return EVERY_SIGMA
+
+    def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        """Components that sampling needs besides the VAE and the trained denoiser; each call returns the same ones."""
+        return {}
 
     def default_max_length(self) -> int | None:
         """Longest prompt in tokens unless tokenizer_max_length is set; None where text encoders fix the length."""
@@ -297,12 +317,13 @@ class ModelFamily(ABC):
 
     def trained_facts(self) -> dict[str, Any]:
         """Return a checkpoint's facts about its weights."""
-        adapter, proven = self.adapter, {"proven": dict(facts)} if (facts := self.facts()) else {}
-        return (
-            {"model_type": "lora", "lora": adapter.as_settings()} | proven
-            if adapter
-            else {"model_type": "full"} | proven
-        )
+        adapter = self.adapter
+        facts = {"model_type": "lora", "lora": adapter.as_settings()} if adapter else {"model_type": "full"}
+        if proven := dict(self.facts()):
+            facts["proven"] = proven
+        if self.other_denoiser:
+            facts["denoiser"] = self.denoiser_name
+        return facts
 
     def published_scheduler_config(self) -> dict[str, Any]:
         return read_json(self.folder / "scheduler" / "scheduler_config.json")
@@ -310,6 +331,11 @@ class ModelFamily(ABC):
     def exported_config(self) -> dict[str, Any]:
         """The denoiser's config as diffusers writes it into config.json: with all defaults and its own class."""
         return json.loads(self.meta_denoiser.to_json_string())
+
+    @property
+    def lora_prefix(self) -> str:
+        """Return with what the names of a LoRA's tensors begin in the file that the pipeline loads."""
+        return self.denoiser_name
 
     @property
     def has_any_text_length(self) -> bool:
@@ -335,10 +361,12 @@ class ModelFamily(ABC):
         self, model: nn.Module, vae: Vae, sampling: SamplingParams, positive: Conditioning, negative: Conditioning
     ) -> Tensor:
         """Sample one image or clip with diffusers' own pipeline and scheduler; return its latents (1CHW or 1CFHW)."""
-        pipeline = self.load_pipeline(vae=vae.model, model=model)
+        dtype = positive["prompt_embeds"].dtype
+        others = self.sampling_components(vae.device, dtype)
+        pipeline = self.load_pipeline(vae=vae.model, model=model, others=others)
         pipeline.set_progress_bar_config(disable=True)
         kwargs = self.pipeline_kwargs(positive, negative, sampling)
-        with cast_inputs(model, positive["prompt_embeds"].dtype, except_for=self.float32_inputs):
+        with cast_inputs(model, dtype, except_for=self.float32_inputs):
             latents = pipeline(**kwargs)[0]
         latents = vae.normalize(latents) if self.outputs_vae_latents else latents
         return self.unpack_latents(latents, sampling.shape.in_cells(vae.cell))
@@ -349,6 +377,7 @@ class ModelFamily(ABC):
         model: nn.Module | None = None,
         dtype: torch.dtype = torch.float32,
         with_text: bool = False,
+        others: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         """Assemble diffusers' pipeline from this denoiser and VAE, with or without its text encoders."""
         # `from_pretrained` loads every component that is not passed, so all that is not wanted is passed as None.
@@ -356,7 +385,7 @@ class ModelFamily(ABC):
         if with_text:
             parts = {name: None for name in parts if not name.startswith(TEXT_PARTS)}
             require_packages(self.index[name] for name in self.index if name.startswith(TEXT_PARTS))
-        parts |= {"vae": vae, self.denoiser_name: model, "scheduler": self.scheduler()}
+        parts |= {"vae": vae, self.denoiser_name: model, "scheduler": self.scheduler(), **others}
         variant = self.settings.model.variant
         return self.pipeline_class.from_pretrained(
             self.folder, dtype=dtype, use_safetensors=True, variant=variant, **parts

@@ -5,8 +5,10 @@ Shapes: latents, noise and targets are BCHW; timesteps, sigmas, weights and loss
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -149,23 +151,42 @@ def round_to_bf16_times_1000(sigmas: Tensor) -> Tensor:
     return (sigmas.bfloat16() * 1000).float() / 1000
 
 
+EVERY_SIGMA = (0.0, 1.0)
+
+
 @dataclass(frozen=True)
 class FlowMatching:
     """Rectified flow towards eps - x_0; timesteps are sigmas in 0..1.
 
     `shift` may be a function of the latents' shape. `round_sigmas` maps sigmas to those that the denoiser
-    computes with in its dtype.
+    computes with in its dtype. Where the pipeline calls the denoiser in a part of the levels alone, `sigma_range`, they
+    have the distribution of all levels given that they are in it: `u` is mapped to the numbers that lead there.
     """
 
     shift: float | ShiftOfShape = 3.0
     sigmoid_scale: float = 1.0
     uniform: bool = False
     round_sigmas: Callable[[Tensor], Tensor] = keep_float32
+    sigma_range: tuple[float, float] = EVERY_SIGMA
 
     def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
         """Noise latents at logit-normal (or uniform) sigmas, shifted towards noise."""
         shift = self.shift(Shape.of_axes(latents.shape[2:])) if callable(self.shift) else self.shift
-        return self.at(latents, noise, shifted(u if self.uniform else logit_normal(u, self.sigmoid_scale), shift))
+        if self.sigma_range == EVERY_SIGMA:
+            return self.at(latents, noise, self.sigmas(u, shift))
+        low, high = (self.share_below(sigma, shift) for sigma in self.sigma_range)
+        # Clamped: float32 may round the first and the last of them out of the range.
+        return self.at(latents, noise, self.sigmas(low + (high - low) * u, shift).clamp(*self.sigma_range))
+
+    def sigmas(self, u: Tensor, shift: float) -> Tensor:
+        return shifted(u if self.uniform else logit_normal(u, self.sigmoid_scale), shift)
+
+    def share_below(self, sigma: float, shift: float) -> float:
+        """Return the share of all noise levels that are below `sigma`: the `u` that leads to it."""
+        level = sigma / (shift - (shift - 1) * sigma)
+        if self.uniform or level in (0, 1):
+            return level
+        return NormalDist().cdf(math.log(level / (1 - level)) / self.sigmoid_scale)
 
     def at(self, latents: Tensor, noise: Tensor, sigmas: Tensor) -> NoisedLatents:
         # Noised at the sigma that the denoiser computes with: at the exact one, gradients in bf16 are off by 3 to 16 %
@@ -214,6 +235,7 @@ def flow_matching(family: ModelFamily, /) -> FlowMatching:
         objective.flow_sigmoid_scale,
         objective.flow_use_uniform_schedule,
         family.round_sigmas_in_bf16 if in_bf16 else keep_float32,
+        family.sigma_range,
     )
 
 

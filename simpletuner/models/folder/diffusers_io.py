@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.folder.index import index_file
@@ -171,6 +172,15 @@ def cast_floating(value: Any, dtype: torch.dtype, except_for: Collection[str], n
 
 @contextmanager
 def cast_inputs(model: nn.Module, dtype: torch.dtype, except_for: Collection[str]) -> Iterator[None]:
+    """Cast the floating-point inputs of a denoiser's calls within the block."""
+    hook = cast_always(model, dtype, except_for)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def cast_always(model: nn.Module, dtype: torch.dtype, except_for: Collection[str]) -> RemovableHandle:
     """Cast the floating-point inputs of a denoiser's calls, by their names in `forward` or in a dict among them."""
     # Pipelines cast prompts to `model.dtype`. Of a sharded model that is float32, the dtype of its master weights, but
     # it computes in `dtype`.
@@ -180,8 +190,4 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype, except_for: Collection[str
         cast = [cast_floating(value, dtype, except_for, name) for name, value in zip(names, args, strict=False)]
         return tuple(cast), cast_floating(kwargs, dtype, except_for)
 
-    hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return model.register_forward_pre_hook(before_forward, with_kwargs=True)

@@ -31,8 +31,9 @@ def check_complete(family: ModelFamily) -> None:
     with opening(family.folder / "scheduler"):
         family.objective()
     check_denoiser_weights(family)
-    with opening(family.folder / "vae"):
-        check_model(family.folder / "vae", component_class(family.index, "vae", family.folder), None)
+    for name in filter(None, ("vae", family.other_denoiser)):
+        with opening(family.folder / name):
+            check_model(family.folder / name, component_class(family.index, name, family.folder), None)
     for name in text_parts(family):
         with opening(family.folder / name):
             check_text_part(family, name)

@@ -32,9 +32,9 @@ def write_lora(path: Path, family: ModelFamily, adapter: Adapter, weights: Mappi
     """Write an adapter, with its config and the name of its base model as metadata."""
     # Only the fields that are needed to apply it: peft refuses those that its version does not know.
     config = {"r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": list(adapter.modules)}
-    own = {f"{family.denoiser_name}.{name}": value for name, value in config.items()}
+    own = {f"{family.lora_prefix}.{name}": value for name, value in config.items()}
     tensors = {
-        f"{family.denoiser_name}.{name}": tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()
+        f"{family.lora_prefix}.{name}": tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()
     }
     # Not peft's base_model_name_or_path: peft looks that name up on the hub whenever it saves weights.
     base = base_name(family.settings.model, family.folder)
@@ -56,7 +56,7 @@ def check_lora_init(family: ModelFamily) -> None:
     path, adapter = family.settings.lora.lora_init, family.adapter
     if path is None or adapter is None:
         return
-    path, prefix = lora_file(path), f"{family.denoiser_name}."
+    path, prefix = lora_file(path), f"{family.lora_prefix}."
     shapes, config = read_header(path)
     wanted = {f"{prefix}{name}": shape for name, shape in family.trained_shapes().items()}
     ranks = {shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight")}

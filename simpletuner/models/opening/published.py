@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from simpletuner.models.catalog.preset import Architecture
-from simpletuner.models.catalog.registry import load_preset
+from simpletuner.models.catalog.registry import flavour_of, load_preset
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.folder.diffusers_io import build_on_meta
@@ -19,13 +19,16 @@ def open_without_weights(architecture: Architecture, settings: Settings, folder:
     Nothing that needs weights works: no encoders, no VAE, no denoiser off the meta device.
     """
     cls, preset = family_class(settings.model), load_preset(settings.model.model_family)
+    flavour = flavour_of(settings.model)
+    name = (flavour.denoiser if flavour else "") or cls.denoiser_name
     denoiser = build_on_meta({**architecture.config, "_class_name": architecture.class_name}, include_buffers=True)
     files = {
         "model_index.json": {
             "_class_name": cls.pipelines[0],
             cls.denoiser_name: ["diffusers", architecture.class_name],
+            **(flavour.index if flavour else {}),
         },
-        f"{cls.denoiser_name}/config.json": json.loads(denoiser.to_json_string()),
+        f"{name}/config.json": json.loads(denoiser.to_json_string()),
         "vae/config.json": {"spatial_compression_ratio": architecture.cell_px or (preset.cell_px if preset else 8)},
         "scheduler/scheduler_config.json": {},
     }

@@ -12,8 +12,10 @@ from simpletuner.parallel.devices.memory import (
     MemoryEstimate,
     MemoryInputs,
     MemoryRow,
+    compute_bytes,
     estimate_torch,
     gradient_bytes,
+    place_row,
     shard_ranks,
 )
 from simpletuner.parallel.fsdp2 import is_synced_each_batch
@@ -37,7 +39,15 @@ def estimate_training(settings: Settings, workload: Workload) -> MemoryEstimate:
     rows = [*training_rows(settings, inputs, checkpoint, trace, gathered, on_gpu)]
     if buffers := sum(each.nbytes for each in workload.family.meta_denoiser.buffers()):
         rows.append(MemoryRow("buffers", gpu=buffers, formula="of the model, such as tables of positions"))
+    if workload.family.other_denoiser and settings.validation.samples_images:
+        rows.append(other_denoiser_row(compute_bytes(settings) * workload.denoiser_parameters, on_gpu))
     return MemoryEstimate(inputs, tuple(rows))
+
+
+def other_denoiser_row(num_bytes: float, on_gpu: bool) -> MemoryRow:
+    """Return the row of the pipeline's denoiser that is not trained, which sampling needs (`two_denoisers.py`)."""
+    place = "cpu" if on_gpu else "none"
+    return place_row("other denoiser", place, num_bytes, "for validation; its blocks are on the GPU while they run")
 
 
 def memory_inputs(settings: Settings, workload: Workload) -> MemoryInputs:

@@ -104,7 +104,12 @@ class Workload:
     @property
     def frozen_parameters(self) -> int:
         """The parameters below a LoRA."""
-        return 0 if self.family.adapter is None else count_parameters(self.family.meta_denoiser)
+        return 0 if self.family.adapter is None else self.denoiser_parameters
+
+    @cached_property
+    def denoiser_parameters(self) -> int:
+        """The parameters of the whole denoiser."""
+        return count_parameters(self.family.meta_denoiser)
 
     def gathered(self, settings: Settings, trace: StepTrace) -> Iterator[float]:
         """Yield what FSDP2 gathers and reduces at each point of a trace, in bytes."""

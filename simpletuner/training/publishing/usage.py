@@ -28,7 +28,8 @@ def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> s
     plain = [f"pipeline = {opener}.from_pretrained({', '.join(source)})"]
     lines = opening_blocks(family, source) if is_modular else plain
     if family.adapter is not None:
-        lines.append(f"pipeline.load_lora_weights({', '.join(lora_source(family.settings, export))})")
+        source = [*lora_source(family.settings, export), *as_python(dict(family.lora_options))]
+        lines.append(f"pipeline.load_lora_weights({', '.join(source)})")
     call = ['prompt="a prompt"'] if sample is None else sampling_arguments(family, sample)
     if is_modular:
         lines += guiding(family, call)

@@ -63,6 +63,12 @@ def check_fits(checkpoint: Checkpoint, family: ModelFamily, world: World, verifi
     Raises EnvironmentNotReady on all ranks, CheckpointDamaged where a damaged header looks like another model, and
     SettingsError for an adapter of another kind.
     """
+    trained = checkpoint.state.get("denoiser") or family.denoiser_name
+    if trained != family.denoiser_name:
+        raise SettingsError(
+            f"{checkpoint.folder} holds {trained} of the pipeline, but this run trains {family.denoiser_name}",
+            "set the model_flavour of then, or give this run another --output_dir",
+        )
     if family.adapter is not None:
         refuse_other_adapter(checkpoint, family.adapter)
     # Ranks read the same headers, but one may fail to: all must raise, or the others wait in the next

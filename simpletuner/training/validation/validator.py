@@ -189,6 +189,7 @@ def open_validator(
     if not prepared.validation:
         return None
     variants = evaluated_variants(state.ema, validation)
+    family.sampling_components(session.world.device, compute_dtype(settings))  # loaded now, not between two steps
     return Validator(
         family=family,
         engine=state.engine,

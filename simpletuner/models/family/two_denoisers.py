@@ -1,0 +1,70 @@
+"""Pipelines of two denoisers, one for much and one for little noise: which is trained, and the other for sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from simpletuner.errors import SettingsError
+from simpletuner.models.catalog.registry import flavour_of, flavours_of
+from simpletuner.models.folder.diffusers_io import cast_always, diffusers_class
+from simpletuner.models.folder.malformed import opening, read_json
+from simpletuner.models.folder.weights import weights_files
+from simpletuner.settings.declared.sections import Model
+
+FIRST, SECOND = "transformer", "transformer_2"
+"""Their components in pipelines of diffusers: above the boundary of noise levels, and below it."""
+
+
+def chosen_denoiser(folder: Path, index: Mapping[str, Any], model: Model) -> tuple[str, str]:
+    """Return the component to train and the other one, which is empty where the pipeline has one.
+
+    Raises SettingsError where the flavour does not say which, and where it names one that the pipeline does not have.
+    """
+    flavour = flavour_of(model)
+    asked = flavour.denoiser if flavour else ""
+    if not (has_component(index, FIRST) and has_component(index, SECOND)):
+        if asked == SECOND and not has_component(index, SECOND):
+            raise SettingsError(f"{folder} has no {SECOND}, which {named(model)} trains", "leave model_flavour out")
+        return FIRST, ""
+    if not asked or index.get("boundary_ratio") is None:
+        names = [name for name, each in flavours_of(model.model_family).items() if each.denoiser]
+        raise SettingsError(
+            f"{folder} has two denoisers, {FIRST} and {SECOND}, and a run trains one of them"
+            if not asked
+            else f"{folder} has two denoisers, and its model_index.json no boundary_ratio between their noise levels",
+            f"choose one with model_flavour: {' or '.join(names)}" if not asked else "copy or download the model again",
+        )
+    return asked, FIRST if asked == SECOND else SECOND
+
+
+def has_component(index: Mapping[str, Any], name: str) -> bool:
+    return any(index.get(name) or ())
+
+
+def named(model: Model) -> str:
+    return f"model_flavour={model.model_flavour}"
+
+
+def load_frozen(
+    folder: Path, variant: str | None, device: torch.device, dtype: torch.dtype, float32_inputs: Collection[str]
+) -> nn.Module:
+    """Load the denoiser that is not trained, for sampling, in the dtype that it computes in.
+
+    On a GPU its weights stay in host memory, page-locked, and each block is copied when it runs: beside a denoiser that
+    is being trained there may be no room for another one of its size.
+    """
+    with opening(folder):
+        weights_files(folder, variant)
+        cls = diffusers_class(read_json(folder / "config.json")["_class_name"])
+        model = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True, variant=variant)
+    model.requires_grad_(False).eval()
+    if device.type == "cuda":
+        host = torch.device("cpu")
+        model.enable_group_offload(device, host, offload_type="block_level", num_blocks_per_group=1, use_stream=True)
+    cast_always(model, dtype, float32_inputs)
+    return model
