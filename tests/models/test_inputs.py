@@ -31,6 +31,8 @@ OF_CLIPS = [key for key in BY_CLASS if presets()[key].frame_step]
 SHAPE, CLIP = Shape(1, height=64, width=96), Shape(17, height=64, width=96)
 """Width and height in px, different from one another and from a multiple of no family's cell."""
 SHAPES = [*((key, SHAPE) for key in BY_CLASS), *((key, CLIP) for key in OF_CLIPS)]
+WITH_OTHERS = [key for key in BY_CLASS if family_class(Model(model_family=key)).unused_inputs]
+"""Families whose denoiser also has inputs without meaning in training: their modules compare the others."""
 
 
 def opened(key: str, folder: Path, flavour: str = "") -> ModelFamily:
@@ -99,7 +101,7 @@ def same(ours: Any, theirs: Any, name: str) -> None:
         assert ours == theirs, name
 
 
-@pytest.mark.parametrize(("key", "shape"), SHAPES)
+@pytest.mark.parametrize(("key", "shape"), [each for each in SHAPES if each[0] not in WITH_OTHERS])
 def test_a_denoiser_sees_what_diffusers_own_pipeline_shows_it(key, shape, pipelines):
     expect_same_inputs(opened(key, pipelines(key)), shape)
 
@@ -122,7 +124,10 @@ def expect_same_inputs(family: ModelFamily, shape: Shape = SHAPE, *, number: int
     ours = recorded_call(denoiser, lambda: family.predict(denoiser, noised, times, conditioning))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        same(ours[name], value, name)
+        if name in family.unused_inputs:
+            assert ours[name].shape == value.shape
+        else:
+            same(ours[name], value, name)
 
 
 def sampling(guidance: float, shape: Shape = SHAPE):

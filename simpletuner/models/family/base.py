@@ -89,6 +89,9 @@ class ModelFamily(ABC):
     """Conditioning that `predict` reads, such as masks whose lengths become shapes. In training it stays in the host's
     memory, pinned, because `.item()` on a CUDA tensor synchronizes the stream."""
 
+    unused_inputs: ClassVar[tuple[str, ...]] = ()
+    """Arguments of the denoiser's `forward` that it must be given, and that no prediction depends on."""
+
     round_sigmas_in_bf16: ClassVar[Callable[[Tensor], Tensor]] = staticmethod(keep_float32)
     """Flow matching in bf16: maps the sigmas of a batch to those that the denoiser computes with (objectives.py)."""
 

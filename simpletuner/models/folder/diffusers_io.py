@@ -23,7 +23,7 @@ from simpletuner.models.folder.index import index_file
 from simpletuner.models.folder.malformed import CHECK_COPY
 from simpletuner.run_log import start_run_log, stop_run_log, take_over
 
-TEXT_PARTS = ("tokenizer", "text_encoder", "t5_tokenizer", "text_conditioner", "processor")
+TEXT_PARTS = ("tokenizer", "text_encoder", "t5_tokenizer", "text_conditioner", "processor", "connectors")
 """Prefixes of the components that turn captions into tensors."""
 
 

@@ -80,7 +80,7 @@ def has_numbers(value: Any) -> bool:
 def check_text_part(family: ModelFamily, name: str) -> None:
     cls, folder = component_class(family.index, name, family.folder), family.folder / name
     require_packages([family.index[name]])
-    if not name.startswith("text_"):
+    if not name.startswith(("text_", "connectors")):
         check_tokenizer(folder, cls)
     else:
         # A variant is often published of some components only.

@@ -9,7 +9,7 @@ import torch
 from simpletuner.models.tiny.encoders import load_vae
 
 if TYPE_CHECKING:
-    from diffusers import AuraFlowPipeline, Flux2KleinPipeline, LTXConditionPipeline, ZImagePipeline
+    from diffusers import AuraFlowPipeline, Flux2KleinPipeline, LTX2Pipeline, LTXConditionPipeline, ZImagePipeline
 
 
 def strengthen_text(pipeline: AuraFlowPipeline) -> None:
@@ -22,7 +22,7 @@ def fill_padding(pipeline: ZImagePipeline) -> None:
         padding.data.normal_(std=0.3)  # the norm of zeros has gradients in the hundreds
 
 
-def set_latent_statistics(pipeline: LTXConditionPipeline) -> None:
+def set_latent_statistics(pipeline: LTXConditionPipeline | LTX2Pipeline) -> None:
     channels = pipeline.vae.config.latent_channels
     pipeline.vae.register_buffer("latents_mean", torch.linspace(-0.1, 0.1, channels))
     pipeline.vae.register_buffer("latents_std", torch.linspace(0.25, 0.35, channels))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def build_component(name: str, described: dict[str, Any]) -> dict[str, Any]:
         return {name: encoder, name.replace("text_encoder", "tokenizer"): tokenizer}
     if kind := described.pop("tokenizer", ""):
         return {name: ENCODERS[kind][0]()}
-    return {name: getattr(diffusers, described.pop("class_name"))(**described)}
+    return {name: attrgetter(described.pop("class_name"))(diffusers)(**described)}
 
 
 @contextmanager

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         CLIPTextModel,
         CLIPTokenizer,
         Gemma2Model,
+        Gemma3ForConditionalGeneration,
         GemmaTokenizer,
         GlmModel,
         Qwen2_5_VLForConditionalGeneration,
@@ -150,6 +151,28 @@ def build_gemma(tokenizer: GemmaTokenizer, width: int) -> Gemma2Model:
     return spread_embeddings(Gemma2Model(config))
 
 
+def build_gemma3(tokenizer: GemmaTokenizer, width: int) -> Gemma3ForConditionalGeneration:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": width // 4,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 8}
+    tokens = {"boi_token_index": 0, "eoi_token_index": 0, "image_token_index": 0, "mm_tokens_per_image": 4}
+    config = Gemma3Config(text_config=text, vision_config=vision, **tokens)
+    return spread_embeddings(Gemma3ForConditionalGeneration(config))
+
+
 def build_qwen3(tokenizer: Qwen2Tokenizer) -> Qwen3Model:
     from transformers import Qwen3Config, Qwen3Model
 
@@ -224,6 +247,7 @@ ENCODERS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "t5": (build_t5_tokenizer, build_t5),
     "umt5": (build_t5_tokenizer, build_umt5),
     "gemma": (build_gemma_tokenizer, build_gemma),
+    "gemma3": (build_gemma_tokenizer, build_gemma3),
     "qwen3": (build_qwen_tokenizer, build_qwen3),
     "qwen3_causal": (build_qwen_tokenizer, build_qwen3_causal),
     "qwen25_vl": (build_qwen_tokenizer, build_qwen25_vl),

@@ -50,6 +50,7 @@ INPUTS = {
     "z_image": ("base", (1024, 1024)),
     "wan": ("t2v-480p-1.3b-2.1", (832, 480)),
     "ltxvideo": ("0.9.5", (1024, 1024)),
+    "ltxvideo2": ("dev", (1024, 1024)),
 }
 """One flavour of each family, and width and height in px."""
 

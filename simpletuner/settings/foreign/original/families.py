@@ -23,7 +23,6 @@ UNTRAINED = {
     "ideogram4": "its pipeline guides by a second denoiser",
     "kandinsky5_image": "its pipeline generates images of sizes of its own, whatever size it is asked for",
     "longcat_video": NO_PIPELINE,
-    "ltxvideo2": "it generates audio with a video, and its pipeline draws noise for both",
     "mage_flow": NO_PIPELINE,
     "mageflow": NO_PIPELINE,
     "minimax_h3": "its pipeline generates clips of 5 to 15 seconds with audio, and no single frame",

@@ -100,6 +100,9 @@ FAMILIES_THERE: dict[str, FamilyThere] = {
     "krea2": BY_PIPELINE,
     "longcat_image": BY_PIPELINE,
     "ltxvideo": FamilyThere(aligned(64, tokenizer_max_length=226)),
+    "ltxvideo2": FamilyThere(
+        lost="there the video attends to its audio, or to noised zeros where there is none, and here to no audio",
+    ),
     "lumina2": FamilyThere(aligned(64)),
     "pixart_sigma": FamilyThere(aligned(64, tokenizer_max_length=300), {"max_grad_norm": 0.01}),
     "qwen_image": FamilyThere(limits={"aspect_bucket_alignment": 32}),

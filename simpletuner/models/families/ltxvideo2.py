@@ -1,0 +1,191 @@
+"""LTX-2: a flow-matching transformer that denoises a video and its audio together, with Gemma 3 text.
+
+The video alone is trained: the blocks' attention between video and audio is off then, as in the pipeline's calls for
+`modality_scale`. So the prediction of the video depends on no audio, and the weights of the audio get no gradient.
+Sampling is the pipeline's, which generates both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simpletuner.errors import SettingsError
+from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.objectives import flow_matching
+from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.models.folder.diffusers_io import component_class
+from simpletuner.models.folder.malformed import read_json
+from simpletuner.models.folder.weights import any_weights_files, variant_of
+from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.values.shape import Shape
+
+FRAME_RATE = 24
+"""Frames per second of a clip: the pipeline's default."""
+
+OF_AUDIO = ("audio_", "av_cross_attn_", "video_to_audio_", "video_a2v_")
+"""Beginnings of the names of weights, also in blocks, that only audio or its attention with the video depends on."""
+
+
+class LTXVideo2(ModelFamily):
+    """LTX-2 and 2.3."""
+
+    pipelines = ("LTX2Pipeline",)
+    objective = flow_matching
+    float32_inputs = ("timestep", "sigma", "video_coords", "audio_coords")
+    unused_inputs = ("audio_hidden_states", "audio_encoder_hidden_states")
+    outputs_vae_latents = True
+    frame_rate = FRAME_RATE
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        super().__init__(folder, settings)
+        self._coords: dict[tuple[int, Shape, torch.device], tuple[Tensor, Tensor]] = {}
+        self._audio_vae: nn.Module | None = None
+        self.check_length()
+
+    def check_length(self) -> None:
+        """Raise SettingsError for a length of captions that the connectors cannot fill up with their registers."""
+        if not (config := self.folder / "connectors" / "config.json").is_file():
+            return  # known by the preset alone
+        step, length = read_json(config).get("video_connector_num_learnable_registers"), self.max_length
+        if step and length and length % step:
+            raise SettingsError(
+                f"tokenizer_max_length = {length}: the connectors of {self.folder} take multiples of {step} tokens",
+                f"set tokenizer_max_length={max(1, round(length / step)) * step}",
+            )
+
+    def default_max_length(self) -> int:
+        return 1024
+
+    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+        """Encode to what the connectors make, which are frozen: a text for the video and one for the audio, both
+        (B, max_length, D), and their mask (B, max_length)."""
+        embeds, mask, _, _ = pipeline.encode_prompt(
+            captions, do_classifier_free_guidance=False, max_sequence_length=self.max_length
+        )
+        with torch.no_grad():
+            video, audio, mask = pipeline.connectors(embeds, mask, padding_side=pipeline.tokenizer.padding_side)
+        return {"prompt_embeds": video, "audio_prompt_embeds": audio, "prompt_attention_mask": mask}
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        config, tokens = self.exported_config(), self.max_length or self.default_max_length()
+        video, audio = config["cross_attention_dim"], config["audio_cross_attention_dim"]
+        if config["use_prompt_embeddings"]:  # then it projects both texts itself
+            video = audio = config["caption_channels"]
+        return {
+            "prompt_embeds": (tokens, video),
+            "audio_prompt_embeds": (tokens, audio),
+            "prompt_attention_mask": (tokens,),
+        }
+
+    def unused_parameters(self) -> tuple[str, ...]:
+        blocks = (f"transformer_blocks.{number}." for number in range(self.config["num_layers"]))
+        return tuple(f"{place}{start}" for place in ("", *blocks) for start in OF_AUDIO)
+
+    def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """Call the transformer as LTX2Pipeline does where it isolates the video from the audio."""
+        shape, dtype = Shape.of_axes(noised.shape[2:]), noised.dtype
+        timesteps, mask = timesteps_B * 1000, conditioning["prompt_attention_mask"]
+        video_coords, audio_coords = self.coords(len(noised), shape, noised.device)
+        audio_frames = audio_coords.shape[2]
+        tokens, _ = model(
+            hidden_states=noised.flatten(2).transpose(1, 2),
+            audio_hidden_states=noised.new_zeros(len(noised), audio_frames, self.config["audio_in_channels"]),
+            encoder_hidden_states=conditioning["prompt_embeds"].to(dtype),
+            audio_encoder_hidden_states=conditioning["audio_prompt_embeds"].to(dtype),
+            timestep=timesteps,
+            sigma=timesteps,
+            encoder_attention_mask=mask,
+            audio_encoder_attention_mask=mask,
+            num_frames=shape.frames,
+            height=shape.height,
+            width=shape.width,
+            fps=FRAME_RATE,
+            audio_num_frames=audio_frames,
+            video_coords=video_coords,
+            audio_coords=audio_coords,
+            isolate_modalities=True,
+            use_cross_timestep=True,
+            return_dict=False,
+        )
+        return self.unpack_latents(tokens, shape)
+
+    def coords(self, batch: int, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the first and last second, row and column of each token of the video, and the seconds of the audio's.
+
+        Kept, since diffusers makes them of Python numbers, which a GPU waits for.
+        """
+        if (key := (batch, shape, device)) not in self._coords:
+            model, config = self.meta_denoiser, self.exported_config()
+            seconds = ((shape.frames - 1) * self.cell.frames + 1) / FRAME_RATE
+            rate = config["audio_sampling_rate"] / config["audio_hop_length"] / config["audio_scale_factor"]
+            self._coords[key] = (
+                model.rope.prepare_video_coords(batch, *shape, device, fps=FRAME_RATE),
+                model.audio_rope.prepare_audio_coords(batch, round(seconds * rate), device),
+            )
+        return self._coords[key]
+
+    def pipeline_kwargs(
+        self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
+    ) -> dict[str, Any]:
+        """Guidance by the negative prompt alone, as strong for the audio: not the pipeline's two further kinds."""
+        return {
+            **joined(positive, ""),
+            **joined(negative, "negative_"),
+            **sampling.kwargs(),
+            "num_frames": sampling.shape.frames,
+            "frame_rate": float(FRAME_RATE),
+            "audio_guidance_scale": sampling.guidance,
+            **{f"{of}stg_scale": 0.0 for of in ("", "audio_")},
+            **{f"{of}modality_scale": 1.0 for of in ("", "audio_")},
+            **{f"{of}guidance_rescale": 0.0 for of in ("", "audio_")},
+        }
+
+    def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        """The VAE of the audio, whose statistics the pipeline reads; it decodes nothing, so it stays in host memory."""
+        if self._audio_vae is None:
+            cls = component_class(self.index, "audio_vae", self.folder)
+            variant = variant_of(any_weights_files(self.folder / "audio_vae")[0])
+            self._audio_vae = cls.from_pretrained(self.folder / "audio_vae", use_safetensors=True, variant=variant)
+        return {"audio_vae": self._audio_vae}
+
+    def load_pipeline(
+        self,
+        vae: nn.Module | None,
+        model: nn.Module | None = None,
+        dtype: torch.dtype = torch.float32,
+        with_text: bool = False,
+        others: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        pipeline = super().load_pipeline(vae, model, dtype, with_text, others)
+        if model is not None:
+            pipeline.register_modules(connectors=PassedConnectors(self.conditioning_shapes()["prompt_embeds"][1]))
+        return pipeline
+
+    def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
+        # The transformer has tokens (B, frames * height * width, C), the pipeline returns a video.
+        video_BCFHW = latents if latents.ndim == 5 else latents.transpose(1, 2).unflatten(2, shape)
+        return video_BCFHW.squeeze(2) if shape.frames == 1 else video_BCFHW
+
+
+class PassedConnectors:
+    """Stand-in for the pipeline's connectors: splits texts that they have made before, put side by side."""
+
+    def __init__(self, video_width: int) -> None:
+        self.video_width = video_width
+
+    def __call__(self, embeds: Tensor, mask: Tensor, padding_side: str = "left") -> tuple[Tensor, Tensor, Tensor]:
+        return embeds[..., : self.video_width], embeds[..., self.video_width :], mask
+
+
+def joined(text: Conditioning, start: str) -> dict[str, Any]:
+    """Return the pipeline's arguments of one prompt, as PassedConnectors takes them; nothing for none."""
+    if not text:
+        return {}
+    embeds = torch.cat([text["prompt_embeds"], text["audio_prompt_embeds"]], dim=-1)
+    return {f"{start}prompt_embeds": embeds, f"{start}prompt_attention_mask": text["prompt_attention_mask"]}
