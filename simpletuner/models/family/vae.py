@@ -119,10 +119,14 @@ def cell_of_model(model: Any, patch: int) -> Shape:
     """Frames and px that one latent cell covers; `patch` cells of the VAE's own are one."""
     ratio = getattr(model, "spatial_compression_ratio", None)
     side = (ratio or 2 ** (len(model.config.block_out_channels) - 1)) * patch
+    return Shape(frames_of_cell(model), side, side)
+
+
+def frames_of_cell(model: Any) -> int:
+    """Frames that one latent cell covers."""
     # LTX-Video computes it where its config has none; Wan's VAEs call it otherwise, and WanPipeline reads that.
     told = (vars(model).get("temporal_compression_ratio"), model.config.get("temporal_compression_ratio"))
-    frames = next(filter(None, (*told, model.config.get("scale_factor_temporal"))), 1)
-    return Shape(frames, side, side)
+    return next(filter(None, (*told, model.config.get("scale_factor_temporal"))), 1)
 
 
 def cell_of(config: Mapping[str, Any]) -> Shape:
