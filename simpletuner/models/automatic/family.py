@@ -120,7 +120,9 @@ class AutomaticFamily(ModelFamily):
         for shape in sampled:
             if why := study.why_not(shape, found):
                 raise SettingsError(f"{study.name} does not sample {shape} px: {why}", OTHER_SHAPE)
-        self._found = replace(found, unused=unused)
+        kinds = " and ".join("clips" if shape.frames > 1 else "images" for shape in (first, *others))
+        kinds = f", proven on {kinds}" if found.layout.frames is not None else ""
+        self._found = replace(found, unused=unused, kinds=kinds)
         for name in ("meta_denoiser", "adapter"):  # which weights are trained is known only now
             self.__dict__.pop(name, None)
 
@@ -132,7 +134,7 @@ class AutomaticFamily(ModelFamily):
         guided = f"without guidance, since {found.unguided}" if found.unguided else "with guidance"
         return {
             "pipeline": f"{self.pipeline_class.__name__} by its own call, proven with {versions}",
-            "found": f"{found.schedule.objective}, {calls}, sampled {guided}",
+            "found": f"{found.schedule.objective}, {calls}, sampled {guided}{found.kinds}",
         }
 
     @property

@@ -73,6 +73,8 @@ class Findings:
     """None: images are sampled without guidance."""
     unguided: str = ""
     """Why they are."""
+    kinds: str = ""
+    """Clips, images or both, as facts say it; empty for a pipeline that makes images alone."""
     unused: tuple[str, ...] = ()
     """Parameters that no prediction depends on."""
 

@@ -67,7 +67,7 @@ class Proof:
             clean = self.vae.encode(moving_ramp(self.study.shape))
         except torch.OutOfMemoryError:
             raise
-        except FOREIGN_ERRORS as error:  # Allegro encodes tiles alone, Qwen-Image 2.1 clips of four channels
+        except FOREIGN_ERRORS as error:  # Allegro encodes tiles alone
             kind = "clip" if self.study.shape.frames > 1 else "image"
             why = f"its VAE encodes no {kind}: {type(error).__name__}, {first_line(error)}"
             raise self.study.refused(why) from error
@@ -117,7 +117,7 @@ class Proof:
         expected = expected.transpose(1, 2).flatten(0, 1) if expected.ndim == 5 else expected
         if len(expected) != self.study.shape.frames:
             raise self.study.refused(f"its VAE makes {len(expected)} frames of a clip of {self.study.shape.frames}")
-        image = image.flatten(0, -4)  # a video has an axis more, that of frames
+        image = image.flatten(0, -4)[:, :3]  # a video has an axis more, that of frames; some are of RGBA
         if image.shape != expected.shape:
             found = Shape(image.shape[0], image.shape[-2], image.shape[-1])
             raise self.study.refused(f"its image for {self.study.shape} px is {found} px")
