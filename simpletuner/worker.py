@@ -29,7 +29,15 @@ from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precisio
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, report_first_failure
-from simpletuner.preparation.prepare import Plan, Prepared, folders_of, plan_data, prepare, samples_by_shape
+from simpletuner.preparation.prepare import (
+    Plan,
+    Prepared,
+    folders_of,
+    plan_data,
+    prepare,
+    samples_by_shape,
+    shared_prompts,
+)
 from simpletuner.preparation.same_folder import verify_same_folders
 from simpletuner.private_api.of_diffusers import leave_out_peft
 from simpletuner.report import Report
@@ -78,7 +86,7 @@ from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Evaluation, Trainer
 from simpletuner.training.validation.callbacks import at_round_ends
 from simpletuner.training.validation.held_out import open_held_out_loss
-from simpletuner.training.validation.validator import open_validator
+from simpletuner.training.validation.validator import open_validator, validation_shapes
 
 
 def run_rank(loaded: Loaded) -> None:
@@ -184,7 +192,8 @@ def train(
         family = load_family(session.settings, session.world, session.stop.check, skips_checked=True)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     session.world.activity.begin("proving the pipeline", watched=False)
-    family.prove(sorted(samples_by_shape(plan)), session.world.device)
+    sampled = validation_shapes(session.settings, shared_prompts(session), plan)
+    family.prove(sorted(samples_by_shape(plan)), session.world.device, sampled)
     verify_same_facts(family.facts(), session.world)
     session.world.activity.begin("reading the base model", watched=False)
     check_export(family, pipelines_of(session.settings))

@@ -27,9 +27,10 @@ from simpletuner.data.samples.discovery import Discovery, discover, format_names
 from simpletuner.data.samples.held_out import held_out_indices
 from simpletuner.data.samples.samples import Samples
 from simpletuner.data.scan.scan import Scan
-from simpletuner.models.catalog.support import check_clips, check_prompt_sizes
+from simpletuner.models.catalog.support import check_prompt_sizes
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.world import World
+from simpletuner.preparation.alignment import bucket_alignment
 from simpletuner.preparation.shared_arrays import share_arrays
 from simpletuner.preparation.shared_download import download_datasets
 from simpletuner.preparation.shared_scan import scan_datasets
@@ -115,7 +116,7 @@ def plan_data(session: Session, scans_folder: Path | None = None) -> Plan:
     Raises DataError or SettingsError before anything expensive happens.
     """
     settings, data = session.settings, scan_data(session, scans_folder)
-    alignment = check_clips(settings, data.datasets)
+    alignment = bucket_alignment(settings, data.datasets, session.world, session.stop.check)
     found = discover(data.scans, alignment, settings.training.seed)
     if scans_folder is None:
         list_uncaptioned(found, session)

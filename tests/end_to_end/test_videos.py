@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Trained, base
+from foreign import build_foreign
 from PIL import Image
 from video_files import write_video
 
@@ -70,6 +71,40 @@ def test_clips_and_images_in_one_run_on_two_ranks_and_after_an_interruption(medi
     assert "encoding" not in two.said
     assert measured(two, "loss") == pytest.approx(measured(one, "loss"), rel=1e-5)
     assert measured(two, "eval_loss")[-1] == pytest.approx(measured(one, "eval_loss")[-1], rel=1e-5)
+
+
+def test_a_pipeline_without_a_class_trains_on_clips_and_images(media, train, tmp_path):
+    from diffusers import CogVideoXPipeline
+
+    folder = build_foreign("CogVideoXPipeline", tmp_path / "base")
+    file = dataset_file(
+        tmp_path / "data.json",
+        {"dataset_type": "video", "instance_data_dir": str(media[0]), "video": {"num_frames": 12, "min_frames": 9}},
+        {"instance_data_dir": str(media[1])},
+    )
+    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
+    flags = (*base("auto", folder, Path("unused"))[:2], *FLAGS, file, *caches)
+    sampled = ("--validation_prompt=disc 0", "--validation_num_inference_steps=2", "--validation_resolution=64x48")
+    one = train(tmp_path / "one", *flags, *sampled, "--train_batch_size=2", "--max_train_steps=4")
+    said = " ".join(one.said.split())
+    assert "8 in 2 buckets (80x48: 4, 80x48@9: 4)" in said  # its VAE brings 8n + 1 frames back
+    assert "CogVideoXPipeline by its own call" in said and "sampled with guidance, proven on clips and images" in said
+    split = ("--fsdp_enable", "--train_batch_size=1")
+    for steps in (2, 4):
+        two = train(tmp_path / "two", *flags, *split, f"--max_train_steps={steps}", world=2)
+    assert "resuming from" in two.said and "encoding" not in two.said
+    assert two.losses == pytest.approx(one.losses, rel=1e-5) and len({*one.losses}) == 4
+
+    pipeline = CogVideoXPipeline.from_pretrained(one.output / "pipeline")
+    drawn = {"width": 64, "height": 48, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 7.5}
+    seeded = torch.Generator().manual_seed(42)
+    [frames] = pipeline("disc 0", negative_prompt="", **drawn, generator=seeded, output_type="np").frames
+    stem = one.output / "validation" / "step-000004" / "trained-00"
+    with av.open(stem.with_suffix(".mp4")) as container:
+        played = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]) / 255
+    assert played.shape == frames.shape and abs(played - frames).mean() < 0.05
+    odd = train(tmp_path / "odd", *flags, *sampled, "--validation_num_video_frames=6", code=2)
+    assert "CogVideoXPipeline does not sample 64x48@6 px: its clips have a multiple of 4 and one more" in odd.said
 
 
 def test_validation_clips_are_those_of_the_pipeline_and_play_everywhere(media, pipelines, train, tmp_path):

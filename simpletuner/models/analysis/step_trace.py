@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from simpletuner.models.analysis.cuda_kernels import CudaAutocast
 from simpletuner.models.analysis.memory_counter import ATTENTION, MemoryCounter
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.vae import has_alpha, takes_frames
 from simpletuner.parallel.model.activations import CastParameter, HostMemory
 from simpletuner.private_api.of_torch import FakeTensorMode, run_backward
 from simpletuner.settings.values.shape import Shape
@@ -185,11 +186,11 @@ def trace_vae(model: nn.Module, dtype: torch.dtype, shape: Shape, samples: int, 
     """Return the most bytes, weights included, that a VAE on the meta device takes for samples of a shape in px."""
     mode = new_mode()
     parameters = list(with_fake_parameters(model, mode, dtype).parameters())
-    # The 3-D convolutions of video VAEs (Qwen-Image, Wan), which take an image as one frame.
-    has_frames = any(each.ndim == 5 for each in parameters)
-    with mode:
-        images = torch.empty(samples, 3, *(shape if has_frames else shape.axes), dtype=dtype)
     vae: Any = model
+    has_frames = takes_frames(vae)
+    with mode:
+        channels = 4 if has_alpha(vae.config) else 3
+        images = torch.empty(samples, channels, *(shape if has_frames else shape.axes), dtype=dtype)
     encoded = vae.encode(images)
     latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
     memory = MemoryCounter()

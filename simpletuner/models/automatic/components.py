@@ -122,17 +122,17 @@ class AutomaticVae(Vae):
 
     @property
     def cell(self) -> Shape:
-        side = self.predictor.found.layout.cell_px
-        return Shape(1, side, side)
+        return self.predictor.found.layout.cell
 
     def normalize(self, latents: Tensor) -> Tensor:
         cell = cell_of_model(self.model, patch=1)
+        frames = (latents.shape[2] - 1) * cell.frames + 1 if latents.ndim == 5 else 1
         height, width = latents.shape[-2] * cell.height, latents.shape[-1] * cell.width
-        return self.predictor.from_vae(latents.cpu(), Shape(1, height, width))
+        return self.predictor.from_vae(latents.cpu(), Shape(frames, height, width))
 
     def denormalize(self, latents: Tensor) -> Tensor:
         for_vae = self.predictor.to_vae(latents.cpu())
-        return for_vae.squeeze(2) if for_vae.ndim == 5 else for_vae
+        return for_vae.squeeze(2) if for_vae.ndim == 5 and for_vae.shape[2] == 1 else for_vae
 
 
 def library_versions() -> Mapping[str, str]:

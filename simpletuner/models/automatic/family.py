@@ -6,15 +6,17 @@ No part of a pipeline's call is copied or guessed: each prediction, encoding and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.components import (
     AutomaticVae,
     denoiser_of,
@@ -40,6 +42,7 @@ from simpletuner.private_api.of_torch import FakeTensor
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.values.shape import Shape
 
+OTHER_SHAPE = "change validation_resolution, or validation_num_video_frames"
 ANY_PIPELINE = "DiffusionPipeline"
 SMALLEST = Shape(1, 64, 64)
 """Shape in px that is studied where no bucket is known."""
@@ -90,30 +93,36 @@ class AutomaticFamily(ModelFamily):
         assert self._found is not None
         return self._found
 
-    def prove(self, shapes: list[Shape], device: torch.device) -> None:
-        """Study the pipeline at the smallest of these shapes in px, and prove what was found.
+    def prove(self, shapes: list[Shape], device: torch.device, sampled: Sequence[Shape] = ()) -> None:
+        """Study the pipeline at the smallest of these shapes in px, and prove what was found; `sampled` are others.
 
         Raises SettingsError where it cannot be trained, or does not keep to one of the shapes.
         """
-        smallest, settings = min(shapes, key=lambda shape: shape.area), self.settings
+        (first, *others), settings = smallest_of(shapes), self.settings
         vae = AutomaticVae(self, device, lambda model: None)
         entered = open_pipeline(self, device, compute_dtype(settings), vae.model)
+        self.frame_rate = entered.frame_rate
         module = load_shared(self, device).requires_grad_(False)
         longest = {} if self.max_length is None else {"max_sequence_length": self.max_length}
         self.checks = []
-        study = Study(entered, module, smallest, settings.objective.flux_guidance_value, longest, self.checks)
+        study = Study(entered, module, first, settings.objective.flux_guidance_value, longest, self.checks)
         found = study.find()
         vae.predictor = Predictor(entered, found)
         proof = Proof(study, found, vae)
         found = proof.prove()
+        for shape in others:
+            found = Proof(replace(study, shape=shape), found, vae).confirm()
         module.requires_grad_(True)
         unused = proof.unused_parameters(lambda: module.named_parameters(remove_duplicate=False))
         for shape in shapes:
-            drawn = entered.noise_shape(study.encoded[0], shape, **found.arguments)
-            wanted = found.layout.axes_for(shape)
-            if drawn[1:] != wanted:
-                raise study.refused(f"it draws noise of shape {drawn[1:]} for {shape} px, not {wanted}")
-        self._found = replace(found, unused=unused)
+            if why := study.why_not(shape, found):
+                raise study.refused(why)
+        for shape in sampled:
+            if why := study.why_not(shape, found):
+                raise SettingsError(f"{study.name} does not sample {shape} px: {why}", OTHER_SHAPE)
+        kinds = " and ".join("clips" if shape.frames > 1 else "images" for shape in (first, *others))
+        kinds = f", proven on {kinds}" if found.layout.frames is not None else ""
+        self._found = replace(found, unused=unused, kinds=kinds)
         for name in ("meta_denoiser", "adapter"):  # which weights are trained is known only now
             self.__dict__.pop(name, None)
 
@@ -125,12 +134,13 @@ class AutomaticFamily(ModelFamily):
         guided = f"without guidance, since {found.unguided}" if found.unguided else "with guidance"
         return {
             "pipeline": f"{self.pipeline_class.__name__} by its own call, proven with {versions}",
-            "found": f"{found.schedule.objective}, {calls}, sampled {guided}",
+            "found": f"{found.schedule.objective}, {calls}, sampled {guided}{found.kinds}",
         }
 
     @property
     def cache_facts(self) -> Mapping[str, str]:
-        return {"pipeline": self.pipeline_class.__name__, **library_versions()}
+        # Without the second, latents that were cached before components had their classes would be taken.
+        return {"pipeline": self.pipeline_class.__name__, "components": "with their classes", **library_versions()}
 
     def predictor(self, device: torch.device) -> Predictor:
         """Return what predicts on a device, with neither text encoders nor VAE."""
@@ -165,8 +175,8 @@ class AutomaticFamily(ModelFamily):
     def encode_caption(self, entered: Any, caption: str) -> Conditioning:
         found, name = self.found, self.pipeline_class.__name__
         if caption or found.guidance is None or not found.guidance.negative:
-            return found.text.record(entered.encode([caption], SMALLEST, **found.arguments), name)
-        return found.text.record_of(encode_no_caption(entered, found.guidance, SMALLEST, found))
+            return found.text.record(entered.encode([caption], found.shape, **found.arguments), name)
+        return found.text.record_of(encode_no_caption(entered, found.guidance, found.shape, found))
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         if noised_BCHW.is_meta or isinstance(noised_BCHW, FakeTensor):
@@ -228,7 +238,14 @@ class AutomaticFamily(ModelFamily):
         arguments["generator"] = torch.Generator().manual_seed(sampling.seed)
         with torch.no_grad():
             predictor.entered.run(entry, ["x"], sampling.shape, guidance is not None, **arguments)
-        return vae.normalize(seen[0].squeeze(2) if seen[0].ndim == 5 else seen[0])
+        return vae.normalize(seen[0])
+
+
+def smallest_of(shapes: Iterable[Shape]) -> list[Shape]:
+    """Return the smallest clip and the smallest image among shapes, whichever there are."""
+    ordered = sorted(shapes, key=attrgetter("pixels"))
+    found = (next((each for each in ordered if (each.frames > 1) == is_clip), None) for is_clip in (True, False))
+    return [each for each in found if each is not None]
 
 
 class AutomaticTextEncoder(TextEncoder):

@@ -19,31 +19,39 @@ from simpletuner.settings.values.shape import Shape
 
 @dataclass(frozen=True)
 class Layout:
-    """The noise that a pipeline draws: its shape without batch, and which axes are rows and columns of cells."""
+    """The noise that a pipeline draws: its shape without batch, and its axes of frames, rows and columns of cells."""
 
     shape: tuple[int, ...]
     rows: int
     columns: int
-    cell_px: int
+    cell: Shape
+    """Frames and px that one latent cell covers."""
+    frames: int | None = None
+    """None for a pipeline that makes images alone."""
 
     def in_px(self, latents: Sequence[int]) -> Shape:
-        """Return the shape in px of an image whose latents have these axes, without batch."""
-        return Shape(1, latents[self.rows] * self.cell_px, latents[self.columns] * self.cell_px)
+        """Return the shape in px of a sample whose latents have these axes, without batch."""
+        frames = 1 if self.frames is None else (latents[self.frames] - 1) * self.cell.frames + 1
+        return Shape(frames, latents[self.rows] * self.cell.height, latents[self.columns] * self.cell.width)
 
     def axes(self, cells: Shape) -> tuple[int, ...]:
         """Return the axes of latents, without batch, of a shape in latent cells."""
         axes = list(self.shape)
         axes[self.rows], axes[self.columns] = cells.height, cells.width
+        if self.frames is not None:
+            axes[self.frames] = cells.frames
         return tuple(axes)
 
     def axes_for(self, shape: Shape) -> tuple[int, ...]:
-        return self.axes(shape.in_cells(Shape(1, self.cell_px, self.cell_px)))
+        return self.axes(shape.in_cells(self.cell))
 
 
 @dataclass(frozen=True)
 class Findings:
     """Facts that were found of a pipeline, and the arguments that its calls are made with."""
 
+    shape: Shape
+    """In px, at which they were found."""
     schedule: NoiseSchedule
     text: TextLayout
     layout: Layout
@@ -65,6 +73,8 @@ class Findings:
     """None: images are sampled without guidance."""
     unguided: str = ""
     """Why they are."""
+    kinds: str = ""
+    """Clips, images or both, as facts say it; empty for a pipeline that makes images alone."""
     unused: tuple[str, ...] = ()
     """Parameters that no prediction depends on."""
 

@@ -48,14 +48,16 @@ class MetaCalls:
         return self.recorded[key]
 
     def without_memory(self, name: str, value: Any, noised: Tensor) -> Any:
-        """Return an input with each of its floating-point tensors on the device of `noised`, uninitialized."""
+        """Return an input with its floating-point tensors on the device of `noised`, uninitialized if none is read."""
         # Constants have no gradient: CogVideoX writes into what is multiplied by its rotary table.
         fixed = name in self.predictor.found.float32_inputs
+        # Sums of masks may be lengths, which a denoiser reads.
+        is_read = "mask" in name and noised.device.type in ("cpu", "meta")
         dtype = torch.float32 if fixed else noised.dtype
         has_gradient = not fixed and noised.requires_grad
 
         def one(each: Tensor) -> Tensor:
-            if not each.is_floating_point():
+            if is_read or not each.is_floating_point():
                 return each
             return torch.empty(each.shape, dtype=dtype, device=noised.device, requires_grad=has_gradient)
 

@@ -66,13 +66,18 @@ class PipelineRun:
 
 
 class StandIn:
-    """In place of a component: its attributes, but calls of our own. Computes in float32; `dtype` says so."""
+    """In place of a component: its class and attributes, but calls of our own. Computes in float32; `dtype` says so."""
 
     dtype = torch.float32
 
     def __init__(self, module: Any, **methods: Callable[..., Any]) -> None:
         self.module = module
         self.__dict__.update(methods)
+
+    # SANA-Video scales latents by the statistics of its VAE only where that is an instance of the class it knows.
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self.module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)

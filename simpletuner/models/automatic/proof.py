@@ -20,6 +20,7 @@ from simpletuner.models.automatic.pipeline_run import FOREIGN_ERRORS, REFUSED, P
 from simpletuner.models.automatic.prediction import Predictor
 from simpletuner.models.automatic.scheduler import exact_prediction
 from simpletuner.models.automatic.study import Study, random
+from simpletuner.settings.values.shape import Shape
 
 STEPS = 4
 CLOSE = 1e-3
@@ -53,19 +54,24 @@ class Proof:
         self.note("batch", f"one call for each sample, since {reason}" if reason else "two samples share a call")
         return self.found
 
+    def confirm(self) -> Findings:
+        """Run all checks at another shape than that of the study."""
+        known, found = self.found.sign, self.prove()
+        if found.sign != known:
+            raise self.study.refused(f"its scheduler gets another sign at {self.study.shape} than at {found.shape} px")
+        return found
+
     def latents_of_image(self) -> Tensor:
-        """Return normalized latents (1, ...) of an image, which the pipeline's loop is to end at."""
-        _, height, width = self.study.shape
-        ramp = torch.linspace(-1, 1, width).expand(1, 3, height, width)
+        """Return normalized latents (1, ...) of an image, or a clip, which the pipeline's loop is to end at."""
         try:
-            clean = self.vae.encode(ramp * torch.tensor([1.0, -1.0, 0.5]).view(1, 3, 1, 1))
+            clean = self.vae.encode(moving_ramp(self.study.shape))
         except torch.OutOfMemoryError:
             raise
-        except FOREIGN_ERRORS as error:  # Allegro encodes tiles alone, Qwen-Image 2.1 clips of four channels
-            raise self.study.refused(
-                f"its VAE encodes no image: {type(error).__name__}, {first_line(error)}"
-            ) from error
-        if tuple(clean.shape[1:]) != self.found.layout.shape:
+        except FOREIGN_ERRORS as error:  # Allegro encodes tiles alone
+            kind = "clip" if self.study.shape.frames > 1 else "image"
+            why = f"its VAE encodes no {kind}: {type(error).__name__}, {first_line(error)}"
+            raise self.study.refused(why) from error
+        if tuple(clean.shape[1:]) != self.axes:
             raise self.study.refused(f"its VAE makes latents of shape {tuple(clean.shape[1:])}, not of its noise")
         return clean
 
@@ -108,10 +114,13 @@ class Proof:
 
     def compare_images(self, image: Tensor, clean: Tensor) -> None:
         expected = self.vae.decode(clean).add(1).div(2).clamp(0, 1)
-        image = image.flatten(0, -4)  # a video of one frame has an axis more
+        expected = expected.transpose(1, 2).flatten(0, 1) if expected.ndim == 5 else expected
+        if len(expected) != self.study.shape.frames:
+            raise self.study.refused(f"its VAE makes {len(expected)} frames of a clip of {self.study.shape.frames}")
+        image = image.flatten(0, -4)[:, :3]  # a video has an axis more, that of frames; some are of RGBA
         if image.shape != expected.shape:
-            _, height, width = self.study.shape
-            raise self.study.refused(f"its image for {width}x{height} px is {image.shape[-1]}x{image.shape[-2]} px")
+            found = Shape(image.shape[0], image.shape[-2], image.shape[-1])
+            raise self.study.refused(f"its image for {self.study.shape} px is {found} px")
         off = float((image - expected).abs().mean())
         if off > ALIKE:
             raise self.study.refused(f"its image differs from the VAE's reconstruction by {off:.2g} on average")
@@ -130,10 +139,10 @@ class Proof:
             seen.append((scheduler.timesteps[len(seen)].reshape(1), shown.clone(), output))
             return own(output, timestep, sample, *args, **kw)
 
-        entry = PipelineRun(noise=random(self.found.layout.shape, 2), denoise=self.denoise, at_step=at_step)
+        entry = PipelineRun(noise=random(self.axes, 2), denoise=self.denoise, at_step=at_step)
         self.loop(entry, "latent")
         time, shown, output = seen[1]
-        latents = self.predictor.from_step(shown, self.found.layout.shape).float()
+        latents = self.predictor.from_step(shown, self.axes).float()
         single = PipelineRun(text=self.study.encoded[0], noise=latents, time=time, denoise=self.denoise)
         self.study.entered.run(single, ["x"], self.study.shape, **self.found.arguments)
         assert single.handed is not None
@@ -148,7 +157,7 @@ class Proof:
     def why_not_together(self) -> str:
         """Return why two samples in one call do not get what each gets alone; empty where they do."""
         texts = [self.text(number) for number in (0, 1)]
-        noised = random(self.found.layout.shape, 3, count=2).to(self.device)
+        noised = random(self.axes, 3, count=2).to(self.device)
         times = self.found.schedule.timesteps(0.2, 0.8).to(self.device)
         alone = self._predictor(replace(self.found, axes=None)).predict(self.denoise, noised, times, texts)
         try:
@@ -160,7 +169,7 @@ class Proof:
 
     def unused_parameters(self, named: Callable[[], Any]) -> tuple[str, ...]:
         """Return the parameters without gradient of a prediction."""
-        noised = random(self.found.layout.shape, 4).to(self.device)
+        noised = random(self.axes, 4).to(self.device)
         time = self.found.schedule.timesteps(0.5).to(self.device)
         with torch.enable_grad():
             prediction = self.predictor.predict(self.denoise, noised, time, [self.text(1)])
@@ -173,7 +182,13 @@ class Proof:
         return unused
 
     def note(self, name: str, finding: str, off: float | None = None, limit: float | None = None) -> None:
-        self.study.checks.append(Check(name, finding, off, limit))
+        shape = self.study.shape
+        self.study.checks.append(Check(name, finding + (f", {shape}" if shape.frames > 1 else ""), off, limit))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Axes of the latents, without batch."""
+        return self.found.layout.axes_for(self.study.shape)
 
     def text(self, number: int) -> list[Any]:
         text = self.found.text
@@ -200,6 +215,15 @@ class Proof:
 
     def _predictor(self, found: Findings) -> Predictor:
         return Predictor(self.study.entered, found)
+
+
+def moving_ramp(shape: Shape) -> Tensor:
+    """Return pixels in -1..1, (1, 3, H, W), or of a clip (1, 3, F, H, W), in which colours move to the right."""
+    frames = [
+        torch.linspace(-1, 1, shape.width).roll(shape.width * each // shape.frames) for each in range(shape.frames)
+    ]
+    ramp = torch.stack(frames)[:, None].expand(-1, shape.height, -1).reshape(shape.axes)
+    return torch.stack([ramp, -ramp, 0.5 * ramp])[None]
 
 
 def distance(one: Tensor, other: Tensor) -> float:

@@ -41,6 +41,8 @@ ALWAYS = {
     # A language model would rewrite each caption (ERNIE-Image, LongCat-Image).
     "use_pe": False,
     "enable_prompt_rewrite": False,
+    # Of text, which later steps would take from the first (Qwen-Image 2.1): a step would not be the call of training.
+    "use_kv_cache": False,
     # Sizes are those of the buckets, not the nearest of a list (PixArt, SANA).
     "use_resolution_binning": False,
 }
@@ -48,6 +50,12 @@ ALWAYS = {
 
 FRAMES = ("num_frames", "frames", "video_length")
 """Names that pipelines have for the length of a video."""
+
+RATES = ("frame_rate", "fps")
+"""Names that pipelines have for frames per second."""
+
+DEFAULT_RATE = 24.0
+"""Frames per second where a pipeline has no default of its own."""
 
 GUIDERS = ("guider", "ocr_guider")
 """Components that guide in place of an argument (HunyuanVideo 1.5)."""
@@ -70,6 +78,7 @@ class EnteredPipeline:
         # torch.no_grad leaves the function that it decorates.
         self.run_call = self._with_own_noise(inspect.unwrap(cls.__call__))
         self.parameters = inspect.signature(cls.__call__).parameters
+        self.frame_rate = frame_rate_of(cls)
         self.module = getattr(self.pipeline, denoiser)
         self.names = list(inspect.signature(type(self.module).forward).parameters)[1:]
         self.real_scheduler = self.pipeline.scheduler
@@ -83,7 +92,8 @@ class EnteredPipeline:
     ) -> tuple[Any, ...] | None:
         """Run the pipeline for images of a shape in px, and return its output; None where a seam ended it."""
         given = {"prompt": list(prompts), "width": shape.width, "height": shape.height, "output_type": "latent"}
-        given |= {**dict.fromkeys(FRAMES, shape.frames), "num_inference_steps": 4, **ALWAYS, **arguments}
+        given |= {**dict.fromkeys(FRAMES, shape.frames), **dict.fromkeys(RATES, self.frame_rate)}
+        given |= {"num_inference_steps": 4, **ALWAYS, **arguments}
         assert not self.running, "a seam entered the pipeline once more"
         self.entry, self.running = entry, True
         # Not by setattr, which would look up each component's class for the pipeline's config.
@@ -211,6 +221,13 @@ class EnteredPipeline:
         copy = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
         copy.__kwdefaults__ = function.__kwdefaults__
         return copy
+
+
+def frame_rate_of(cls: Any) -> float:
+    """Return the frames per second that a pipeline's call has by default."""
+    parameters = inspect.signature(cls.__call__).parameters
+    defaults = (parameters[name].default for name in RATES if name in parameters)
+    return next((each for each in defaults if isinstance(each, int | float)), DEFAULT_RATE)
 
 
 def stop(given: dict[str, Any]) -> Any:

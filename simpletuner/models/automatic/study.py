@@ -17,8 +17,9 @@ from simpletuner.models.automatic.findings import Check, Findings, Layout, Outpu
 from simpletuner.models.automatic.guidance import find_guided_text
 from simpletuner.models.automatic.pipeline_run import REFUSED, PipelineRun, refused, tensors_of
 from simpletuner.models.automatic.scheduler import NoiseSchedule, study_schedule
-from simpletuner.models.automatic.seams import EnteredPipeline, stop
-from simpletuner.models.automatic.text import TextLayout, batch_axes, same
+from simpletuner.models.automatic.seams import FRAMES, EnteredPipeline, stop
+from simpletuner.models.automatic.text import TextLayout, batch_axes, same, same_texts
+from simpletuner.models.family.vae import frames_of_cell
 from simpletuner.settings.values.shape import Shape
 
 CAPTIONS = (
@@ -29,6 +30,8 @@ CAPTIONS = (
 )
 """Short and long ones; the last is as long as text encoders read. Words in quotation marks are encoded once more by
 HunyuanVideo 1.5, HunyuanImage and LongCat-Image."""
+
+NO_CLIPS = f"its call has none of {', '.join(FRAMES)}, so it makes no clips"
 
 
 @dataclass
@@ -79,6 +82,7 @@ class Study:
         self.encoded = [self.entered.encode([caption], self.shape, **arguments) for caption in CAPTIONS]
         text = TextLayout.of(self.encoded, self.name)
         layout = self.find_layout(arguments)
+        self.check_text(arguments)
         noise = random(layout.shape, 0)
         first, time = self.encoded[0], schedule.example()
         output: list[Any] = []
@@ -101,7 +105,7 @@ class Study:
             and all(same(tensor, tensors_of(other).get(each)) for other in (changed, *others))
         }
         outputs = Output.of(output[0], latents_among(entry.calls[0], name), self.name)
-        return Findings(schedule, text, layout, arguments, name, frozenset(fixed), outputs)
+        return Findings(self.shape, schedule, text, layout, arguments, name, frozenset(fixed), outputs)
 
     def run(
         self, text: Any, noise: Tensor, time: Tensor, arguments: dict[str, Any], denoise: Any = None
@@ -128,7 +132,7 @@ class Study:
         return kinds.pop()
 
     def find_layout(self, arguments: dict[str, Any]) -> Layout:
-        """Find the axes of the noise by drawing it at three sizes, and that the pipeline keeps to the sizes."""
+        """Find the axes of the noise by drawing it at several shapes, and that the pipeline keeps to them."""
         (frames, height, width), text = self.shape, self.encoded[0]
         shapes = (self.shape, Shape(frames, height, width * 2), Shape(frames, height * 2, width))
         square, wide, high = (self.entered.noise_shape(text, shape, **arguments) for shape in shapes)
@@ -143,7 +147,48 @@ class Study:
             raise self.refused(f"it does not keep to the size it is asked for, {width}x{height} px")
         if square[0] != 1:
             raise self.refused(f"it draws noise of shape {square}, whose first axis is not the batch")
-        return Layout(square[1:], rows[0] - 1, columns[0] - 1, cell_px)
+        cell = Shape(self.step, cell_px, cell_px)
+        return Layout(square[1:], rows[0] - 1, columns[0] - 1, cell, self.find_frames(square, arguments))
+
+    def find_frames(self, drawn: tuple[int, ...], arguments: dict[str, Any]) -> int | None:
+        """Find the axis of frames among those of noise without batch, and that the pipeline keeps to their number."""
+        frames = self.shape.frames
+        if not {*FRAMES} & {*self.entered.parameters}:
+            if frames > 1:
+                raise self.refused(NO_CLIPS)
+            return None
+        longer = self.shape._replace(frames=frames + self.step)
+        other = self.entered.noise_shape(self.encoded[0], longer, **arguments)
+        axes, cells = changed_axes(drawn, other), (frames - 1) // self.step + 1
+        if len(axes) != 1 or (drawn[axes[0]], other[axes[0]]) != (cells, cells + 1):
+            raise self.refused(
+                f"it does not keep to the frames it is asked for: it draws noise of shape {drawn} for {frames} frames, "
+                f"and {other} for {longer.frames}"
+            )
+        return axes[0] - 1
+
+    def why_not(self, shape: Shape, found: Findings) -> str:
+        """Return why the pipeline draws other noise at a shape than is trained; empty where it does not."""
+        if shape.frames > 1 and found.layout.frames is None:
+            return NO_CLIPS
+        if (shape.frames - 1) % self.step:
+            return f"its clips have a multiple of {self.step} and one more frame, not {shape.frames}"
+        drawn, wanted = (
+            self.entered.noise_shape(self.encoded[0], shape, **found.arguments),
+            found.layout.axes_for(shape),
+        )
+        return f"it draws noise of shape {drawn[1:]} for {shape} px, not {wanted}" if drawn[1:] != wanted else ""
+
+    @property
+    def step(self) -> int:
+        """Frames that one latent cell covers, as the VAE says."""
+        return frames_of_cell(self.entered.stand_ins["vae"].module)
+
+    def check_text(self, arguments: dict[str, Any]) -> None:
+        """Raise SettingsError where a text depends on the shape: it is cached once for all of them."""
+        other = Shape(self.shape.frames + self.step, self.shape.height, self.shape.width * 2)
+        if not same_texts(self.encoded[0], self.entered.encode([CAPTIONS[0]], other, **arguments)):
+            raise self.refused("what its encode_prompt returns depends on the size, or on the number of frames")
 
     def find_embedded_guidance(self, found: Findings) -> Findings:
         """Take the setting for the guidance scale where it is an input, and the denoiser is still called once."""

@@ -39,6 +39,8 @@ class TextLayout:
     """True if embeddings are as long as their caption."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes in the record of the longest caption that was studied."""
+    counts: Mapping[int, Tensor]
+    """Leaves of that caption with numbers above 1, such as where texts end (Kandinsky 5), as the record has them."""
 
     @classmethod
     def of(cls, encoded: Sequence[Any], pipeline: str) -> TextLayout:
@@ -62,7 +64,9 @@ class TextLayout:
         rest = {n: tuple(column[0].movedim(varying[n], 0).shape[1:]) for n, column in differing.items()}
         any_length = len({leaf.shape for leaf in differing[embeds]}) > 1
         shapes |= {LENGTHS: (len(names),)}
-        return cls(structures[0], tuple(flat[0]), names, varying, rest, any_length, shapes)
+        last = {n: column[-1] for n, column in rows.items() if not column[-1].is_floating_point()}
+        counts = {n: leaf for n, leaf in last.items() if leaf.max() > 1}
+        return cls(structures[0], tuple(flat[0]), names, varying, rest, any_length, shapes, counts)
 
     def record(self, encoded: Any, pipeline: str) -> Conditioning:
         """Return one caption's tensors, with a batch axis of one."""
@@ -108,6 +112,9 @@ class TextLayout:
         for number, name in self.names.items():
             shape = (1, rows[name], *self.shapes[name][1:])
             record[name] = torch.ones(shape, dtype=self.constants[number].dtype)
+            if (counted := self.counts.get(number)) is not None and counted.shape == shape[1:]:
+                longest = self.shapes[EMBEDS][0]
+                record[name][0] = counted.where(counted != longest, rows[EMBEDS])
         return self.leaves(record, 0)
 
 
@@ -189,6 +196,12 @@ def all_equal(column: Sequence[Any]) -> bool:
     if isinstance(first, Tensor):
         return all(isinstance(each, Tensor) and same(first, each) for each in column)
     return all(not isinstance(each, Tensor) and each == first for each in column)
+
+
+def same_texts(one: Any, other: Any) -> bool:
+    """Return whether `encode_prompt` returned the same twice."""
+    (leaves, structure), (others, second) = tree_flatten(one), tree_flatten(other)
+    return structure == second and all(map(all_equal, zip(leaves, others, strict=True)))
 
 
 def same(one: Tensor, other: Tensor | None) -> bool:

@@ -14,6 +14,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.architecture import architecture_in_folder, is_path
 from simpletuner.models.catalog.preset import Preset
 from simpletuner.models.catalog.registry import (
+    AUTO,
     check_heads,
     check_pipeline,
     check_trainable,
@@ -152,7 +153,7 @@ def check_clips(settings: Settings, datasets: Iterable[ImageDataset]) -> Shape:
 
 def check_trains_clips(model: Model, dataset: str) -> None:
     """Raise SettingsError for a dataset of videos, and a family that cannot train them."""
-    if model.model_family and not frame_step(model):
+    if model.model_family not in ("", AUTO) and not frame_step(model):
         able = [name for name, preset in presets().items() if preset.frame_step]
         raise SettingsError(
             f"dataset `{dataset}` has videos, and model_family={model.model_family} trains on images alone",
@@ -189,8 +190,8 @@ def check_shapes(name: str, text: str, setting: str, model: Model) -> None:
 
 
 def check_frames(name: str, value: str, frames: int, setting: str, model: Model) -> None:
-    """Raise SettingsError for a number of frames that the family's VAE cannot decode."""
-    if frames == 1 or not model.model_family:
+    """Raise SettingsError for a number of frames that the family's VAE cannot decode; a proof finds it for `auto`."""
+    if frames == 1 or model.model_family in ("", AUTO):
         return
     if not (step := frame_step(model)):
         needed, hint = f"model_family={model.model_family} generates images alone", "leave the frames out"

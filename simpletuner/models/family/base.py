@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -261,8 +261,11 @@ class ModelFamily(ABC):
         slope = (config["max_shift"] - config["base_shift"]) / (last - first)
         return config["base_shift"] + slope * (tokens - first)
 
-    def prove(self, shapes: list[Shape], device: torch.device) -> None:  # noqa: B027 (nothing to prove of a class)
-        """Check what has to be run to be known, before anything is encoded for images of these shapes in px."""
+    def prove(self, shapes: list[Shape], device: torch.device, sampled: Sequence[Shape] = ()) -> None:  # noqa: B027 (nothing to prove of a class)
+        """Check what has to be run to be known, before anything is encoded for samples of these shapes in px.
+
+        `sampled` are the shapes of validation.
+        """
 
     def facts(self) -> Mapping[str, str]:
         """Return rows for the summary, the model card and checkpoints."""

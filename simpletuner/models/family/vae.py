@@ -34,7 +34,8 @@ class Vae:
         self.model.requires_grad_(False).eval().to(device)
         enable_parts(self.model, settings)
         self.device, self.dtype = device, dtype
-        self.has_frames = any(parameter.ndim == 5 for parameter in self.model.parameters())
+        self.has_frames = takes_frames(self.model)
+        self.has_alpha = has_alpha(self.model.config)
         # AutoencoderKLFlux2 has statistics of 2x2 patches, as a batch norm: its patches are the latents.
         norm = getattr(self.model, "bn", None)
         self.patch_norm = norm if isinstance(norm, nn.BatchNorm2d) else None
@@ -62,6 +63,7 @@ class Vae:
         """Encode pixels in -1..1, BCHW or BCFHW, to normalized latents with as many axes, float32, on the CPU."""
         is_image = self.has_frames and pixels.ndim == 4
         pixels = pixels.to(self.device, self.dtype)
+        pixels = torch.cat([pixels, torch.ones_like(pixels[:, :1])], 1) if self.has_alpha else pixels  # opaque
         encoded = self.model.encode(pixels.unsqueeze(2) if is_image else pixels)
         # The mean of the posterior: its spread is far below the noise of training. An autoencoder without a posterior
         # (AutoencoderDC) returns the latents themselves.
@@ -87,7 +89,7 @@ class Vae:
         # The decoder of LTX-Video 0.9.5 also denoises, and takes the noise level of its latents: here none.
         kwargs = {"temb": latents.new_zeros(len(latents))} if config.get("timestep_conditioning") else {}
         pixels = self.model.decode(latents.unsqueeze(2) if is_image else latents, **kwargs).sample
-        return (pixels.squeeze(2) if is_image else pixels).float().clamp(-1, 1).cpu()
+        return (pixels.squeeze(2) if is_image else pixels)[:, :3].float().clamp(-1, 1).cpu()
 
     def _statistics(self, ndim: int) -> tuple[Any, Any]:
         """(mean, scale) for latents of `ndim` axes, so that the denoiser sees (latents - mean) * scale."""
@@ -115,14 +117,37 @@ def enable_parts(model: nn.Module, settings: Model) -> None:
             getattr(model, f"enable_{part}")()
 
 
+def has_alpha(config: Any) -> bool:
+    """Return whether a VAE takes red, green, blue and opacity (Qwen-Image 2.1)."""
+    return config.get("in_channels") == 4
+
+
+@torch.no_grad()
+def takes_frames(model: Any) -> bool:
+    """Return whether a VAE's pixels and latents have an axis for frames."""
+    parameters = list(model.parameters())
+    if any(parameter.ndim == 5 for parameter in parameters):
+        return True
+    # Qwen-Image 2.1's takes clips of one frame, and has no 3-D convolutions: only a call tells.
+    try:
+        model.encode(parameters[0].new_zeros(1, model.config.get("in_channels", 3), 1, 32, 32))
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 def cell_of_model(model: Any, patch: int) -> Shape:
     """Frames and px that one latent cell covers; `patch` cells of the VAE's own are one."""
     ratio = getattr(model, "spatial_compression_ratio", None)
     side = (ratio or 2 ** (len(model.config.block_out_channels) - 1)) * patch
+    return Shape(frames_of_cell(model), side, side)
+
+
+def frames_of_cell(model: Any) -> int:
+    """Frames that one latent cell covers."""
     # LTX-Video computes it where its config has none; Wan's VAEs call it otherwise, and WanPipeline reads that.
     told = (vars(model).get("temporal_compression_ratio"), model.config.get("temporal_compression_ratio"))
-    frames = next(filter(None, (*told, model.config.get("scale_factor_temporal"))), 1)
-    return Shape(frames, side, side)
+    return next(filter(None, (*told, model.config.get("scale_factor_temporal"))), 1)
 
 
 def cell_of(config: Mapping[str, Any]) -> Shape:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, explain_system_errors
@@ -127,18 +126,26 @@ def download(model: Model) -> Path:
 
     Raises EnvironmentNotReady when the hub does not have it or cannot be reached.
     """
+    index = read_index(fetch_files(model, [INDEX, MODULAR_INDEX]))
+    components = [part for part, value in index.items() if isinstance(value, list) and value[0]]
+    wanted = [INDEX, MODULAR_INDEX, *(f"{part}/*{suffix}" for part in components for suffix in COMPONENT_SUFFIXES)]
+    # Many repositories also hold the whole model as a single file and in other precisions.
+    return fetch_files(model, wanted, None if model.variant else [VARIANT_WEIGHTS])
+
+
+def fetch_files(model: Model, wanted: list[str], ignored: list[str] | None = None) -> Path:
+    """Fetch files of a published pipeline by patterns, and return its folder.
+
+    Raises EnvironmentNotReady when the hub does not have it or cannot be reached.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     flavour = flavour_of(model)
     name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
-    fetch = partial(snapshot_download, name, revision=revision_of(model))
     try:
-        index = read_index(Path(fetch(allow_patterns=[INDEX, MODULAR_INDEX])))
-        components = [part for part, value in index.items() if isinstance(value, list) and value[0]]
-        wanted = [INDEX, MODULAR_INDEX, *(f"{part}/*{suffix}" for part in components for suffix in COMPONENT_SUFFIXES)]
-        # Many repositories also hold the whole model as a single file and in other precisions.
-        return Path(fetch(allow_patterns=wanted, ignore_patterns=None if model.variant else [VARIANT_WEIGHTS]))
+        revision = revision_of(model)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=ignored))
     except HFValidationError:
         raise SettingsError(f"{name} is neither a folder nor a hub id", "check pretrained_model_name_or_path") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -21,9 +21,9 @@ from simpletuner.data.samples.discovery import discover
 from simpletuner.data.samples.held_out import held_out_indices
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
-from simpletuner.models.catalog.support import check_clips
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World, joined_world
+from simpletuner.preparation.alignment import bucket_alignment
 from simpletuner.preparation.prepare import ScannedData, make_plan, scan_data
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -100,7 +100,7 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
     with joined_world({}, use_cpu=True) as world, TemporaryDirectory(prefix="simpletuner-") as folder:
         session = Session(loaded, Mesh(world), report, StopRequest())
         data = scan_data(session, copy_of_scans(settings, Path(folder) / "scan"))
-        alignment = check_clips(settings, data.datasets)
+        alignment = bucket_alignment(settings, data.datasets, world, session.stop.check)
         found = [discover([scan], alignment, settings.training.seed) for scan in data.scans]
         samples = Samples([each.samples.parts[0] for each in found])
         result.errors += [error for each in found for error in each.errors()]

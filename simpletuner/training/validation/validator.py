@@ -241,6 +241,11 @@ def plan_images(settings: Settings, family: ModelFamily, prepared: Prepared) -> 
     return planned
 
 
+def validation_shapes(settings: Settings, prompts: Iterable[ValidationPrompt], plan: Plan) -> list[Shape]:
+    """Return the shapes of all images and clips of a round, each once."""
+    return sorted({shape for each in prompts for shape in sampled_shapes(settings, each, plan)})
+
+
 def sampled_shapes(settings: Settings, prompt: ValidationPrompt, plan: Plan) -> list[Shape]:
     """Return the shapes of a prompt, of validation_resolution, or the square of the training resolution.
 

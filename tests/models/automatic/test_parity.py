@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from models.test_inputs import BY_CLASS, CPU, SHAPE, WITH_OTHERS, diffusers_pipeline, opened, recorded_call, same
+from models.test_inputs import (
+    BY_CLASS,
+    CPU,
+    OF_CLIPS,
+    SHAPE,
+    WITH_OTHERS,
+    diffusers_pipeline,
+    opened,
+    recorded_call,
+    same,
+)
 from torch import Tensor, nn
 
 from simpletuner.data.batches.prefetch import stack_conditioning
@@ -22,21 +32,24 @@ from simpletuner.models.family.lookup import family_class
 from simpletuner.models.family.objectives import sample_losses
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.settings.declared.sections import Model, ObjectiveSettings, Settings, Training
+from simpletuner.settings.values.shape import Shape
 
 CAPTIONS = ["a red circle", "a large red circle and two small blue squares on a bright background, in pink", ""]
+
+CLIP = SHAPE._replace(frames=9)
 
 
 SAME = {"objective": ObjectiveSettings(flow_schedule_shift=2.0), "training": Training(mixed_precision="no")}
 """Settings of both: a class has the shift of its published checkpoints, and rounds noise levels in bf16."""
 
 
-def automatic(folder: Path, proven: bool = True) -> AutomaticFamily:
-    """Open a folder by model_family=auto, proven at 64 x 64 px."""
+def automatic(folder: Path, *shapes: Shape, proven: bool = True) -> AutomaticFamily:
+    """Open a folder by model_family=auto, proven at these shapes, or else at 64 x 64 px."""
     model = Model(model_family="auto", pretrained_model_name_or_path=str(folder))
     family = family_class(model).open(folder, Settings(model=model, **SAME))
     assert isinstance(family, AutomaticFamily)
     if proven:
-        family.prove([SMALLEST], CPU)
+        family.prove([*shapes] or [SMALLEST], CPU)
     return family
 
 
@@ -49,9 +62,11 @@ def conditioning_of(family: ModelFamily) -> list[Conditioning]:
     return [{**row, **size} for row in (*rows, {name: value[0] for name, value in empty.items()})]
 
 
-def trained(family: ModelFamily, denoiser: nn.Module, texts: list[Conditioning]) -> tuple[Tensor, Tensor, Tensor]:
+def trained(
+    family: ModelFamily, denoiser: nn.Module, texts: list[Conditioning], shape: Shape
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the prediction, flat, the loss of each sample, and all gradients."""
-    pixels = torch.rand(1, 3, *SHAPE[1:], generator=torch.Generator().manual_seed(0)) * 2 - 1
+    pixels = torch.rand(1, 3, *shape.axes, generator=torch.Generator().manual_seed(0)) * 2 - 1
     clean = family.vae(CPU).encode(pixels)
     clean = clean.expand(len(texts), *clean.shape[1:])
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1))
@@ -64,41 +79,47 @@ def trained(family: ModelFamily, denoiser: nn.Module, texts: list[Conditioning])
     return prediction.detach().flatten(1), losses.detach(), torch.cat(grads)
 
 
-def inputs_of(family: ModelFamily, denoiser: nn.Module, text: Conditioning) -> dict[str, Any]:
-    noised = torch.randn(1, *family.input_shapes(SHAPE)["latents"], generator=torch.Generator().manual_seed(2))
+def inputs_of(family: ModelFamily, denoiser: nn.Module, text: Conditioning, shape: Shape) -> dict[str, Any]:
+    noised = torch.randn(1, *family.input_shapes(shape)["latents"], generator=torch.Generator().manual_seed(2))
     times = torch.tensor([0.5 if "Flow" in type(family.objective()).__name__ else 500])
     return recorded_call(denoiser, lambda: family.predict(denoiser, noised, times, stack_conditioning([text])))
 
 
-@pytest.mark.parametrize("key", [key for key in BY_CLASS if key not in WITH_OTHERS])
-def test_auto_trains_and_samples_as_the_class_does(key, pipelines):
-    expect_parity(key, pipelines)
+BOTH = [*((key, SHAPE) for key in BY_CLASS), *((key, CLIP) for key in OF_CLIPS)]
 
 
-def expect_parity(key: str, pipelines: Callable[[str], Path], folder: Path | None = None) -> None:
+@pytest.mark.parametrize(("key", "shape"), [(key, shape) for key, shape in BOTH if key not in WITH_OTHERS])
+def test_auto_trains_and_samples_as_the_class_does(key, shape, pipelines):
+    expect_parity(key, pipelines, shape=shape)
+
+
+def expect_parity(key: str, pipelines: Callable[[str], Path], folder: Path | None = None, shape: Shape = SHAPE) -> None:
     """Compare inputs of the denoiser, predictions, losses, gradients, unused weights and samples.
 
     `folder` is what auto opens, if not that of the class.
     """
-    hand, auto = opened(key, pipelines(key)), automatic(folder or pipelines(key))
+    hand = opened(key, pipelines(key))
+    auto = automatic(folder or pipelines(key), SMALLEST._replace(frames=shape.frames))
     hand.settings = hand.settings.model_copy(update=SAME)
     denoiser = getattr(diffusers_pipeline(hand), hand.denoiser_name)
     texts = [conditioning_of(family) for family in (hand, auto)]
 
-    ours, theirs = inputs_of(auto, denoiser, texts[1][0]), inputs_of(hand, denoiser, texts[0][0])
+    ours, theirs = (inputs_of(each, denoiser, text[0], shape) for each, text in ((auto, texts[1]), (hand, texts[0])))
     # Blocks of Qwen-Image hand in a mask of ones, which its plain pipeline leaves out.
     extra = ours.keys() - theirs.keys()
     assert theirs.keys() <= ours.keys() and all((ours[name] == 1).all() for name in extra)
     for name, value in theirs.items():
         same(ours[name], value, name)
 
-    (mine, losses, grads), expected = trained(auto, denoiser, texts[1]), trained(hand, denoiser, texts[0])
+    (mine, losses, grads), expected = (
+        trained(each, denoiser, text, shape) for each, text in ((auto, texts[1]), (hand, texts[0]))
+    )
     torch.testing.assert_close(mine, expected[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(losses, expected[1], atol=1e-5, rtol=1e-5)
     assert (grads - expected[2]).norm() < 1e-5 * expected[2].norm()
     assert {*auto.unused_parameters()} == {name for name, each in denoiser.named_parameters() if each.grad is None}
 
-    sampling = SamplingParams(SHAPE, 2, 3.0, seed=7)
+    sampling = SamplingParams(shape, 2, 3.0, seed=7)
     samples = [
         family.sample(denoiser, family.vae(CPU), sampling, *(stack_conditioning([text]) for text in (own[0], own[2])))
         for family, own in ((auto, texts[1]), (hand, texts[0]))

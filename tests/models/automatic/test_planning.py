@@ -12,12 +12,13 @@ from simpletuner.models.analysis.flops import FlopCounter
 from simpletuner.models.analysis.step_trace import Execution, new_mode, trace_step, with_fake_parameters
 from simpletuner.models.automatic.family import SMALLEST
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.settings.values.shape import Shape
 
 
-def counted(family: ModelFamily) -> int:
+def counted(family: ModelFamily, shape: Shape = SMALLEST) -> int:
     inputs = {
-        name: torch.empty(1, *shape, device="meta", dtype=torch.long if "mask" in name else torch.float32)
-        for name, shape in family.input_shapes(SMALLEST).items()
+        name: torch.empty(1, *axes, device="meta", dtype=torch.long if "mask" in name else torch.float32)
+        for name, axes in family.input_shapes(shape).items()
     }
     return FlopCounter(family).count(inputs.pop("latents"), inputs)
 
