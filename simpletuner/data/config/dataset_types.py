@@ -106,6 +106,8 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     def check_videos(self) -> ImageDataset:
         if self.video and self.dataset_type in ("image", "conditioning"):
             raise PydanticCustomError("video", "it is for dataset_type video, or eval")
+        if self.video and self.video.frame_folders_fps and self.type in ("csv", "huggingface"):
+            raise PydanticCustomError("video.frame_folders_fps", "folders are of type local, aws, gcs or azure")
         if self.clips and self.type in ("csv", "huggingface"):
             raise PydanticCustomError("dataset_type", "videos are of type local, aws, gcs or azure")
         return self

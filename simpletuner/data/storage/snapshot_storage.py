@@ -63,6 +63,9 @@ class SnapshotStorage:
             )
         return Listing(self._rows(files, suffixes))
 
+    def list_folder(self, name: str, suffixes: Collection[str]) -> list[str]:
+        return []  # rows have no folders
+
     def open(self, name: str) -> BinaryIO:
         group, index = self._find(name)
         content = group.images[index].as_py()
