@@ -1,4 +1,4 @@
-"""Download images that are given by their addresses, once per machine, or once where machines share the folder."""
+"""Download images and videos by their addresses, once per machine, or once where machines share the folder."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ Fetchable = UrlImages | SnapshotImages
 def download_all(
     datasets: Sequence[Fetchable], hub: Mapping[str, HubFiles], report: Report, stop: Callable[[], None]
 ) -> list[int | str]:
-    """Download the images of all datasets; return exit code, sentence and hint of an error, or nothing."""
+    """Download the files of all datasets; return exit code, sentence and hint of an error, or nothing."""
     try:
         for dataset in datasets:
             if isinstance(dataset, UrlImages):
@@ -124,16 +124,17 @@ def download_all(
 
 
 def download_one(dataset: UrlImages, report: Report, stop: Callable[[], None]) -> None:
-    with report.progress(f"downloading images of {dataset.id}", len(read_urls(dataset))) as progress:
+    with report.progress(f"downloading {dataset.noun}s of {dataset.id}", len(read_urls(dataset))) as progress:
         found = download(dataset, stop, progress.update)
     if found.unreachable:
         named = format_names([f"{url}: {why}" for url, why in found.unreachable.items()])
         raise EnvironmentNotReady(
-            f"dataset `{dataset.id}`: {count_noun(len(found.unreachable), 'image')} cannot be downloaded:{named}",
+            f"dataset `{dataset.id}`: {count_noun(len(found.unreachable), dataset.noun)} cannot be downloaded:{named}",
             "run the same command again: it goes on where it stopped; remove rows of hosts that are gone from csv_file",
         )
     if found.lost:
         named = format_names([f"{url}: {why}" for url, why in found.lost.items()])
+        a_noun = "a video" if dataset.clips else "an image"
         report.warn(
-            f"dataset `{dataset.id}`: {count_noun(len(found.lost), 'address')} without an image left out:{named}"
+            f"dataset `{dataset.id}`: {count_noun(len(found.lost), 'address')} without {a_noun} left out:{named}"
         )

@@ -207,7 +207,8 @@ class SharedScan:
 
     def _kind(self, name: str) -> str:
         encoding = self.dataset.caption_encoding
-        name = f"{name}-video" if self.dataset.clips else name  # of a GIF, frames count only here
+        if clips := self.dataset.clips:  # of a GIF, frames count only here
+            name = f"{name}-video" + "-folders" * bool(clips.frame_folders_fps)
         return f"{name}-{self.dataset.caption_strategy}{f'-{encoding}' if encoding else ''}"
 
     def _scan_share(self, name: str, rows: int, report: Report) -> None:

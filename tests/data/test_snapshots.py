@@ -14,15 +14,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, SMALL
+from dataset_files import data_of, refusal
 from hub import COMMIT, serving
 from scanning import found
+from tabled import scan_table
+from video_files import SIZE, numbers_of, write_video
 
 from simpletuner.caches.latents import decode_image
 from simpletuner.data.config.dataset_types import LocalImages, SnapshotImages
 from simpletuner.data.config.datasets import load_datasets
-from simpletuner.data.storage.hub_datasets import files_of_split, find_files
+from simpletuner.data.images.image_formats import BY_PILLOW
+from simpletuner.data.samples.samples import Samples
+from simpletuner.data.storage.hub_datasets import as_fetched, fetch_files, files_of_split, find_files
 from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError
 from simpletuner.settings.declared.sections import Data
+from simpletuner.tools.dataset.contents import Content, read_content
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -193,4 +199,75 @@ def test_a_dataset_that_cannot_be_fetched_gets_the_command_that_fetches_it(monke
     ],
 )
 def test_files_of_a_split_are_parquet_files_or_images_with_their_table(names, files):
-    assert files_of_split(names, "train") == files
+    assert files_of_split(names, "train", BY_PILLOW) == files
+
+
+def films_in(folder: Path, *names: str) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return [write_video(folder / name, frames=10 + number) for number, name in enumerate(names)]
+
+
+def test_rows_are_videos_by_the_column_that_video_column_names(tmp_path):
+    files = films_in(tmp_path / "films", "a.mp4", "b.webm", "c.avi", "d.mp4")
+    rows = [
+        row(files[0]),
+        row(files[1]),
+        {"bytes": files[2].read_bytes(), "path": "c.mpg"},
+        {"bytes": None, "path": "x.mp4"},
+    ]
+    write(tmp_path / "hub", "train.parquet", rows, ["one", "two", "three", "four"], group=2)
+    keys = {"dataset_type": "video", "video": {"num_frames": 9, "clip_position": "start"}, "video_column": "image"}
+    discovery = found([snapshot(tmp_path / "hub", **keys)], alignment_px=16, frame_step=4)
+    assert [(each.name, each.captions, each.geometry.original.frames) for each in discovery.samples] == [
+        ("train/00000000.mp4", ("one",), 10),
+        ("train/00000001.webm", ("two",), 11),
+        ("train/00000002.mp4", ("three",), 12),
+    ]
+    assert discovery.broken == {"d/train/00000003.mp4": "has no bytes in its row"}
+    for sample in discovery.samples:
+        assert numbers_of(list(sample.images(SIZE))) == list(range(9))
+        assert not isinstance(decode_image(sample), str) and isinstance(read_content(sample), Content)
+    with pytest.raises(DataError, match="has no column `video`"):
+        found([snapshot(tmp_path / "hub", dataset_type="video")])
+    with pytest.raises(DataError, match="column `text` of .* holds no videos") as caught:
+        found([snapshot(tmp_path / "hub", dataset_type="video", video_column="text")])
+    assert "name it in video_column; one of addresses is read by type csv" in caught.value.hint
+    entry = {"id": "d", "type": "huggingface", "dataset_name": str(tmp_path), "caption_column": "text"}
+    assert "it is for dataset_type video" in refusal(data_of(tmp_path, {**entry, "video_column": "clip"}))
+
+
+def test_videos_of_the_hub_are_fetched_with_their_table(tmp_path, monkeypatch):
+    folder = tmp_path / "hub/datasets/someone/films"
+    films_in(folder / "train", "a.mp4", "b.mkv")
+    films_in(folder / "test", "c.mp4")
+    (folder / "train" / "poster.png").touch()
+    table = [{"file_name": name, "text": f"of {name}", "num_frames": 9} for name in ("a.mp4", "b.mkv")]
+    (folder / "train" / "metadata.jsonl").write_text("".join(json.dumps(each) + "\n" for each in table))
+    dataset = snapshot(Path("someone/films"), dataset_type="video", video={"num_frames": 9})
+    with serving(tmp_path / "hub") as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", hub.address)
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            hub.address + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home"))
+        files = find_files(dataset)
+        assert files.files == ["train/a.mp4", "train/b.mkv", "train/metadata.jsonl"] and files.is_of(dataset)
+        assert not files.is_of(dataset.model_copy(update={"dataset_type": "image", "video": None}))
+        fetch_files(dataset, files, lambda: None, lambda done: None)
+        own = as_fetched(dataset, files)
+    assert isinstance(own, LocalImages)
+    scanned = scan_own_table(own)
+    assert {each.name: each.captions for each in scanned} == {"a.mp4": ("of a.mp4",), "b.mkv": ("of b.mkv",)}
+    assert [numbers_of(list(each.images(SIZE))) for each in scanned] == [list(range(9))] * 2
+
+
+def scan_own_table(dataset: LocalImages) -> Samples:
+    assert dataset.parquet and dataset.video
+    columns = {"filename_column": "file_name", "caption_column": ["text"], "identifier_includes_extension": True}
+    values = {"dataset_type": "video", "video": {"num_frames": 9}, "caption_strategy": dataset.caption_strategy}
+    scanned = scan_table(
+        dataset.instance_data_dir, dataset.parquet.path, columns, metadata_backend=dataset.metadata_backend, **values
+    )
+    return scanned.found.samples

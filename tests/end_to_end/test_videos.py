@@ -12,7 +12,9 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+import ranks
 import torch
+import yaml
 from conftest import Trained, base
 from foreign import build_foreign
 from PIL import Image
@@ -107,7 +109,7 @@ def test_a_pipeline_without_a_class_trains_on_clips_and_images(media, train, tmp
     assert "CogVideoXPipeline does not sample 64x48@6 px: its clips have a multiple of 4 and one more" in odd.said
 
 
-def test_validation_clips_are_those_of_the_pipeline_and_play_everywhere(media, pipelines, train, tmp_path):
+def test_validation_clips_are_those_of_the_pipeline_and_play_everywhere(media, pipelines, train, starter, tmp_path):
     from diffusers import WanPipeline
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -140,6 +142,22 @@ def test_validation_clips_are_those_of_the_pipeline_and_play_everywhere(media, p
     )
     with Image.open(BytesIO(base64.b64decode(embedded[0]))) as thumbnail:
         assert thumbnail.n_frames == 9
+    card = (run.output / "pipeline" / "README.md").read_text()
+    _, front, text = card.split("---\n", 2)
+    facts, samples = yaml.safe_load(front), run.output / "pipeline" / "samples"
+    assert facts["pipeline_tag"] == "text-to-video"
+    assert facts["widget"] == [{"text": "disc 0", "output": {"url": "samples/00.mp4"}}]
+    assert "| [![sample](samples/00.webp)](samples/00.mp4) | disc 0 |" in text and "the first clip above" in text
+    for suffix in (".mp4", ".webp", ".png"):
+        assert (samples / f"00{suffix}").read_bytes() == stem.with_suffix(suffix).read_bytes()
+    code = re.search(r"^(`{3,})python\n(.*?)^\1$", card, re.MULTILINE | re.DOTALL)
+    assert code and "fps=12.5" in code[2]
+    started = starter.start(ranks.run_python, 1, code[2], str(tmp_path))
+    assert started.wait() == [0], started.said
+    with av.open(tmp_path / "clip.mp4") as container:
+        again = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]) / 255
+    assert again.shape == played.shape and abs(again - played).mean() < 0.05
+
     events = EventAccumulator(str(tmp_path / "logs")).Reload()
     assert "validation/trained-00" in events.Tags()["images"]
     with Image.open(BytesIO(events.Images("validation/trained-00")[-1].encoded_image_string)) as gif:

@@ -39,7 +39,6 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"), GONE),
     **dict.fromkeys(("audio", "audio_column", "s2v_datasets"), LATER + ": only images and videos"),
     **dict.fromkeys(("audio_caption_fields", "lyrics_column"), LATER + ": only images and videos"),
-    "video_column": LATER + ": videos are files of type local, aws, gcs or azure",
     "is_i2v": "it belongs into the block `video`",
 }  # fmt: skip
 

@@ -106,8 +106,8 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     def check_videos(self) -> ImageDataset:
         if self.video and self.dataset_type in ("image", "conditioning"):
             raise PydanticCustomError("video", "it is for dataset_type video, or eval")
-        if self.clips and self.type in ("csv", "huggingface"):
-            raise PydanticCustomError("dataset_type", "videos are of type local, aws, gcs or azure")
+        if self.video and self.video.frame_folders_fps and self.type in ("csv", "huggingface"):
+            raise PydanticCustomError("video.frame_folders_fps", "folders are of type local, aws, gcs or azure")
         return self
 
     @model_validator(mode="after")
@@ -169,7 +169,7 @@ class AzureImages(AzurePlace, BucketImages):
 
 
 class UrlImages(ImageDataset):
-    """Images by their addresses, which are downloaded once into a folder."""
+    """Images or videos by their addresses, which are downloaded once into a folder."""
 
     csv_file: Annotated[Path, AfterValidator(check_format)]
     csv_cache_dir: Path
@@ -197,14 +197,24 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class SnapshotImages(ImageDataset):
-    """Images of a Hugging Face dataset: in the Parquet files of a folder, or by the dataset's name on the hub."""
+    """Images or videos of a Hugging Face dataset: in Parquet files of a folder, or by the dataset's name on the hub."""
 
     dataset_name: Path
     revision: str | None = None
     """Of the hub: a branch, tag or commit."""
     split: str = "train"
     image_column: str = "image"
+    video_column: str = "video"
     caption_column: str | None = None
+
+    @property
+    def content_key(self) -> str:
+        """The key that names the column with the files."""
+        return "video_column" if self.clips else "image_column"
+
+    @property
+    def content_column(self) -> str:
+        return self.video_column if self.clips else self.image_column
 
     @property
     def is_on_hub(self) -> bool:
@@ -228,6 +238,8 @@ class SnapshotImages(ImageDataset):
         if self.parquet or self.metadata_backend == BLOCK:
             key = BLOCK if self.parquet else "metadata_backend"
             raise PydanticCustomError(key, "images of type huggingface have their own table: leave it out")
+        if "video_column" in self.model_fields_set and not self.clips:
+            raise PydanticCustomError("video_column", "it is for dataset_type video, or eval with a block `video`")
         return self
 
 

@@ -111,6 +111,8 @@ class DatasetFile:
     mistakes: list[Mistake] = field(default_factory=list)
     unused: dict[str, list[str]] = field(default_factory=dict)
     """Keys without effect, each with the reason, and where they stand."""
+    refused: set[str] = field(default_factory=set)
+    """Ids of entries with mistakes of their own: that nothing has such an id would follow from these."""
 
     def of_kind(self, kind: type[Kind]) -> list[Kind]:
         return [dataset for dataset, _ in self.datasets if isinstance(dataset, kind)]
@@ -165,7 +167,7 @@ def mistakes_of_masks(parsed: DatasetFile) -> Iterator[Mistake]:
     ids = [dataset.id for dataset in parsed.of_kind(ImageDataset) if dataset.conditioning_type]
     for dataset, entry in parsed.datasets:
         wanted = dataset.conditioning_data if isinstance(dataset, ImageDataset) else None
-        if wanted is not None and wanted not in ids:
+        if wanted is not None and wanted not in (*ids, *parsed.refused):
             yield entry.mistake(
                 "conditioning_data", "no dataset of dataset_type conditioning has this id", did_you_mean(wanted, ids)
             )
@@ -179,7 +181,7 @@ def mistakes_of_embeds(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
             yield Mistake("id", f"two datasets of type {kind} share it", name, shorten(twice))
         for dataset, entry in parsed.datasets:
             wanted = getattr(dataset, kind, None)
-            if wanted is not None and wanted not in ids:
+            if wanted is not None and wanted not in (*ids, *parsed.refused):
                 message = f"no dataset of dataset_type {kind} has this id"
                 yield entry.mistake(kind, message, did_you_mean(wanted, ids))
     texts = [(dataset, entry) for dataset, entry in parsed.datasets if isinstance(dataset, TextEmbeds)]
@@ -228,6 +230,7 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
         dataset = kind(**{**fallbacks(kind, data), **values})
     except ValidationError as error:
         mistakes += [mistake_of(item, fields, entry) for item in error.errors()]
+        parsed.refused.add(str(entry.value("id")))
     else:
         parsed.datasets.append((dataset, entry))
     parsed.mistakes += mistakes

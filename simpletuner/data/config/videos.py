@@ -25,6 +25,8 @@ class VideoSettings(Section):
     bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = "aspect_ratio"
     frame_interval: int | None = Field(None, ge=1)
     fps: float | None = Field(None, gt=0)
+    frame_folders_fps: float | None = Field(None, gt=0)
+    """Folders of numbered images are clips, too, of so many frames per second. None: they are not."""
     clip_position: Literal["start", "middle", "random"] = "start"
     is_i2v: bool = False
 

@@ -16,6 +16,10 @@ UNREAD_BESIDE_VIDEOS = (OTHER_SUFFIXES | BY_PILLOW | BY_PLUGIN) - VIDEO_SUFFIXES
 BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
 
 
+SUFFIXES = {"mov": ".mp4", "matroska": ".mkv", "avi": ".avi", "gif": ".gif"}
+"""Suffix of files by FFmpeg's name for their container."""
+
+
 def demuxer_of(head: bytes) -> str:
     """Return FFmpeg's name for the container that a file of these first bytes is; empty for none that is read.
 
@@ -28,6 +32,11 @@ def demuxer_of(head: bytes) -> str:
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
         return "avi"
     return "gif" if head[:4] == b"GIF8" else ""
+
+
+def suffix_of_video(head: bytes) -> str:
+    """Return the suffix for a file that begins so, or nothing where it is of no format that is read."""
+    return ".webp" if is_webp(head) else SUFFIXES.get(demuxer_of(head), "")
 
 
 def is_webp(head: bytes) -> bool:

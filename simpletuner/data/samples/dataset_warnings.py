@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow.compute as pc
 
 from simpletuner.data.images.geometry import shapes_of, target_areas
-from simpletuner.data.images.image_formats import BY_PLUGIN, INSTALL, READ
-from simpletuner.data.images.video_formats import READ_VIDEOS
+from simpletuner.data.images.image_formats import BY_PLUGIN, INSTALL
 from simpletuner.data.samples.discovery import Discovery
+from simpletuner.data.samples.formats_read import formats_read, frames_hint
 from simpletuner.data.samples.samples import DatasetSamples, Sample, Samples, Sizes
 from simpletuner.data.scan.captions import captions_of
 from simpletuner.system.numbers import count_noun
@@ -54,16 +54,17 @@ def warn_not_read(found: Discovery) -> Iterator[str]:
         more = ", and others" if len(kinds) > MAX_SUFFIXES else ""
         example = next(each.example for each in found.others if each.example)
         heic = f"; HEIC is read after `{INSTALL}`" if BY_PLUGIN & found.not_read.keys() else ""
+        frames = frames_hint([scan.dataset for scan in found.scans], found.not_read)
         count = count_noun(found.not_read.total(), "file")
-        yield f"{count} not read: {named}{more}, such as {example}; what is read is {formats_of(found)}{heic}"
+        yield f"{count} not read: {named}{more}, such as {example}; what is read is {formats_of(found)}{heic}{frames}"
 
 
 def formats_of(found: Discovery) -> str:
     """Name the formats that are read in these datasets."""
-    by_kind = {scan.dataset.noun: READ_VIDEOS if scan.dataset.clips else READ for scan in found.scans}
+    by_kind = {scan.dataset.noun: formats_read(scan.dataset) for scan in found.scans}
     if len(by_kind) > 1:
         return "; ".join(f"in datasets of {noun}s {by_kind[noun]}" for noun in sorted(by_kind))
-    return next(iter(by_kind.values()), READ)
+    return next(iter(by_kind.values()), "")
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from simpletuner.data.config.dataset_types import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.config.tables import TABLE_STRATEGIES
 from simpletuner.data.images.clips import are_long_enough, clip_frames, strides_of
 from simpletuner.data.images.geometry import are_within_limits, bucket_sizes, is_enlarged_within, resized_sizes
-from simpletuner.data.images.image_formats import READ
-from simpletuner.data.images.video_formats import READ_VIDEOS
 from simpletuner.data.sampler.stable_choice import choose_by_name, hash_names
+from simpletuner.data.samples.formats_read import formats_read, frames_hint
 from simpletuner.data.samples.masks import Masks
 from simpletuner.data.samples.samples import DatasetSamples, Samples, Sizes, different_values
 from simpletuner.data.scan.captions import caption_file
@@ -34,7 +33,7 @@ BLOCK_SIZES = 1 << 15
 """Sizes for which a bucket is computed at once, within the caches of a core: twice as fast as all together."""
 MAX_NAMES = 20
 """Largest number of files that a message names."""
-WORDLESS = r"(^|/)[_\s\p{Z}\x0b\x1c-\x1f\x{85}]+\.[^./]*$"
+WORDLESS = r"(^|/)[_\s\p{Z}\x0b\x1c-\x1f\x{85}]+(/|\.[^./]*)$"
 """File names that leave nothing for a caption."""
 
 
@@ -165,6 +164,9 @@ def sizes_of(
     lengths, rates = np.ones(len(codes), np.int32), np.zeros(len(codes))
     if video := dataset.clips:
         frames, fps = (table[name].to_numpy()[rows] for name in ("frames", "fps"))
+        if video.frame_folders_fps:
+            is_folder = pc.ends_with(table["name"], "/").to_numpy()[rows]
+            fps = np.where(is_folder & (fps == 0), video.frame_folders_fps, fps)
         codes, lengths, rates, index = different_lengths(codes, frames, fps, index)
     choices = None
     if dataset.crop and dataset.crop_aspect == "random":
@@ -293,10 +295,11 @@ def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
     }
     left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
     such = f"; {found.not_read.most_common(1)[0][0]} is not" if found.not_read else ""
+    such += frames_hint([scan.dataset], found.not_read)
     return DataError(
         f"dataset `{scan.dataset.id}`: no usable {scan.dataset.noun} in {scan.storage.describe()}"
         + (f" ({left_out})" if left_out else ""),
-        f"{READ_VIDEOS if scan.dataset.clips else READ} are read, with all subfolders{such}",
+        f"{formats_read(scan.dataset)} are read, with all subfolders{such}",
     )
 
 

@@ -22,6 +22,7 @@ import xxhash
 from PIL import Image
 
 from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folder, read_folder_frames
 from simpletuner.data.images.geometry import Geometry, compute_geometry
 from simpletuner.data.images.images import read_rgb
 from simpletuner.data.images.videos import read_frames
@@ -50,20 +51,27 @@ class Sample:
         """Open its file: an image to be read whole, a video to be read in parts."""
         return self.storage.open_header(self.name) if self.geometry.clip else self.storage.open(self.name)
 
+    def files(self) -> list[str]:
+        """Return the name of its file, or those of a folder's frames. Raises one of DECODE_ERRORS."""
+        return self.storage.list_folder(self.name, frame_suffixes()) if is_frame_folder(self.name) else [self.name]
+
     def images(self, smallest: tuple[int, int], places: Sequence[int] | None = None) -> Iterator[Image.Image]:
         """Yield its frames in upright RGB, all or those at ascending `places` of the clip; an image is one.
 
         They are decoded no larger than needed for `smallest`, where the format allows. Raises one of DECODE_ERRORS.
         """
         g = self.geometry
-        with self.open() as file:
-            if g.clip is None:
+        if g.clip is None:
+            with self.open() as file:
                 yield read_rgb(file, smallest, g.original.size)
-                return
-            numbers = g.clip.frame_numbers(g.target.frames)
-            yield from read_frames(
-                file, numbers if places is None else [numbers[place] for place in places], g.original
-            )
+            return
+        numbers = g.clip.frame_numbers(g.target.frames)
+        numbers = numbers if places is None else [numbers[place] for place in places]
+        if is_frame_folder(self.name):
+            yield from read_folder_frames(self.files(), self.storage.open, numbers, g.original, smallest)
+            return
+        with self.open() as file:
+            yield from read_frames(file, numbers, g.original)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.images.frame_folders import is_frame_folder
 from simpletuner.data.scan.caption_variants import vary
 from simpletuner.data.storage.storage import CAPTION_SUFFIX, Storage, UnreadableFileError
 
@@ -40,7 +41,7 @@ def captions_of(dataset: ImageDataset, name: str, lines: Sequence[str]) -> tuple
     if dataset.caption_strategy == "instanceprompt":
         return (phrase,)
     if dataset.caption_strategy == "filename":
-        lines = [line] if (line := PurePosixPath(name).stem.replace("_", " ").strip()) else []
+        lines = [line] if (line := PurePosixPath(caption_file(name)).stem.replace("_", " ").strip()) else []
     elif dataset.disable_multiline_split:
         lines = ["\n".join(lines)] if lines else []
     lines = [text for line in lines for text in vary(line, dataset.caption_filter_list, dataset.caption_shuffle)]
@@ -49,6 +50,8 @@ def captions_of(dataset: ImageDataset, name: str, lines: Sequence[str]) -> tuple
 
 
 def caption_file(name: str) -> str:
+    if is_frame_folder(name):
+        return name[:-1] + CAPTION_SUFFIX
     return PurePosixPath(name).with_suffix(CAPTION_SUFFIX).as_posix()
 
 

@@ -23,10 +23,12 @@ import xxhash
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.object_store_keys import MACHINE_KEYS
 from simpletuner.data.config.tables import BLOCK
+from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folder
 from simpletuner.data.sampler.stable_choice import hash_texts
 from simpletuner.data.scan.captions import read_caption_file
 from simpletuner.data.scan.file_list import CAPTION_VERSION, FileList
 from simpletuner.data.storage.storage import Storage, UnreadableFileError
+from simpletuner.system.files.checksums import value_checksum
 
 # 16 KB of digests for any number of samples; of a million, one that differs costs details of about 1,000.
 CHUNKS = 1024
@@ -68,7 +70,17 @@ class DatasetFiles:
                 captions = read_caption_file(self.storage, row["name"], self.dataset.caption_encoding)
             except UnreadableFileError as error:
                 captions = [f"a file that {error}"]
-        return FileFacts(row["size_bytes"], row["version"], captions, hash_ends(self.storage, row["name"]))
+        return FileFacts(row["size_bytes"], row["version"], captions, self._ends(row["name"]))
+
+    def _ends(self, name: str) -> str:
+        """Return a digest of the ends of a file, or of those of a folder's frames."""
+        if not is_frame_folder(name):
+            return hash_ends(self.storage, name)
+        try:
+            frames = self.storage.list_folder(name, frame_suffixes())
+        except (OSError, UnreadableFileError):
+            return ""
+        return value_checksum({frame: hash_ends(self.storage, frame) for frame in frames})
 
 
 def digest_of(tables: Iterable[pa.Table]) -> str:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.images.frame_folders import is_frame_folder
 from simpletuner.data.images.image_formats import read_suffixes, unread_suffixes
 from simpletuner.data.images.video_formats import UNREAD_BESIDE_VIDEOS, VIDEO_SUFFIXES
+from simpletuner.data.scan.folder_rows import with_folder_rows
 from simpletuner.data.storage.storage import CAPTION_SUFFIX, Storage, StoredFile
 from simpletuner.data.tables.table_files import table_of
 from simpletuner.errors import DataError
@@ -81,11 +84,14 @@ def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None
     table = table_of(dataset, storage)
     others, images, captions = OtherFiles(table=table.version() if table else ""), [], []
     files = iter(listing.files)
+    if has_folders := bool(dataset.clips and dataset.clips.frame_folders_fps):
+        files = with_folder_rows(files, partial(others.note, storage=storage))
     while block := list(islice(files, BLOCK_FILES)):
         stop()
         left = [file for file in block if file.suffix in unread]
         others.note([file for file in left if not (table and table.is_file(file.name))], storage)
-        images.append(batch_of(decodable([file for file in block if file.suffix in read], others.undecodable)))
+        found = [file for file in block if file.suffix in read or (has_folders and is_frame_folder(file.name))]
+        images.append(batch_of(decodable(found, others.undecodable)))
         captions.append(batch_of(decodable([file for file in block if file.suffix in own], [])))
     others.written += map(storage.describe, listing.left_out)
     listed, texts = (pa.Table.from_batches(batches, FILE) for batches in (images, captions))
@@ -127,6 +133,6 @@ def with_caption_versions(images: pa.Table, captions: pa.Table, default: str) ->
     if not len(captions):
         return images.append_column(CAPTION_VERSION, pa.repeat(pa.scalar(default, pa.large_string()), len(images)))
     versions = join([captions["version"], captions["problem"]])
-    names = pc.replace_substring_regex(images["name"], r"\.[^./]*$", CAPTION_SUFFIX)
+    names = pc.replace_substring_regex(images["name"], r"(/|\.[^./]*)$", CAPTION_SUFFIX)
     found = pc.index_in(names, value_set=captions["name"])
     return images.append_column(CAPTION_VERSION, pc.fill_null(versions.take(found), ""))

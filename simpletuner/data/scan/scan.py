@@ -17,7 +17,8 @@ from typing import Any
 import pyarrow as pa
 
 from simpletuner.data.config.dataset_types import ImageDataset
-from simpletuner.data.images.images import DECODE_ERRORS, read_header
+from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folder, read_folder_header
+from simpletuner.data.images.images import DECODE_ERRORS, ImageHeader, read_header
 from simpletuner.data.images.videos import read_video_header
 from simpletuner.data.scan.captions import read_caption_file
 from simpletuner.data.scan.file_list import CAPTION_VERSION, FILE, OtherFiles, printable
@@ -77,8 +78,7 @@ def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) 
     }
     try:
         check_readable(file)
-        with storage.open_header(file["name"]) as opened:
-            header = read_video_header(opened) if dataset.clips else read_header(opened)
+        header = read_file_header(dataset, storage, file["name"])
     except DECODE_ERRORS as error:
         return {**row, "problem": printable(str(error)) or type(error).__name__}
     width, height = header.size
@@ -90,6 +90,14 @@ def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) 
         return {**row, "captions": read_caption_file(storage, file["name"], dataset.caption_encoding)}
     except UnreadableFileError as error:
         return {**row, "caption_problem": str(error)}
+
+
+def read_file_header(dataset: ImageDataset, storage: Storage, name: str) -> ImageHeader:
+    """Raises one of DECODE_ERRORS."""
+    if is_frame_folder(name):
+        return read_folder_header(storage.list_folder(name, frame_suffixes()), storage.open_header)
+    with storage.open_header(name) as opened:
+        return read_video_header(opened) if dataset.clips else read_header(opened)
 
 
 def check_readable(file: Mapping[str, Any]) -> None:

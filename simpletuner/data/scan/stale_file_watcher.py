@@ -12,10 +12,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from simpletuner.data.images.frame_folders import is_frame_folder
 from simpletuner.data.scan.captions import caption_file
+from simpletuner.data.scan.folder_rows import local_folder_version
 from simpletuner.data.scan.scan_cache import open_table
 from simpletuner.data.storage.storage import stored_file
 from simpletuner.report import Report
@@ -54,12 +57,19 @@ def check_files(scan: Path, folder: Path, with_captions: bool, parent: int) -> d
         if os.getppid() != parent:
             sys.exit()
         for name, version, caption_version in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-            is_same = stored_file(name, partial(os.stat, f"{folder}/{name}")).version == version
+            is_same = version_of(folder, name) == version
             if is_same and with_captions:
                 is_same = version_of_caption(f"{folder}/{caption_file(name)}") == caption_version
             if not is_same:
                 changed, first = changed + 1, first or name
     return {"changed": changed, "first": first}
+
+
+def version_of(folder: Path, name: str) -> str:
+    if is_frame_folder(name):
+        with suppress(OSError):
+            return local_folder_version(folder, name)
+    return stored_file(name, partial(os.stat, f"{folder}/{name}")).version
 
 
 def version_of_caption(path: str) -> str:

@@ -94,6 +94,10 @@ def find_rows(names: pa.ChunkedArray, identifiers: pa.ChunkedArray, with_extensi
 def rows_by_name(names: pa.ChunkedArray, identifiers: pa.ChunkedArray, with_extension: bool) -> pa.Array:
     """Return the first row of each file, or null: by its path below the dataset's folder, or by its name alone."""
     keys = names if with_extension else without_suffix(names)
+    are_folders = pc.ends_with(names, "/")
+    if pc.any(are_folders).as_py():
+        keys = pc.if_else(are_folders, pc.ascii_rtrim(names, "/"), keys)
+        identifiers = pc.ascii_rtrim(identifiers, "/")
     if len(keys) == len(identifiers) and keys.equals(identifiers):
         return pa.array(np.arange(len(keys), dtype=np.int32))  # written in the order of the files, as most tables are
     found = pc.index_in(keys, value_set=identifiers)

@@ -1,12 +1,13 @@
 """Datasets of the Hugging Face hub by name: the files of one commit, fetched once into the hub's own cache.
 
-Two forms are read: Parquet files with the images in them, and image files beside a `metadata` table (an "imagefolder").
+Two forms are read: Parquet files with the images or videos in them, and files beside a `metadata` table (an
+"imagefolder" or "videofolder").
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages, SnapshotImages, belongs_to_split
 from simpletuner.data.config.tables import BLOCK, TableSettings
 from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN
+from simpletuner.data.images.video_formats import VIDEO_SUFFIXES
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.system.processes.threads import run_bounded
 
@@ -35,10 +37,12 @@ class HubFiles:
     split: str
     commit: str
     files: list[str]
+    noun: str = "image"
+    """Their kind, `image` or `video`; records of earlier versions lack it."""
 
     def is_of(self, dataset: SnapshotImages) -> bool:
-        asked = (str(dataset.dataset_name), dataset.revision, dataset.split)
-        return (self.dataset_name, self.revision, self.split) == asked
+        asked = (str(dataset.dataset_name), dataset.revision, dataset.split, dataset.noun)
+        return (self.dataset_name, self.revision, self.split, self.noun) == asked
 
 
 def find_files(dataset: SnapshotImages) -> HubFiles:
@@ -49,24 +53,24 @@ def find_files(dataset: SnapshotImages) -> HubFiles:
     with explain_hub_errors(dataset):
         info = HfApi().dataset_info(name, revision=dataset.revision)
     names = [each.rfilename for each in info.siblings or ()]
-    files = files_of_split(names, dataset.split)
+    files = files_of_split(names, dataset.split, VIDEO_SUFFIXES if dataset.clips else BY_PILLOW | BY_PLUGIN)
     if not files or not info.sha:
         kinds = Counter(PurePosixPath(each).suffix or each for each in names).most_common(5)
         held = f"it holds {', '.join(f'{count} {kind}' for kind, count in kinds)}" if kinds else "it is empty"
         raise DataError(
-            f"dataset `{dataset.id}`: {name} has no Parquet files and no images of the split `{dataset.split}`: {held}",
+            f"dataset `{dataset.id}`: {name} has no Parquet files and no {dataset.noun}s of the split "
+            f"`{dataset.split}`: {held}",
             f"set split to what its files or folders are named by, or revision to {PARQUET_BRANCH}, where the hub may "
             "have it as Parquet files",
         )
-    return HubFiles(name, dataset.revision, dataset.split, info.sha, files)
+    return HubFiles(name, dataset.revision, dataset.split, info.sha, files, dataset.noun)
 
 
-def files_of_split(names: Sequence[str], split: str) -> list[str]:
-    """Return the Parquet files of a split, or else its images and their table."""
+def files_of_split(names: Sequence[str], split: str, suffixes: Collection[str]) -> list[str]:
+    """Return the Parquet files of a split, or else its files with these suffixes and their table."""
     if parquet := [name for name in names if is_parquet(name) and belongs_to_split(PurePosixPath(name), split)]:
         return parquet
-    images = BY_PILLOW | BY_PLUGIN
-    files = [name for name in names if PurePosixPath(name).suffix.lower() in images or is_metadata(name)]
+    files = [name for name in names if PurePosixPath(name).suffix.lower() in suffixes or is_metadata(name)]
     of_split = [name for name in files if split in PurePosixPath(name).parts[:-1]]
     chosen = of_split or files  # a dataset of one split may have no folder for it
     return chosen if any(not is_metadata(name) for name in chosen) else []
@@ -126,7 +130,7 @@ def as_fetched(dataset: SnapshotImages, found: HubFiles) -> ImageDataset:
 
 
 def as_image_folder(dataset: SnapshotImages, found: HubFiles, folder: Path) -> LocalImages:
-    """Return images with their captions in `metadata`, which names them relative to its own folder."""
+    """Return images or videos with their captions in `metadata`, which names them relative to its own folder."""
     tables = sorted(filter(is_metadata, found.files))
     shared = (LocalImages.model_fields.keys() & SnapshotImages.model_fields) - {"type", "parquet", "caption_strategy"}
     values = {name: getattr(dataset, name) for name in shared}  # validated already
@@ -136,7 +140,7 @@ def as_image_folder(dataset: SnapshotImages, found: HubFiles, folder: Path) -> L
     if len(tables) != 1:
         raise DataError(
             f"dataset `{dataset.id}`: {found.dataset_name} has {len(tables)} tables ({' or '.join(METADATA)}) of its "
-            f"images in the split `{dataset.split}`, where captions would be",
+            f"{dataset.noun}s in the split `{dataset.split}`, where captions would be",
             "set split to the folder of one, or caption_strategy to instanceprompt",
         )
     table = TableSettings(

@@ -48,6 +48,12 @@ class ObjectStorage:
         """List objects; those with a part that begins with a dot are left out."""
         return Listing(sort_by_parts(self._list(suffixes)))
 
+    def list_folder(self, name: str, suffixes: Collection[str]) -> list[str]:
+        with self._explained():
+            objects = obstore.list_with_delimiter(self.store, name)["objects"]
+        names = sorted(each["path"] for each in objects)
+        return [each for each in names if StoredFile(each).suffix in suffixes and not f"/{each}".count("/.")]
+
     def open(self, name: str) -> BinaryIO:
         return io.BytesIO(self._get(name, MAX_BYTES))
 

@@ -1,4 +1,4 @@
-"""A downloaded dataset of the Hugging Face hub as a store: each row of its Parquet files is an image and its caption.
+"""A downloaded dataset of the Hugging Face hub as a store: each row of its Parquet files is an image or a video.
 
 Rows are files by name, `train-00000-of-00002/00000017.jpg` and `.txt`, so all else works as for a folder. A row group
 is read as a whole, since Parquet compresses it so; a few of them stay in memory.
@@ -35,7 +35,7 @@ READ_ERRORS = (pa.ArrowException, OSError, ValueError)
 
 @dataclass(frozen=True)
 class RowGroup:
-    """The images (encoded, as bytes) and captions of some consecutive rows."""
+    """The images or videos (encoded, as bytes) and captions of some consecutive rows."""
 
     first: int
     images: pa.ChunkedArray
@@ -62,6 +62,9 @@ class SnapshotStorage:
                 "set `split` to what the names of the files begin with, such as train",
             )
         return Listing(self._rows(files, suffixes))
+
+    def list_folder(self, name: str, suffixes: Collection[str]) -> list[str]:
+        return []  # rows have no folders
 
     def open(self, name: str) -> BinaryIO:
         group, index = self._find(name)
@@ -92,41 +95,47 @@ class SnapshotStorage:
                 yield path
 
     def _rows(self, files: list[Path], suffixes: Collection[str]) -> Iterator[StoredFile]:
+        default = ".mp4" if self.dataset.clips else ".png"
         for file in files:
             found = (self.folder / file).stat()
             stem, version = file.with_suffix("").as_posix(), f"{found.st_size}-{found.st_mtime_ns}"
-            for row, suffix in enumerate(self._suffixes(file)):
+            for row, named in enumerate(self._suffixes(file)):
+                # Content decides what a file is; a row must not be lost for the name that its file once had.
+                suffix = named if named in suffixes else default
                 for each in (suffix, CAPTION_SUFFIX) if self.dataset.caption_column else (suffix,):
                     if each in suffixes:
                         yield StoredFile(f"{stem}/{row:08}{each}", 0, version)
 
     def _suffixes(self, file: Path) -> list[str]:
-        """Return a suffix for each row: that of the image's own name, where it has one."""
+        """Return a suffix for each row: that of the file's own name; empty for one without."""
+        column = self.dataset.content_column
         try:
             opened = self._opened(file)
-            if f"{self.dataset.image_column}.path" not in leaf_names(opened):
-                return [".png"] * opened.metadata.num_rows
-            table = opened.read(columns=[f"{self.dataset.image_column}.path"], use_threads=False)
-            paths = table[self.dataset.image_column].combine_chunks().field("path").to_pylist()
+            if f"{column}.path" not in leaf_names(opened):
+                return [""] * opened.metadata.num_rows
+            table = opened.read(columns=[f"{column}.path"], use_threads=False)
+            paths = table[column].combine_chunks().field("path").to_pylist()
         except READ_ERRORS as error:
             raise self._error(file, error) from None
-        return [PurePosixPath(path or "").suffix.lower() or ".png" for path in paths]
+        return [PurePosixPath(path or "").suffix.lower() for path in paths]
 
     def _opened(self, file: Path) -> pq.ParquetFile:
         """Raises DataError for a file without the columns that are asked for."""
         # pre_buffer reads in Arrow's threads, which may abort a process at its exit (scan/scan_cache.py).
         opened = pq.ParquetFile(self.folder / file, pre_buffer=False)
         names = opened.schema_arrow.names
-        wanted = {"image_column": self.dataset.image_column, "caption_column": self.dataset.caption_column}
+        column = self.dataset.content_column
+        wanted = {self.dataset.content_key: column, "caption_column": self.dataset.caption_column}
         for key, name in wanted.items():
             if name and name not in names:
                 hint = did_you_mean(name, names) or f"set {key} to one of {', '.join(names)}"
                 raise DataError(f"dataset `{self.dataset.id}`: {self.folder / file} has no column `{name}`", hint)
-        image = self.dataset.image_column
-        if not holds_images(opened.schema_arrow.field(image).type):
+        kind, noun, key = opened.schema_arrow.field(column).type, self.dataset.noun, self.dataset.content_key
+        if not holds_files(kind):
+            addresses = "; one of addresses is read by type csv" if is_text(kind) else ""
             raise DataError(
-                f"dataset `{self.dataset.id}`: column `{image}` of {self.folder / file} holds no images",
-                "a column of images holds their bytes, or `bytes` and `path`; name it in image_column",
+                f"dataset `{self.dataset.id}`: column `{column}` of {self.folder / file} holds no {noun}s",
+                f"a column of {noun}s holds their bytes, or `bytes` and `path`; name it in {key}{addresses}",
             )
         return opened
 
@@ -148,7 +157,7 @@ class SnapshotStorage:
         opened = self._opened(Path(f"{stem}.parquet"))
         starts = [0, *accumulate(opened.metadata.row_group(n).num_rows for n in range(opened.num_row_groups))]
         number = bisect_right(starts, row) - 1
-        image, caption = self.dataset.image_column, self.dataset.caption_column
+        image, caption = self.dataset.content_column, self.dataset.caption_column
         leaf = f"{image}.bytes" if f"{image}.bytes" in leaf_names(opened) else image
         table = opened.read_row_group(number, columns=[leaf, *([caption] if caption else [])], use_threads=False)
         images = table[image].combine_chunks()
@@ -170,9 +179,13 @@ def leaf_names(opened: pq.ParquetFile) -> list[str]:
     return [opened.schema.column(number).path for number in range(len(opened.schema))]
 
 
-def holds_images(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def holds_files(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
-        return kind.get_field_index("bytes") >= 0 and holds_images(kind.field("bytes").type)
+        return kind.get_field_index("bytes") >= 0 and holds_files(kind.field("bytes").type)
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 

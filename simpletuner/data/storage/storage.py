@@ -81,6 +81,10 @@ class Storage(Protocol):
         """
         ...
 
+    def list_folder(self, name: str, suffixes: Collection[str]) -> list[str]:
+        """Return the files with these suffixes directly in a folder, sorted. Raises OSError or UnreadableFileError."""
+        ...
+
     def open(self, name: str) -> BinaryIO:
         """Open a file for reading and seeking. Raises OSError or UnreadableFileError."""
         ...
@@ -114,6 +118,9 @@ class LocalStorage:
         outputs = frozenset(filter(None, map(folder_id, self.outputs)))
         listing.files = self._walk(self.folder, "", suffixes, frozenset(), outputs, listing)
         return listing
+
+    def list_folder(self, name: str, suffixes: Collection[str]) -> list[str]:
+        return list_local_folder(self.folder, name, suffixes)
 
     def open(self, name: str) -> BinaryIO:
         return open_regular(self.folder / name)
@@ -166,6 +173,13 @@ class LocalStorage:
                 yield from self._walk(Path(entry.path), f"{name}/", suffixes, parents | {this}, outputs, listing)
             elif PurePosixPath(name).suffix.lower() in suffixes:
                 yield stored_file(name, entry.stat)
+
+
+def list_local_folder(root: Path, name: str, suffixes: Collection[str]) -> list[str]:
+    """Return the files with these suffixes directly in a folder, sorted, without hidden ones. Raises OSError."""
+    with os.scandir(root / name) as entries:
+        own = [each.name for each in entries if not each.name.startswith(".") and not is_folder(each)]
+    return [name + each for each in sorted(own) if PurePosixPath(each).suffix.lower() in suffixes]
 
 
 def stored_file(name: str, ask: Callable[[], os.stat_result]) -> StoredFile:

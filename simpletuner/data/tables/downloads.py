@@ -1,4 +1,4 @@
-"""Download the images of a list of URLs once, into a folder that is then read like any other.
+"""Download the images or videos of a list of URLs once, into a folder that is then read like any other.
 
 By urllib: it follows redirects, knows proxies, and needs no package; obstore wants one store per host. A file is named
 by a hash of its URL, so what an earlier start has downloaded is found without being asked for again.
@@ -7,10 +7,10 @@ by a hash of its URL, so what an earlier start has downloaded is found without b
 from __future__ import annotations
 
 import http.client
-import io
 import json
 import random
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -26,14 +26,18 @@ from simpletuner.data.config.dataset_types import LocalImages, UrlImages
 from simpletuner.data.config.tables import TableSettings
 from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN, suffix_of_content
 from simpletuner.data.images.images import DECODE_ERRORS, read_header
+from simpletuner.data.images.video_formats import VIDEO_SUFFIXES, suffix_of_video
+from simpletuner.data.images.videos import read_video_header
+from simpletuner.data.storage.storage import MAX_BYTES as LARGEST_READ
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.data.tables.table_files import TableFile
-from simpletuner.system.files.atomic import replace_file
+from simpletuner.system.files.atomic import flush_to_disk, replace_file, unfinished_path
 from simpletuner.system.http_requests import http_request
 from simpletuner.system.processes.threads import run_bounded
 
 MAX_BYTES = 256 << 20
-"""The largest image that is downloaded."""
+"""The largest image that is downloaded; of videos, it is what is read of a dataset."""
+BLOCK_BYTES = 1 << 20
 THREADS = 16
 ATTEMPTS = 5
 # Before the second attempt; doubled before each further one.
@@ -41,24 +45,23 @@ WAIT_SECONDS = 0.5
 TIMEOUT_SECONDS = 30
 PASSING = frozenset({408, 425, 429})
 """HTTP statuses below 500 that may be others next time."""
-SUFFIXES = BY_PILLOW | BY_PLUGIN
 INDEX = "images.jsonl"
 # With %, so that an address that is quoted already stays as it is.
 SAFE = ":/?#[]@!$&'()*+,;=%~"
 KEYS = {"path": "csv_file", "filename_column": "csv_url_column", "caption_column": "csv_caption_column"}
 
 
-class LostImageError(ValueError):
-    """Why an image cannot be downloaded, now or later."""
+class LostFileError(ValueError):
+    """Why an image or a video cannot be downloaded, now or later."""
 
 
 @dataclass
 class Downloads:
-    """The number of downloaded images, and the URLs of the others, with the reason."""
+    """The number of downloaded files, and the URLs of the others, with the reason."""
 
     count: int = 0
     lost: dict[str, str] = field(default_factory=dict)
-    """Their servers say so, or what they send is no image."""
+    """Their servers say so, or what they send is no image or video."""
     unreachable: dict[str, str] = field(default_factory=dict)
 
 
@@ -96,14 +99,24 @@ def download(dataset: UrlImages, stop: Callable[[], None], show: Callable[[int],
     """
     folder, captions, found = dataset.csv_cache_dir, read_urls(dataset), Downloads()
     folder.mkdir(parents=True, exist_ok=True)
-    names = {path.stem: path.name for path in folder.iterdir() if path.suffix in SUFFIXES}
+    suffixes = VIDEO_SUFFIXES if dataset.clips else BY_PILLOW | BY_PLUGIN
+    names = {path.stem: path.name for path in folder.iterdir() if path.suffix in suffixes}
     missing = [url for url in captions if name_of(url) not in names]
-    fetched = run_bounded(lambda url: fetch(url, folder), missing, THREADS, stop)
+    is_stopping = threading.Event()
+
+    def check() -> None:
+        try:
+            stop()
+        except BaseException:
+            is_stopping.set()
+            raise
+
+    fetched = run_bounded(lambda url: fetch(dataset, url, is_stopping), missing, THREADS, check)
     for done, (url, future) in enumerate(fetched, start=1):
         result = result_of(future)
         if isinstance(result, str):
             names[name_of(url)] = result
-        elif isinstance(result, LostImageError):
+        elif isinstance(result, LostFileError):
             found.lost[url] = str(result)
         else:
             found.unreachable[url] = str(result) or type(result).__name__
@@ -124,71 +137,89 @@ def name_of(url: str) -> str:
 def result_of(future: Future[str]) -> str | Exception:
     try:
         return future.result()
-    except (LostImageError, *PASSING_ERRORS) as error:
+    except (LostFileError, *PASSING_ERRORS) as error:
         return error
 
 
 PASSING_ERRORS = (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError)
 
 
-def fetch(url: str, folder: Path) -> str:
-    """Download an image, and return its file's name. Raises LostImageError, or one of PASSING_ERRORS in the end."""
-    content = read_with_retries(url)
-    name = name_of(url) + checked_suffix(content)
-    replace_file(folder / name, content)
+def fetch(dataset: UrlImages, url: str, is_stopping: threading.Event) -> str:
+    """Download a file, and return its name. Raises LostFileError, or one of PASSING_ERRORS in the end."""
+    folder = dataset.csv_cache_dir
+    part = unfinished_path(folder / name_of(url))
+    try:
+        write_with_retries(dataset, url, part, is_stopping)
+        name = name_of(url) + checked_suffix(dataset, part)
+        flush_to_disk(part)
+        part.replace(folder / name)
+    finally:
+        part.unlink(missing_ok=True)
+    flush_to_disk(folder)
     return name
 
 
-def read_with_retries(url: str) -> bytes:
+def write_with_retries(dataset: UrlImages, url: str, part: Path, is_stopping: threading.Event) -> None:
     for attempt in range(ATTEMPTS - 1):
         try:
-            return read_body(url)
+            write_body(dataset, url, part, is_stopping)
+            return
         except PASSING_ERRORS as error:
             raise_if_final(error)
         # At random, so that threads that a server has refused together do not come back together.
         time.sleep(WAIT_SECONDS * 2**attempt * random.uniform(0.5, 1))
-    return read_body(url)
+    write_body(dataset, url, part, is_stopping)
 
 
 def raise_if_final(error: Exception) -> None:
-    """Raise LostImageError for an error that another attempt cannot change."""
+    """Raise LostFileError for an error that another attempt cannot change."""
     if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in PASSING:
-        raise LostImageError(f"HTTP {error.code}") from None
+        raise LostFileError(f"HTTP {error.code}") from None
     reason = getattr(error, "reason", None)
     if isinstance(reason, socket.gaierror) and reason.errno == socket.EAI_NONAME:
-        raise LostImageError("there is no such host") from None
+        raise LostFileError("there is no such host") from None
 
 
-def read_body(url: str) -> bytes:
-    """Ask once. Raises LostImageError, or one of PASSING_ERRORS."""
+def write_body(dataset: UrlImages, url: str, part: Path, is_stopping: threading.Event) -> None:
+    """Ask once, and write what comes. Raises LostFileError, or one of PASSING_ERRORS."""
     try:
         request = http_request(quote(url, safe=SAFE), headers={"User-Agent": "simpletuner"})
         if request.type not in ("http", "https"):  # urllib would open files
-            raise LostImageError("is no http:// or https:// address")
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
-            expected, content = answer.headers.get("Content-Length", ""), answer.read(MAX_BYTES + 1)
-    except LostImageError:
+            raise LostFileError("is no http:// or https:// address")
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer, part.open("wb") as file:
+            expected, size = answer.headers.get("Content-Length", ""), 0
+            while block := answer.read(BLOCK_BYTES):
+                if size and is_stopping.is_set():  # a video may take minutes
+                    raise InterruptedError
+                file.write(block)
+                if (size := size + len(block)) > largest_bytes(dataset):
+                    raise LostFileError(f"has more than {largest_bytes(dataset):,} bytes")
+    except LostFileError:
         raise
     except urllib.error.HTTPError as error:
         error.close()  # it holds the connection
         raise
     except (ValueError, http.client.InvalidURL):  # whose text may quote a password
-        raise LostImageError("is no address") from None
-    if len(content) > MAX_BYTES:
-        raise LostImageError(f"has more than {MAX_BYTES:,} bytes")
+        raise LostFileError("is no address") from None
     # A read with a limit raises nothing where the connection ends too early.
-    if expected.isdigit() and len(content) < int(expected):
-        raise http.client.IncompleteRead(content, int(expected) - len(content))
-    return content
+    if expected.isdigit() and size < int(expected):
+        raise http.client.IncompleteRead(b"", int(expected) - size)
 
 
-def checked_suffix(content: bytes) -> str:
-    """Return the suffix of an image that is read. Raises LostImageError for any other content."""
-    suffix = suffix_of_content(content)
-    try:
-        if not suffix:
-            raise LostImageError("is no image in a format that is read")
-        read_header(io.BytesIO(content))
-    except DECODE_ERRORS as error:
-        raise LostImageError(str(error)) from None
+def largest_bytes(dataset: UrlImages) -> int:
+    return LARGEST_READ if dataset.clips else MAX_BYTES
+
+
+def checked_suffix(dataset: UrlImages, part: Path) -> str:
+    """Return the suffix of a file that is read. Raises LostFileError for any other content."""
+    suffix_of, read = (suffix_of_video, read_video_header) if dataset.clips else (suffix_of_content, read_header)
+    with part.open("rb") as file:
+        suffix = suffix_of(file.read(32))
+        file.seek(0)
+        try:
+            if not suffix:
+                raise LostFileError(f"is no {dataset.noun} in a format that is read")
+            read(file)
+        except DECODE_ERRORS as error:
+            raise LostFileError(str(error)) from None
     return suffix

@@ -68,9 +68,10 @@ def read_content(sample: Sample) -> Content | str:
         if sample.geometry.clip:
             (image,) = sample.images((SMALL_PX, SMALL_PX), places=[0])
             digest = xxhash.xxh3_128()
-            with sample.storage.open(sample.name) as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
+            for name in sample.files():
+                with sample.storage.open(name) as file:
+                    while block := file.read(1 << 20):
+                        digest.update(block)
             return content_of(digest.digest(), image)
         with sample.open() as file:
             content = file.read()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from simpletuner.settings.showing.export import as_flags, format_command
 from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.files.atomic import write_file
 from simpletuner.system.files.regular_files import read_file
+from simpletuner.training.images.clip_files import MP4, WEBP
 from simpletuner.training.images.image_files import ImageInfo, read_info
 from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
 from simpletuner.training.publishing.usage import usage_code
@@ -27,8 +29,6 @@ from simpletuner.training.run_folder.run_summary import DatasetFacts, RunFacts, 
 if TYPE_CHECKING:  # the library is imported when a run has ended
     from huggingface_hub import ModelCardData
 
-Samples = Mapping[str, ImageInfo | None]
-"""Images by their names in the card's folder, and how each was made."""
 
 CARD, SAMPLES = "README.md", "samples"
 TEMPLATE = Path(__file__).parent / "card.md.jinja"
@@ -38,6 +38,20 @@ MAX_SAMPLES = 6
 ROWS = ("model", "pipeline", "found", "engine", "effective batch", "images")
 OF_A_MACHINE = ("output_dir", "logging_dir", "main_process_ip", "machine_rank", "notify_url", "run_secret_file")
 """Settings that others can do nothing with."""
+
+
+@dataclass(frozen=True)
+class CardSample:
+    """An image in the card's folder, and how it was made; of a clip, `clip` and `moving` are its MP4 and its WebP."""
+
+    image: str
+    info: ImageInfo | None
+    clip: str = ""
+    moving: str = ""
+
+    @property
+    def prompt(self) -> str:
+        return self.info.prompt if self.info else ""
 
 
 def write_card(settings: Settings, family: ModelFamily, facts: RunFacts, pipeline: Path, folder: Path) -> None:
@@ -53,23 +67,26 @@ def write_card(settings: Settings, family: ModelFamily, facts: RunFacts, pipelin
     write_file(path, render(settings, family, facts, pipeline, samples).encode())
 
 
-def render(settings: Settings, family: ModelFamily, facts: RunFacts, pipeline: Path, samples: Samples) -> str:
+def render(
+    settings: Settings, family: ModelFamily, facts: RunFacts, pipeline: Path, samples: Sequence[CardSample]
+) -> str:
     from huggingface_hub import ModelCard
 
     base, lora = base_of(settings.model), settings.model.model_type == "lora"
     public = {each.name: public_value(each, settings.model) for each in facts.settings if each.name not in OF_A_MACHINE}
     command = format_command(["simpletuner", "train", *as_flags(public)]).strip()
-    code = usage_code(family, pipeline, next(iter(samples.values()), None))
-    prompts = [(file, info.prompt if info else "") for file, info in samples.items()]
+    code = usage_code(family, pipeline, samples[0].info if samples else None)
+    has_clips = any(each.clip for each in samples) or any("@" in name for name, _, _ in facts.buckets)
     card = ModelCard.from_template(
-        front_matter(settings.model, prompts),
+        front_matter(settings.model, samples, has_clips),
         template_path=str(TEMPLATE),
         ours=OURS,
         name=escaped(facts.name),
         base=escaped(base),
         lora=lora,
         average=pipeline.name.endswith("-ema"),
-        samples=[(file, escaped(prompt) or "(empty prompt)") for file, prompt in prompts],
+        samples=[(each.moving or each.image, each.clip, escaped(each.prompt) or "(empty prompt)") for each in samples],
+        noun="clip" if samples and samples[0].clip else "image",
         sampler=f"{family.pipeline_class.__name__} with {type(family.scheduler()).__name__}",
         code=code,
         numbers=table(describe_result(read_columns(settings.training.output_dir / METRICS))),
@@ -84,8 +101,8 @@ def render(settings: Settings, family: ModelFamily, facts: RunFacts, pipeline: P
     return str(card)
 
 
-def front_matter(model: Model, prompts: Iterable[tuple[str, str]]) -> ModelCardData:
-    """Return what the hub reads: sample images with their prompts are its gallery."""
+def front_matter(model: Model, samples: Iterable[CardSample], has_clips: bool = False) -> ModelCardData:
+    """Return what the hub reads: sample images and clips with their prompts are its gallery."""
     from huggingface_hub import ModelCardData
 
     base, is_lora = hub_id(model), model.model_type == "lora"
@@ -94,10 +111,10 @@ def front_matter(model: Model, prompts: Iterable[tuple[str, str]]) -> ModelCardD
         base_model=base,
         base_model_relation=("adapter" if is_lora else "finetune") if base else None,
         library_name="diffusers",
-        pipeline_tag="text-to-image",
+        pipeline_tag="text-to-video" if has_clips else "text-to-image",
         tags=[model.model_family, *(["lora"] if is_lora else []), "simpletuner"],
         # An entry without a text is not shown.
-        widget=[{"text": prompt or " ", "output": {"url": file}} for file, prompt in prompts] or None,
+        widget=[{"text": each.prompt or " ", "output": {"url": each.clip or each.image}} for each in samples] or None,
     )
 
 
@@ -117,21 +134,25 @@ def public_value(setting: ExplainedSetting, model: Model) -> Any:
     return Path(setting.value).name if isinstance(setting.value, str) and (is_path or is_folder) else setting.value
 
 
-def copy_samples(validation: Path, folder: Path, variant: str) -> Samples:
-    """Copy images of the last round that has any."""
+def copy_samples(validation: Path, folder: Path, variant: str) -> list[CardSample]:
+    """Copy images of the last round that has any, and the clips that some are of."""
     # By the length of names first: steps of more than six digits are not padded.
     rounds = sorted(validation.glob(f"step-*/{variant}-*.png"), key=lambda path: (len(path.parent.name), path))
     last = [path for path in rounds if path.parent == rounds[-1].parent][:MAX_SAMPLES]
     shutil.rmtree(folder, ignore_errors=True)
-    copied: dict[str, ImageInfo | None] = {}
+    copied: list[CardSample] = []
     for number, path in enumerate(last):
         try:
             _, info = read_info(path)
         except OSError:  # it is no image (any more)
             continue
         folder.mkdir(exist_ok=True)
-        shutil.copyfile(path, folder / f"{number:02d}.png")
-        copied[f"{folder.name}/{number:02d}.png"] = info
+        own = [path.with_suffix(suffix) for suffix in (MP4, WEBP)] if info and info.frames > 1 else []
+        own = own if all(each.is_file() for each in own) else []
+        files = [f"{folder.name}/{number:02d}{each.suffix}" for each in (path, *own)]
+        for source, file in zip((path, *own), files, strict=True):
+            shutil.copyfile(source, folder.parent / file)
+        copied.append(CardSample(files[0], info, *files[1:]))
     return copied
 
 

@@ -1,4 +1,4 @@
-"""The code of a model card: how diffusers opens what a run has exported, and samples the card's first image with it."""
+"""The code of a model card: how diffusers opens what a run has exported, and samples the card's first image or clip."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from simpletuner.training.run_folder.run_summary import hub_id
 
 
 def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> str:
-    """Return Python that samples an image with an exported folder.
+    """Return Python that samples an image or a clip with an exported folder.
 
     Where the run is uploaded it names the repository, and no path of this machine.
     """
@@ -33,12 +33,22 @@ def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> s
     call = ['prompt="a prompt"'] if sample is None else sampling_arguments(family, sample)
     if is_modular:
         lines += guiding(family, call)
-    image = "frames[0][0]" if any(each.startswith("num_frames") for each in call) else "images[0]"
     head = ["import torch", f"from diffusers import {opener}"]
+    is_clip = sample is not None and sample.frames > 1
+    if is_clip:
+        head.append("from diffusers.utils import encode_video")
     if any("snapshot_download" in line for line in lines):
         head.append("from huggingface_hub import snapshot_download")
     lines.append('pipeline.to("cuda" if torch.cuda.is_available() else "cpu")')
-    lines += ["image = pipeline(", *(f"    {argument}," for argument in call), f").{image}", 'image.save("image.png")']
+    called = ["pipeline(", *(f"    {argument}," for argument in call), ")"]
+    if sample is not None and is_clip:
+        called[-1] += ".frames[0]"
+        saved = f'encode_video(frames, fps={sample.fps:g}, output_path="clip.mp4")'
+    else:
+        called[-1] += ".frames[0][0]" if any(each.startswith("num_frames") for each in call) else ".images[0]"
+        saved = 'image.save("image.png")'
+    called[0] = f"{'frames' if is_clip else 'image'} = {called[0]}"
+    lines += [*called, saved]
     return "\n".join([*head, "", *lines])
 
 
@@ -99,9 +109,9 @@ def shown_repository(settings: Settings) -> str:
 
 
 def sampling_arguments(family: ModelFamily, sample: ImageInfo) -> list[str]:
-    """Return the arguments with which the family's pipeline sampled an image, as Python."""
-    shape = Shape(1, sample.height, sample.width)
-    params = SamplingParams(shape, sample.num_inference_steps, sample.guidance, sample.seed)
+    """Return the arguments with which the family's pipeline sampled an image or a clip, as Python."""
+    shape = Shape(sample.frames, sample.height, sample.width)
+    params = SamplingParams(shape, sample.num_inference_steps, sample.guidance, sample.seed, sample.fps)
     numbers = {
         name: value
         for name, value in family.pipeline_kwargs({}, {}, params).items()

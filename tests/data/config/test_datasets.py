@@ -365,6 +365,13 @@ def test_datasets_name_their_caches_of_text_and_of_latents_and_one_text_cache_is
         assert said in refusal(data_of(tmp_path, image(), *entries)), said
 
 
+def test_a_mistake_in_an_entry_is_not_said_again_of_those_that_name_it(tmp_path):
+    masks = image(id="m", dataset_type="conditioning", conditioning_type="masked")
+    texts = {"id": "t", "dataset_type": "text_embeds", "cache_dir": "t", "default": "perhaps"}
+    said = refusal(data_of(tmp_path, image(conditioning_data="m", text_embeds="t"), masks, texts))
+    assert "conditioning_type = 'masked'" in said and "default = 'perhaps'" in said and "has this id" not in said
+
+
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [

@@ -156,12 +156,6 @@ def test_mistakes_in_the_block_name_their_key(tmp_path, values, said):
     assert said in refusal(data_of(tmp_path, image(**values)))
 
 
-def test_only_files_can_be_videos(tmp_path):
-    entry = {"id": "a", "type": "csv", "csv_file": "a.csv", "csv_cache_dir": "b", "caption_strategy": "instanceprompt"}
-    said = refusal(data_of(tmp_path, {**entry, "instance_prompt": "x", "dataset_type": "video"}))
-    assert "videos are of type local, aws, gcs or azure" in said
-
-
 def test_held_out_videos_and_defaults(tmp_path):
     data: Data = data_of(
         tmp_path, image(dataset_type="video"), image(id="two", dataset_type="eval", video={"num_frames": 9})

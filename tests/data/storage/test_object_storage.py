@@ -7,16 +7,17 @@ import random
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scanning
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from s3_server import BUCKET, Fault, Proxy, put, s3_proxy, s3_server, upload
-from video_files import write_video
+from video_files import frame_of, write_video
 
 from simpletuner.caches.latents import decode_image
-from simpletuner.data.config.dataset_types import LocalImages, S3Images
+from simpletuner.data.config.dataset_types import ImageDataset, LocalImages, S3Images
 from simpletuner.data.config.tables import TableSettings
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.scan.comparison import hash_ends
@@ -104,6 +105,42 @@ def test_clips_in_a_bucket_are_read_in_part_and_equal_those_of_the_folder(server
     assert pixels[0].shape == (3, 2, 64, 64) and (pixels[0] == pixels[1]).all()
     ranges = [tuple(map(int, each.removeprefix("bytes=").split("-"))) for each in requests_for(proxy, "a.mov")]
     assert sum(last + 1 - first for first, last in ranges) < path.stat().st_size / 2
+
+
+def test_folders_of_frames_in_a_bucket_are_clips_and_the_scan_reads_one_frame_of_each(server, proxy, tmp_path):
+    films = tmp_path / "films"
+    for folder in ("clip.v2", "a-b/é x%20+", "a/walk"):
+        (films / folder).mkdir(parents=True)
+        (films / f"{folder}.txt").write_text(f"of {folder}")
+        for number in range(1, 12):
+            Image.fromarray(frame_of(number)).save(films / folder / f"{number}.png")
+    (films / "clip.v2" / ".12.png").touch()
+    (films / "a/walk/3.png").write_bytes(b"torn")
+    upload(server, films, "frames/")
+    last = films / "clip.v2" / "11.png"
+    content = last.read_bytes()
+    Image.fromarray(frame_of(0)).save(last)
+    upload(server, films, "changed/")
+    last.write_bytes(content)
+    values = {"dataset_type": "video", "video": {"num_frames": 9, "frame_folders_fps": 24}}
+    local, far = (
+        LocalImages(id="d", instance_data_dir=films, resolution=64, **values),
+        images_at(proxy, "frames", **values),
+    )
+    folders: dict[ImageDataset, list] = {}
+    for dataset, storage in ((local, LocalStorage(films)), (far, open_bucket(far))):
+        found = discover([scanning.scanned(dataset, storage)], Shape(1, 64, 64), 0)
+        assert not requests_for(proxy, "/2.png")
+        folders[dataset] = [(each.name, each.captions, decode_image(each)) for each in found.samples]
+        versions = [each.version for each in found.samples]
+    assert [name for name, _, _ in folders[local]] == ["a/walk/", "a-b/é x%20+/", "clip.v2/"]
+    for (name, captions, pixels), own in zip(folders[far], folders[local], strict=True):
+        assert (name, captions) == own[:2] and captions == (f"of {name[:-1]}",)
+        assert np.array_equal(pixels, own[2]), name
+    assert folders[far][0][2] == "frame 3.png: is not an image in a known format, or is damaged"
+    far = images_at(proxy, "changed", **values)
+    again = discover([scanning.scanned(far, open_bucket(far))], Shape(1, 64, 64), 0).samples
+    assert [each.version == old for each, old in zip(again, versions, strict=True)] == [True, True, False]
 
 
 def test_a_bucket_is_scanned_like_the_folder_that_was_uploaded(server, proxy, folder):

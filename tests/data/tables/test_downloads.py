@@ -15,6 +15,7 @@ import downloading
 import pytest
 from PIL import Image
 from tabled import scan_table, write_rows
+from video_files import SIZE, numbers_of, write_video
 
 from simpletuner.data.config.dataset_types import UrlImages
 from simpletuner.data.config.datasets import load_datasets
@@ -72,11 +73,11 @@ def image(kind: str, side: int = 64) -> bytes:
         return file.getvalue()
 
 
-def urls(folder: Path, server: Server, *paths: str, **values) -> UrlImages:
+def urls(folder: Path, server: Server, *paths: str, table: str = "urls.csv", **values) -> UrlImages:
     rows = [{"url": server.address + path if path[0] == "/" else path, "text": f"of {path}"} for path in paths]
     given = {"caption_strategy": "csv", "csv_caption_column": "text", "resolution": 64, **values}
-    table = write_rows(folder / "urls.csv", rows)
-    return UrlImages(id="d", type="csv", csv_file=table, csv_cache_dir=folder / "cache", **given)
+    listed = write_rows(folder / table, rows)
+    return UrlImages(id="d", type="csv", csv_file=listed, csv_cache_dir=folder / "cache", **given)
 
 
 def fetched(dataset: UrlImages) -> downloads.Downloads:
@@ -106,10 +107,49 @@ def test_a_list_becomes_a_folder_with_captions_and_is_downloaded_once(server, tm
     assert [each.captions for each in found_in(fewer)] == [("p",)]
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl"])
+def test_a_list_of_videos_becomes_clips_and_what_is_no_video_is_named(server, tmp_path, suffix):
+    kinds = (".mp4", ".mkv", ".webm", ".avi", ".gif", ".webp")
+    server.content = {
+        f"/{number}": write_video(tmp_path / f"a{kind}").read_bytes() for number, kind in enumerate(kinds)
+    }
+    server.content |= {"/a.png": image("PNG"), "/cut.mp4": server.content["/0"][:40]}
+    server.faults = {"/1": [503], "/2": [0]}
+    asked = [f"/{number}" for number in range(6)]
+    video = {"dataset_type": "video", "video": {"num_frames": 9}}
+    dataset = urls(tmp_path, server, *asked, "/a.png", "/cut.mp4", table=f"urls{suffix}", **video)
+    found = fetched(dataset)
+    lost = {url.removeprefix(server.address): why for url, why in found.lost.items()}
+    assert found.count == 6 and lost.pop("/a.png") == "is no video in a format that is read"
+    assert lost == {"/cut.mp4": "is not a video in a known format, or is damaged"} and not found.unreachable
+    samples = found_in(dataset)
+    assert sorted(each.captions for each in samples) == [(f"of {path}",) for path in asked]
+    for sample in samples:
+        assert numbers_of(list(sample.images(SIZE))) == list(range(9)), sample.name
+    again = server.asked.total()
+    assert fetched(dataset).count == 6 and server.asked.total() == again + 2, "only what was lost is asked for again"
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")]
+
+
+def test_a_stop_ends_a_long_download_and_a_video_beyond_the_limit_is_named(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(downloads, "BLOCK_BYTES", 100)
+    server.content = {"/a.mp4": write_video(tmp_path / "a.mp4").read_bytes()}
+    dataset = urls(tmp_path, server, "/a.mp4", dataset_type="video")
+    (tmp_path / "cache").mkdir()
+    stopping = threading.Event()
+    stopping.set()
+    with pytest.raises(InterruptedError):
+        downloads.fetch(dataset, f"{server.address}/a.mp4", stopping)
+    monkeypatch.setattr(downloads, "LARGEST_READ", 200)
+    assert [*fetched(dataset).lost.values()] == ["has more than 200 bytes"]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [downloads.INDEX]
+
+
 def found_in(dataset: UrlImages):
     folder = as_folder(dataset)
     block = folder.model_dump(mode="json", exclude_none=True)["parquet"]
-    values = {"caption_strategy": folder.caption_strategy, "instance_prompt": folder.instance_prompt}
+    clips = {"dataset_type": "video", "video": folder.video.model_dump(exclude_none=True)} if folder.video else {}
+    values = clips | {"caption_strategy": folder.caption_strategy, "instance_prompt": folder.instance_prompt}
     return scan_table(
         folder.instance_data_dir, Path(block.pop("path")), block, metadata_backend="parquet", **values
     ).found.samples
@@ -168,7 +208,7 @@ def test_two_machines_download_a_shared_folder_once_and_only_what_their_own_lack
     for rank, name in enumerate(("a.png", "b.jpg")):  # each machine has another one
         (cases / "partly" / f"rank{rank}").mkdir()
         (cases / "partly" / f"rank{rank}" / hashed[f"/partly/{name}"]).write_bytes(contents[name])
-    half = cases / "left" / "shared" / f".{hashed['/left/a.png']}.unfinished"
+    half = cases / "left" / "shared" / f".{hashed['/left/a.png'].stem}.unfinished"
     half.write_bytes(contents["a.png"][:9])  # a killed start has left it
     server.faults = {"/shared/a.png": [0], "/unequal/b.jpg": [200, 404]}
 
