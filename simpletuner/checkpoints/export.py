@@ -25,6 +25,7 @@ from simpletuner.models.folder.index import INDEX, MODULAR_INDEX, component_sour
 from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, belongs_to_component, weights_files
 from simpletuner.models.opening.lora_file import LORA_WEIGHTS, write_lora
+from simpletuner.models.opening.lora_formats import write_formats
 from simpletuner.models.single_file.ldm_layout import original_reads
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World
@@ -85,11 +86,12 @@ def export_lora(
     steps: int,
     write_card: Callable[[Path], None],
 ) -> None:
-    """Collective: write a LoRA, as diffusers' `load_lora_weights` opens it."""
+    """Collective: write a LoRA, as diffusers' `load_lora_weights` opens it, and as export_format asks for."""
     whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in weights.items()}
 
     def write(hidden: Path) -> None:
         write_lora(hidden / LORA_WEIGHTS, family, adapter, whole)
+        write_formats(hidden, family, adapter, whole)
 
     replace_export(target, world, steps, lambda _: {}, write, write_card)
 

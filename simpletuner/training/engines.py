@@ -15,7 +15,8 @@ from simpletuner.models.catalog.registry import check_heads
 from simpletuner.models.family.adapter import adapter_parameters, base_weights, freeze
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.weights import weights_files
-from simpletuner.models.opening.lora_file import check_lora_init, lora_file, stored_names
+from simpletuner.models.opening.lora_file import check_lora_init, load_lora, lora_file
+from simpletuner.models.opening.lora_formats import check_formats
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.parallel.ddp import ddp_engine
 from simpletuner.parallel.engine import Engine, compute_dtype
@@ -39,6 +40,7 @@ def check_engine(session: Session, family: ModelFamily) -> None:
     weights_files(family.folder / family.denoiser_name, settings.model.variant)
     if family.adapter is not None:
         check_lora_init(family)
+        check_formats(family)
     precision_of(settings).check(session.world.device)
     if settings.parallel.context_parallel_size > 1:
         check_sequence_plan(family)
@@ -104,9 +106,7 @@ def attach_adapter(family: ModelFamily, checkpoint: Checkpoint | None, model: nn
     if checkpoint is not None:
         read_tensors(checkpoint.files("model"), tensors, str(checkpoint.folder))
     elif start is not None:
-        stored = stored_names(path := lora_file(start))
-        named = {stored[f"{family.lora_prefix}.{name}"]: each for name, each in tensors.items()}
-        read_tensors([path], named, str(path))
+        load_lora(lora_file(start), family, tensors)
 
 
 def build_engine(

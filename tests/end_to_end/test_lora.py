@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 LORA = ("--model_type=lora", "--lora_rank=4", "--lora_alpha=8", "--learning_rate=1e-2")
 DRAWN = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")
 FILE = "pipeline_lora_weights/pytorch_lora_weights.safetensors"
+KOHYA = "pipeline_lora_weights/lora_for_kohya.safetensors"
 
 
 def checkpoint(output: Path, step: int, group: str) -> dict[str, torch.Tensor]:
@@ -80,7 +81,14 @@ def test_a_run_resumes_bit_for_bit_and_its_file_is_opened_and_trained_on(flux, s
     ema = load_file(output / "pipeline_lora_weights-ema/pytorch_lora_weights.safetensors")
     assert same_tensors(ema, {f"transformer.{name}": value for name, value in checkpoint(output, 4, "ema").items()})
 
-    more = train(tmp_path / "more", *flags, f"--lora_init={output / FILE}", "--max_train_steps=1").output
+    assert not (output / KOHYA).exists()
+    again = train(tmp_path / "four", *flags, "--max_train_steps=4", "--export_format=comfyui,kohya")
+    assert again.losses == run.losses, "what was trained is exported once more, for other programs, too"
+    files = ["lora_for_comfyui.safetensors", "lora_for_kohya.safetensors", "pytorch_lora_weights.safetensors"]
+    for folder in (output / "pipeline_lora_weights", output / "pipeline_lora_weights-ema"):
+        assert sorted(path.name for path in folder.glob("*.safetensors")) == files
+    assert "finished already" in train(tmp_path / "four", *flags, "--max_train_steps=4", "--export_format=kohya").said
+    more = train(tmp_path / "more", *flags, f"--lora_init={output / KOHYA}", "--max_train_steps=1").output
     steps = (output / "validation/step-000000", output / "validation/step-000004", more / "validation/step-000000")
     names = ("base-00.png", "trained-00.png", "ema-00.png")
     images = [[Image.open(folder / name).tobytes() for name in names] for folder in steps]

@@ -99,6 +99,10 @@ class Preset:
     tiny: Tiny | None = None
     loads_lora: bool = True
     """True if diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""
+    lora_formats: Mapping[str, str] = field(default_factory=dict)
+    """With what the names of a LoRA's tensors begin, by the other programs that know the family (lora_formats.py)."""
+    lora_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Layers of the original model, and those of diffusers whose rows each stacks; empty where both names are equal."""
     order: float = float("inf")
     """Position in lists of families; without a number it is the last."""
 

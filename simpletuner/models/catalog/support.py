@@ -29,6 +29,7 @@ from simpletuner.settings import Loaded
 from simpletuner.settings.declared.errors import broken, shorten
 from simpletuner.settings.declared.sections import SECTION_OF, Model, Settings, setting_fields
 from simpletuner.settings.resolving.places import naming_places, with_places
+from simpletuner.settings.values.export_formats import DIFFUSERS
 from simpletuner.settings.values.shape import Shape, parse_shapes
 
 
@@ -93,6 +94,11 @@ def check_lora(settings: Settings) -> None:
         message = f"model_type=lora: diffusers' pipeline of {model.model_family} cannot load a LoRA"
         hint = f"set model_type=full, or take another family: {', '.join(able)}"
         raise SettingsError(mistakes=[broken(message, "model_type", "model_family")], hint=hint)
+    known = [DIFFUSERS, *(preset.lora_formats if preset else ())]
+    if model.model_type == "lora" and (unknown := set(settings.lora.export_format.split(",")) - {*known}):
+        message = f"export_format={','.join(sorted(unknown))} is not for model_family={model.model_family}"
+        hint = f"leave it out, or set export_format={','.join(known)}"
+        raise SettingsError(mistakes=[broken(message, "export_format", "model_family")], hint=hint)
     if start is not None and not start.exists():
         message = f"lora_init = {start}: there is no such file or folder"
         hint = "name a pytorch_lora_weights.safetensors or its folder; `hf download` fetches published ones"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
 from simpletuner.models.catalog.registry import TINY, flavour_of
 from simpletuner.models.family.adapter import Adapter, end_of
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.opening.foreign_lora import read_foreign
 from simpletuner.settings.declared.sections import Model
 from simpletuner.system.files.regular_files import check_regular
 
@@ -58,13 +59,10 @@ def check_lora_init(family: ModelFamily) -> None:
         return
     path, prefix = lora_file(path), f"{family.lora_prefix}."
     shapes, config = read_header(path)
+    if not is_ours(config, prefix):
+        shapes = {f"{prefix}{name}": tuple(each.shape) for name, each in read_foreign(path, family).items()}
     wanted = {f"{prefix}{name}": shape for name, shape in family.trained_shapes().items()}
     ranks = {shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight")}
-    if not ranks:
-        raise SettingsError(
-            f"lora_init: {path} holds no adapter in diffusers' naming ({prefix}...lora_A.weight)",
-            "open it by the pipeline's load_lora_weights, and write it by save_lora_weights",
-        )
     if shapes.keys() != wanted.keys():
         ends = sorted({end_of(name.rpartition(".lora_")[0]) for name in shapes})
         odd = min(shapes.keys() ^ wanted.keys())
@@ -89,30 +87,34 @@ def check_lora_init(family: ModelFamily) -> None:
         )
 
 
+def is_ours(config: Mapping[str, Any], prefix: str) -> bool:
+    """Return whether a file's config says its alpha; without one its names may be those of any program."""
+    return f"{prefix}lora_alpha" in config
+
+
 def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """Return the shapes of a LoRA's tensors by peft's names, and its config.
+    """Return the shapes of a LoRA's tensors by their names, and its config.
 
     Raises EnvironmentNotReady for a damaged file.
     """
     try:
         check_regular(path)
         with safe_open(path, framework="pt") as file:
-            stored = as_peft_names(file.keys())
-            shapes = {name: tuple(file.get_slice(own).get_shape()) for name, own in stored.items()}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             config = json.loads((file.metadata() or {}).get(METADATA, "{}"))
     except (OSError, SafetensorError, ValueError) as error:
         raise EnvironmentNotReady(f"lora_init: cannot read {path}: {without_errno(error)}", "copy it again") from None
     return shapes, config if isinstance(config, dict) else {}
 
 
-def stored_names(path: Path) -> dict[str, str]:
-    """Return the names that a LoRA's tensors have in its file, by peft's names."""
-    with safe_open(path, framework="pt") as file:
-        return as_peft_names(file.keys())
-
-
-def as_peft_names(names: Iterable[str]) -> dict[str, str]:
-    """Return names by what peft calls them: diffusers' script for SDXL writes `.lora.down` for `.lora_A`."""
-    from diffusers.utils import convert_unet_state_dict_to_peft
-
-    return convert_unet_state_dict_to_peft({name: name for name in names})
+def load_lora(path: Path, family: ModelFamily, tensors: Mapping[str, Tensor]) -> None:
+    """Copy a LoRA into an adapter's tensors, so that it computes what it did, whatever its scale and its program."""
+    adapter, prefix = family.adapter, f"{family.lora_prefix}."
+    assert adapter is not None
+    if is_ours(read_header(path)[1], prefix):
+        stored = {name.removeprefix(prefix): each for name, each in safetensors.torch.load_file(path).items()}
+    else:
+        stored, scale = read_foreign(path, family), adapter.alpha / adapter.rank
+        stored = {name: each / scale if name.endswith(".lora_B.weight") else each for name, each in stored.items()}
+    for name, tensor in tensors.items():
+        tensor.copy_(stored[name])

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from simpletuner.settings.declared.knob import Section, knob
 from simpletuner.settings.declared.optimizer_defaults import with_own_defaults
 from simpletuner.settings.files.secret_values import SecretUrl
+from simpletuner.settings.values.export_formats import normalize_formats
 from simpletuner.settings.values.hosts import check_host, check_repository
 from simpletuner.settings.values.placeholders import OF_A_RUN, only_placeholders
 from simpletuner.settings.values.shape import Shape, normalize_shapes
@@ -83,7 +84,8 @@ class Lora(Section):
     lora_alpha: float | None = knob(None, "Adapters are scaled by lora_alpha / lora_rank; empty: lora_rank, so by 1.", gt=0)
     lora_dropout: float = knob(0.0, "Fraction of an adapter's input values that are zeroed in training.", ge=0, lt=1)
     lora_target_modules: str = knob("", "Comma-separated names, or ends of names, of the layers to adapt; empty: the attention projections that `simpletuner detect-blocks --lora` shows.")
-    lora_init: Path | None = knob(None, "A LoRA in diffusers format to train on: pytorch_lora_weights.safetensors, or its folder.")
+    lora_init: Path | None = knob(None, "A LoRA to train on: a .safetensors file of diffusers, ComfyUI or kohya's programs, or the folder of a pytorch_lora_weights.safetensors.")
+    export_format: Annotated[str, AfterValidator(normalize_formats)] = knob("diffusers", "Programs to write a LoRA for, separated by commas: diffusers always, comfyui, kohya (sd-scripts, musubi-tuner).")
     base_model_precision: Literal["no_change", "int8", "float8", "nf4"] = knob("no_change", "How a LoRA's frozen base is held: in the precision of mixed_precision, or in 8 or 4 bits (torchao).")
 
 

@@ -24,6 +24,7 @@ from simpletuner.checkpoints.export import (
 from simpletuner.checkpoints.layout import clear_unfinished
 from simpletuner.errors import RemoteFailure, SimpleTunerError, explain_system_errors
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.opening.lora_formats import files_of
 from simpletuner.parallel.world import World
 from simpletuner.run_log import LOG, LOGGER, write_log_to
 from simpletuner.session import Session
@@ -105,7 +106,12 @@ def exported_steps(settings: Settings, world: World) -> int:
     """
     if settings.checkpoints.resume_from_checkpoint != "latest":
         return 0
-    return finished_steps(pipelines_of(settings)[0], world)
+    pipelines = pipelines_of(settings)
+    if settings.model.model_type == "lora" and not all(
+        (each / name).exists() for each in pipelines for name in files_of(settings)
+    ):
+        return 0  # export_format names another program since: the last checkpoint is exported again
+    return finished_steps(pipelines[0], world)
 
 
 def export_single_files(session: Session) -> None:

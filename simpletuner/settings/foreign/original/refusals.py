@@ -64,7 +64,6 @@ REFUSED: dict[str, str] = {
     **DECIDES,
     # Adapters.
     "adapters are not loaded by this version": "validation_adapter_path validation_adapter_config",
-    "adapters are written in diffusers' format; leave it out": "lora_format=diffusers",
     # Memory.
     "set fsdp_enable and fsdp_offload_params, which keep weights in the machine's memory, with one GPU, too": (
         "ramtorch musubi_blocks_to_swap enable_group_offload"

@@ -16,6 +16,7 @@ RENAMED: dict[str, str] = {
     ),
     "checkpoints_total_limit": "checkpointing_limit",
     "data_backend_config": "dataloader_config dataset_backend_config",
+    "export_format": "lora_format=diffusers",
     "fsdp_offload_params": "fsdp_cpu_offload",
     "fuse_qkv_projections": "fused_qkv_projections",
     "dynamo_backend": "trainer_dynamo_backend",
