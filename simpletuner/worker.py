@@ -184,7 +184,7 @@ def train(
         family = load_family(session.settings, session.world, session.stop.check, skips_checked=True)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     session.world.activity.begin("proving the pipeline", watched=False)
-    family.prove(sorted(samples_by_shape(plan)), session.world.device)
+    family.prove(sorted({shape.target for shape in samples_by_shape(plan)}), session.world.device)
     verify_same_facts(family.facts(), session.world)
     session.world.activity.begin("reading the base model", watched=False)
     check_export(family, pipelines_of(session.settings))

@@ -14,6 +14,7 @@ from simpletuner.caches.store.mirror import open_mirror
 from simpletuner.caches.texts import TextCache
 from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
 from simpletuner.data.config.folders import latents_folder, text_folder
+from simpletuner.data.samples.references import References, references_of
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import TextEncoder
@@ -74,7 +75,7 @@ def open_sources(
     # One VAE and one set of text encoders for all datasets; each is loaded at its first use.
     vae = Encoder(lambda: family.vae(world.device), world.device, any(map(encodes_beside, datasets)))
 
-    def latents_of(part: DatasetSamples) -> LatentsSource:
+    def latents_of(part: DatasetSamples | References) -> LatentsSource:
         if part.dataset.vae_cache_disable:
             return LatentsOnDemand(vae, DTYPES[data.vae_cache_dtype])
         folder = latents_folder(part.dataset, settings)
@@ -101,7 +102,7 @@ def open_sources(
     on_demand = TextOnDemand(encoder, family)
     number_of = {each.id: number for number, each in enumerate(texts)}
     return Sources(
-        latents={part.dataset.id: latents_of(part) for part in samples.parts},
+        latents={each.dataset.id: latents_of(each) for part in samples.parts for each in (part, *references_of(part))},
         texts={each.id: text_of(each) for each in datasets},
         prompts=text_of(data),
         vae=vae,

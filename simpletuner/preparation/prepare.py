@@ -25,10 +25,13 @@ from simpletuner.data.samples.buckets import Buckets, digest_buckets, fill_bucke
 from simpletuner.data.samples.dataset_warnings import dataset_warnings
 from simpletuner.data.samples.discovery import Discovery, discover, format_names
 from simpletuner.data.samples.held_out import held_out_indices
+from simpletuner.data.samples.references import references_of
 from simpletuner.data.samples.samples import Samples
 from simpletuner.data.scan.scan import Scan
+from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.support import check_clips, check_prompt_sizes
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.references import named_references
 from simpletuner.parallel.world import World
 from simpletuner.preparation.shared_arrays import share_arrays
 from simpletuner.preparation.shared_download import download_datasets
@@ -37,7 +40,7 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.settings.files.formats import read_text
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape
 from simpletuner.system.files.atomic import replace_file
 from simpletuner.system.numbers import count_noun
 
@@ -94,15 +97,22 @@ def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData
     world, report, stop, rescan = session.world, session.report, session.stop.check, settings.data.rescan
     datasets = download_datasets(datasets, world, report, stop, record, rescan)
     text_folders = [text_folder(each, settings) for each in texts]
-    latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
+    latents_folders = [
+        latents_folder(each, settings)
+        for dataset in datasets
+        for each in (dataset, *dataset.conditioning)
+        if not each.are_masks
+    ]
     outputs = [settings.training.output_dir, *text_folders, *latents_folders]
     folder = scans_folder or default_folder(settings, "scan")
-    masks = {dataset.masks.id: dataset.masks for dataset in datasets if dataset.masks}
-    searched = [*datasets, *masks.values()]
+    conditioning = {each.id: each for dataset in datasets for each in dataset.conditioning}
+    searched = [*datasets, *conditioning.values()]
     scans = scan_datasets(searched, outputs, folder, world, report, stop, rescan, session.background)
-    scan_of = dict(zip(masks, scans[len(datasets) :], strict=True))
-    own = scans[: len(datasets)]
-    own = [replace(scan, masks=scan_of[scan.dataset.masks.id]) if scan.dataset.masks else scan for scan in own]
+    scan_of = dict(zip(conditioning, scans[len(datasets) :], strict=True))
+    own = [
+        replace(scan, conditioning=tuple(scan_of[each.id] for each in scan.dataset.conditioning))
+        for scan in scans[: len(datasets)]
+    ]
     return ScannedData(datasets, texts, own)
 
 
@@ -199,6 +209,7 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
     """
     settings, report, stop = session.settings, session.report, session.stop.check
     validation = shared_prompts(session)
+    check_references(family, plan.datasets, validation)
     prompts = texts_of(validation, settings.validation.validation_negative_prompt)
     sources = open_sources(settings, plan.samples, plan.texts, prompts, family, session.world, writers)
     # Text encoders are freed before the VAE is loaded, so a GPU holds one of them at a time.
@@ -206,8 +217,12 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
         each.fill(settings.data.text_encoder_batch_size, report, stop)
     sources.encoder.free()
     broken: dict[str, str] = {}
-    for dataset in plan.datasets:
-        broken |= sources.latents[dataset.id].fill(dataset.vae_batch_size, report, stop)
+    for part in plan.samples.parts:
+        broken |= sources.latents[part.dataset.id].fill(part.dataset.vae_batch_size, report, stop)
+        for references in references_of(part):
+            dataset = references.dataset
+            found = sources.latents[dataset.id].fill(dataset.vae_batch_size, report, stop)
+            broken |= references.samples_of(found)
     sources.vae.free()
     report_left_out(Discovery(broken=broken), report)
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
@@ -222,7 +237,10 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
         samples=plan.samples,
         dataset=plan.samples.dataset_of,
         latents=lambda sample: sources.latents[sample.dataset].read(sample),
-        image=lambda sample: family.size_conditioning(sample.geometry),
+        image=lambda sample: {
+            **family.size_conditioning(sample.geometry),
+            **named_references(sources.latents[each.dataset].read(each) for each in sample.references),
+        },
         text=lambda sample, caption: sources.texts[sample.dataset].read(caption),
         no_caption={key: value[0] for key, value in no_caption.items()},
         mask=lambda sample: sources.latents[sample.dataset].read_mask(sample),
@@ -231,6 +249,23 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
         map_samples=reading_threads(at_once, "samples").map if at_once > 1 else map,
     )
     return Prepared(plan, reader, validation, sources.prompts)
+
+
+def check_references(
+    family: ModelFamily, datasets: Sequence[ImageDataset], prompts: Sequence[ValidationPrompt]
+) -> None:
+    """Raise SettingsError for more references than the pipeline takes."""
+    given = {
+        f"dataset `{dataset.id}`": sum(each.are_references for each in dataset.conditioning) for dataset in datasets
+    }
+    given["validation_images"] = max((len(prompt.images) for prompt in prompts), default=0)
+    for name, count in given.items():
+        if count > family.most_references:
+            most = f"at most {family.most_references}" if family.most_references else "none"
+            raise SettingsError(
+                f"{name}: {count_noun(count, 'reference image')}, and {family.pipeline_class.__name__} takes {most}",
+                "leave them out, or take a model that edits images, such as FLUX.1 Kontext, FLUX.2 or Qwen-Image-Edit",
+            )
 
 
 def shared_prompts(session: Session) -> list[ValidationPrompt]:
@@ -268,9 +303,9 @@ def report_left_out(found: Discovery, report: Report) -> None:
         report.warn(f"{count_noun(len(found.broken), 'broken image')} left out:{named}")
 
 
-def samples_by_shape(plan: Plan) -> Counter[Shape]:
-    """Count the samples of an epoch by their shape in px."""
-    return Counter({Shape.parse(name): len(bucket) for name, bucket in plan.buckets.items()})
+def samples_by_shape(plan: Plan) -> Counter[SampleShape]:
+    """Count the samples of an epoch by their shape, and those of their references, in px."""
+    return Counter({SampleShape.parse(name): len(bucket) for name, bucket in plan.buckets.items()})
 
 
 def describe_buckets(plan: Plan) -> str:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.objectives import Objective, keep_float32
+from simpletuner.models.family.references import named_references
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae, cell_of
 from simpletuner.models.folder.diffusers_io import (
@@ -53,6 +55,8 @@ class SamplingParams:
     seed: int
     fps: float = 0.0
     """Of a clip."""
+    references: tuple[Image, ...] = ()
+    """What the pipeline is given beside the prompt, in the size in which it is encoded."""
 
     def kwargs(self) -> dict[str, Any]:
         """Arguments that every pipeline of diffusers takes, so that it returns latents."""
@@ -110,6 +114,9 @@ class ModelFamily(ABC):
     tiny_pipeline: ClassVar[str] = ""
     """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
     `tiny`; a built-in family has a table `[tiny]` in its preset."""
+
+    most_references: ClassVar[int] = 0
+    """Number of reference images that the pipeline takes at most."""
 
     frame_rate: ClassVar[float] = 24
     """Frames per second of the clips that its published models generate."""
@@ -219,6 +226,10 @@ class ModelFamily(ABC):
             embeds["negative_prompt"] = None
         return {**positive, **embeds, **sampling.kwargs()}
 
+    def reference_kwargs(self, references: Sequence[Image], vae: Vae) -> dict[str, Any]:
+        """Arguments of the pipeline's `__call__` for reference images, which it encodes, or for their latents."""
+        return {"image": list(references)}
+
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
         """Convert what the pipeline returns to BCHW, or BCFHW of a clip; `shape` is in latent cells."""
         return latents
@@ -257,10 +268,11 @@ class ModelFamily(ABC):
         """Frames and px that one latent cell covers."""
         return cell_of(self.vae_config)
 
-    def input_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+    def input_shapes(self, shape: Shape, references: Sequence[Shape] = ()) -> dict[str, tuple[int, ...]]:
         """Shapes of the latents (C, [F,] H, W) and all conditioning of one sample, whose shape is in px."""
-        cells, channels = shape.in_cells(self.cell), self.exported_config()["in_channels"] // self.packing
-        return {"latents": (channels, *cells.axes), **self.conditioning_shapes()}
+        channels = self.exported_config()["in_channels"] // self.packing
+        latents, *others = ((channels, *each.in_cells(self.cell).axes) for each in (shape, *references))
+        return {"latents": latents, **self.conditioning_shapes(), **named_references(others)}
 
     def denoiser(self, include_buffers: bool = False) -> nn.Module:
         """Build the denoiser with parameters, or buffers too, on the meta device; unused parameters are frozen."""
@@ -338,6 +350,8 @@ class ModelFamily(ABC):
         pipeline = self.load_pipeline(vae=vae.model, model=model)
         pipeline.set_progress_bar_config(disable=True)
         kwargs = self.pipeline_kwargs(positive, negative, sampling)
+        if sampling.references:
+            kwargs |= self.reference_kwargs(sampling.references, vae)
         with cast_inputs(model, positive["prompt_embeds"].dtype, except_for=self.float32_inputs):
             latents = pipeline(**kwargs)[0]
         latents = vae.normalize(latents) if self.outputs_vae_latents else latents

@@ -279,6 +279,8 @@ class Validation(Section):
 
     validation_prompt: list[str] = knob([], "Prompt of a validation image; give it several times for several images.")
     validation_prompt_file: Path | None = knob(None, "JSON lines of further prompts, each with a seed, resolution, guidance and negative prompt of its own where it gives them (docs/validation.md).")
+    validation_images: list[Path] = knob([], "Reference image of validation prompts, for models that edit images; give it several times for several of them. Empty: those of a pair that is held out, or else trained on.")
+    validation_pairs: int = knob(0, "Pairs of the datasets that validation edits by their own captions: held-out ones, or else some that are trained on.", ge=0)
     validation_negative_prompt: str = knob("", "What guidance moves away from; empty: the family's unconditional input.")
     validation_step_interval: int = knob(100, "Optimizer steps between validations; 0: only before the first step and after the last.", ge=0, aliases=("validation_steps",))  # fmt: skip
     validation_num_inference_steps: int = knob(30, "Denoising steps per image.", ge=1)
@@ -294,7 +296,7 @@ class Validation(Section):
 
     @property
     def samples_images(self) -> bool:
-        return bool(self.validation_prompt) or self.validation_prompt_file is not None
+        return bool(self.validation_prompt or self.validation_pairs) or self.validation_prompt_file is not None
 
 
 class Logging(Section):

@@ -184,7 +184,7 @@ def rehearsed(
 def opened(loaded: Loaded) -> Iterator[tuple[ModelFamily, Shape]]:
     report = Report(quiet=True)
     with opened_family(loaded.settings, report) as family:
-        yield family, count_shapes(loaded, report).largest
+        yield family, count_shapes(loaded, report).largest.target
 
 
 def planned_bytes(loaded: Loaded, family: ModelFamily, largest: Shape, known: Known) -> dict[str, int]:
