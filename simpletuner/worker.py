@@ -281,6 +281,8 @@ def build_trainer(
         data_size=mesh.data_size,
         accumulation=training.gradient_accumulation_steps,
         seed=training.seed,
+        reference_dropout=settings.data.reference_dropout_probability,
+        masked_loss=settings.data.masked_loss_probability,
         pin=mesh.world.device.type == "cuda",
     )
     ahead = settings.data.dataloader_prefetch_qlen

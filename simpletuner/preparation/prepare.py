@@ -14,6 +14,7 @@ import numpy as np
 from simpletuner.caches.latents import decoding_threads
 from simpletuner.caches.sources import TextSource, encodes_beside, open_sources, used_texts
 from simpletuner.data.batches.prefetch import THREADS, SampleReader, reading_threads
+from simpletuner.data.batches.references import named_references
 from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
 from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.config.folders import default_folder, latents_folder, text_folder
@@ -31,7 +32,6 @@ from simpletuner.data.scan.scan import Scan
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.support import check_clips, check_prompt_sizes
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.references import named_references
 from simpletuner.parallel.world import World
 from simpletuner.preparation.shared_arrays import share_arrays
 from simpletuner.preparation.shared_download import download_datasets

@@ -17,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 from simpletuner.caches.store.serialization import parse_tensors, serialize
 from simpletuner.caches.texts import without_padding
 from simpletuner.data.batches.prefetch import stack_conditioning
+from simpletuner.data.batches.references import named_references
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.models.catalog.registry import presets
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.family.objectives import FlowMatching
-from simpletuner.models.family.references import named_references, pixels_of
+from simpletuner.models.family.vae import pixels_of
 from simpletuner.parallel.model.fused_qkv import fuse_qkv
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import Shape

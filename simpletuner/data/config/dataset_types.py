@@ -83,11 +83,12 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
         return self._conditioning
 
     def paired_with(self, conditioning: Sequence[ImageDataset]) -> ImageDataset:
-        """Return this dataset with the masks and references of others, whose captions are not read."""
+        """Return this dataset with the masks and references of others; captions of masks are not read."""
         new = self.model_copy()
-        # Whose images are too small or missing is decided by the images that they belong to.
-        kept = {"caption_strategy": "filename", "skip_uncaptioned": False, "max_num_samples": None}
-        new._conditioning = tuple(each.model_copy(update=kept) for each in conditioning)
+        new._conditioning = tuple(
+            each.model_copy(update={"caption_strategy": "filename"}) if each.are_masks else each
+            for each in conditioning
+        )
         return new
 
     @property

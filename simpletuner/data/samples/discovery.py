@@ -108,7 +108,8 @@ NOT_UTF8 = "its name is not UTF-8: rename it"
 
 def choose_samples(scan: Scan, alignment: Shape, seed: int, found: Discovery) -> DatasetSamples:
     """Return the samples of one dataset, after noting in `found` what is left out."""
-    dataset, table = scan.dataset, scan.table
+    partners = tuple(pair_with(scan, each, alignment, seed) for each in scan.conditioning)
+    dataset, table = scan.dataset, with_captions_of(scan, partners)
     is_read = pc.equal(table["problem"], "").to_numpy()
     has_row = pc.not_equal(table["caption_problem"], NO_ROW).to_numpy()
     for name, problem in zip(*(pick(table[column], ~is_read) for column in ("name", "problem")), strict=True):
@@ -138,7 +139,6 @@ def choose_samples(scan: Scan, alignment: Shape, seed: int, found: Discovery) ->
     names, reasons = (pick(table[column], chosen & is_unreadable) for column in ("name", "caption_problem"))
     found.unreadable_captions[dataset.id] = dict(zip(map(caption_file, names), reasons, strict=True))
     found.animated += [f"{dataset.id}/{name}" for name in pick(table["name"], chosen & table["animated"].to_numpy())]
-    partners = tuple(pair_with(scan, each, alignment, seed) for each in scan.conditioning)
     for each in partners:
         if missing := pick(table["name"], chosen & (each.rows < 0)):
             found.unpaired[dataset.id, each.dataset.id] = missing
@@ -158,6 +158,21 @@ def pair_with(scan: Scan, conditioning: Scan, alignment: Shape, seed: int) -> Pa
             others = others.set_column(place, side, pc.max_element_wise(others[side], 1).cast(pa.int32()))
         sizes, _ = sizes_of(conditioning.dataset, others, np.arange(len(others), dtype=np.int32), alignment, seed)
     return Partners.pair(scan.table["name"], conditioning, sizes)
+
+
+def with_captions_of(scan: Scan, partners: Sequence[Partners]) -> pa.Table:
+    """Return the table of a scan with captions of references for images that have none beside them."""
+    table = scan.table
+    if scan.dataset.caption_strategy != "textfile":
+        return table
+    for each in partners:
+        own, others = table["captions"].combine_chunks(), each.scan.table["captions"].combine_chunks()
+        taken = others.take(pa.array(each.rows, mask=each.rows < 0))
+        has_none = pc.equal(pc.list_value_length(own), 0)
+        if pc.any(pc.and_kleene(has_none, pc.greater(pc.list_value_length(taken), 0))).as_py():
+            captions = pc.if_else(pc.and_(has_none, pc.is_valid(taken)), taken, own)
+            table = table.set_column(table.schema.get_field_index("captions"), "captions", captions)
+    return table
 
 
 def unusable_partners(table: pa.Table, partners: Partners, chosen: np.ndarray) -> Iterator[tuple[int, str]]:

@@ -136,9 +136,7 @@ class DatasetSamples(Sequence[Sample]):
     def checksum(self, *columns: str) -> str:
         """Return a checksum of all that these samples and their geometry are made of, and of columns of their scan."""
         # Without what masks and references brought, so that the digests of caches from before them stay.
-        dumped = self.dataset.model_dump_json(
-            exclude={"conditioning_type", "conditioning_data", "source_dataset_id", "reference_dropout_probability"}
-        )
+        dumped = self.dataset.model_dump_json(exclude={"conditioning_type", "conditioning_data", "source_dataset_id"})
         digest = xxhash.xxh3_128(f"{self.seed} {dumped}".encode())
         for each in self.partners:
             each.add_to(digest)

@@ -12,11 +12,11 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from simpletuner.data.batches.references import references_in
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16_times_1000
-from simpletuner.models.family.references import pixels_of, references_in
 from simpletuner.models.family.text_encoding import Conditioning
-from simpletuner.models.family.vae import Vae
+from simpletuner.models.family.vae import Vae, pixels_of
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.values.shape import Shape
 

@@ -19,11 +19,11 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from simpletuner.data.batches.references import named_references
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.objectives import Objective, keep_float32
-from simpletuner.models.family.references import named_references
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae, cell_of
 from simpletuner.models.folder.diffusers_io import (

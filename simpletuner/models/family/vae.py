@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
@@ -132,3 +134,8 @@ def cell_of(config: Mapping[str, Any]) -> Shape:
         return Shape(config.get("temporal_compression_ratio", 1), side, side)
     model = build_on_meta(config)
     return cell_of_model(model, config["patch_size"][0] if hasattr(model, "bn") else 1)
+
+
+def pixels_of(image: Image) -> Tensor:
+    """Return an image in RGB as the VAE encodes it, (1, 3, H, W) in -1..1."""
+    return torch.from_numpy(np.asarray(image, np.float32) / 127.5 - 1).permute(2, 0, 1)[None]

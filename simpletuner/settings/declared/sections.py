@@ -121,6 +121,8 @@ class Data(DatasetSettings):
     instance_data_dir: Path | None = knob(None, "Folder of images, searched with its subfolders.", aliases=("instance_dir",))
     data_backend_config: Path | None = knob(None, "JSON file that lists several datasets (multidatabackend.json).")
     aspect_bucket_alignment: int = knob(64, "Both sides of a bucket are multiples of this.", unit="px", ge=8, le=256)
+    reference_dropout_probability: float = knob(0.0, "Fraction of steps trained without reference images.", ge=0, le=1)
+    masked_loss_probability: float = knob(1.0, "Fraction of steps in which masks of the loss count; in the others the loss is that of whole images.", ge=0, le=1)
     allow_dataset_oversubscription: bool = knob(False, "Repeat small buckets as often as the effective batch needs.")
     cache_dir_vae: CacheFolder = knob(None, "Folder for cached latents, such as cache/{model_family}; empty: output_dir/cache/latents.")
     cache_dir_text: CacheFolder = knob(None, "Folder for cached text embeddings; empty: output_dir/cache/text.")
