@@ -29,7 +29,8 @@ from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precisio
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, report_first_failure
-from simpletuner.preparation.prepare import Plan, Prepared, folders_of, plan_data, prepare, samples_by_shape
+from simpletuner.preparation.plan import Plan, samples_by_shape
+from simpletuner.preparation.prepare import Prepared, folders_of, plan_data, prepare
 from simpletuner.preparation.same_folder import verify_same_folders
 from simpletuner.private_api.of_diffusers import leave_out_peft
 from simpletuner.report import Report

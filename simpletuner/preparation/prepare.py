@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
-
 from simpletuner.caches.latents import decoding_threads
-from simpletuner.caches.sources import TextSource, encodes_beside, open_sources, used_texts
+from simpletuner.caches.sources import Sources, encodes_beside, open_sources, used_texts, without_caption
 from simpletuner.data.batches.prefetch import THREADS, SampleReader, reading_threads
 from simpletuner.data.batches.references import named_references
 from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
@@ -29,10 +26,13 @@ from simpletuner.data.samples.held_out import held_out_indices
 from simpletuner.data.samples.references import references_of
 from simpletuner.data.samples.samples import Samples
 from simpletuner.data.scan.scan import Scan
-from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.support import check_clips, check_prompt_sizes
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.world import World
+from simpletuner.preparation.drawn_prompts import DrawnPrompt, drawn_prompts
+from simpletuner.preparation.plan import Plan
+from simpletuner.preparation.references import check_references
 from simpletuner.preparation.shared_arrays import share_arrays
 from simpletuner.preparation.shared_download import download_datasets
 from simpletuner.preparation.shared_scan import scan_datasets
@@ -40,7 +40,6 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.settings.files.formats import read_text
-from simpletuner.settings.values.shape import SampleShape
 from simpletuner.system.files.atomic import replace_file
 from simpletuner.system.numbers import count_noun
 
@@ -51,30 +50,12 @@ UNCAPTIONED = "uncaptioned.txt"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Datasets, buckets and sampler, before any latents or embeddings are computed."""
-
-    datasets: list[ImageDataset]
-    texts: list[TextEmbeds]
-    """Caches of text embeddings, the default one first."""
-    samples: Samples
-    buckets: Buckets
-    sampler: GlobalBatchSampler
-    digest: str
-    """Identity of seed, buckets and order: a saved position is valid only for the same ones."""
-    held_out: np.ndarray
-    """Indices of the samples that are not trained on."""
-
-
-@dataclass(frozen=True)
 class Prepared:
     """Everything that batches are made of; the plan without images that could not be decoded."""
 
     plan: Plan
     reader: SampleReader
-    validation: list[ValidationPrompt]
-    prompts: TextSource
-    """Holds the embeddings of validation prompts, negative ones included, and of the empty caption."""
+    validation: list[DrawnPrompt]
 
 
 @dataclass(frozen=True)
@@ -97,12 +78,7 @@ def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData
     world, report, stop, rescan = session.world, session.report, session.stop.check, settings.data.rescan
     datasets = download_datasets(datasets, world, report, stop, record, rescan)
     text_folders = [text_folder(each, settings) for each in texts]
-    latents_folders = [
-        latents_folder(each, settings)
-        for dataset in datasets
-        for each in (dataset, *dataset.conditioning)
-        if not each.are_masks
-    ]
+    latents_folders = [latents_folder(each, settings) for dataset in datasets for each in dataset.encoded]
     outputs = [settings.training.output_dir, *text_folders, *latents_folders]
     folder = scans_folder or default_folder(settings, "scan")
     conditioning = {each.id: each for dataset in datasets for each in dataset.conditioning}
@@ -209,14 +185,18 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
     """
     settings, report, stop = session.settings, session.report, session.stop.check
     validation = shared_prompts(session)
-    check_references(family, plan.datasets, validation)
-    prompts = texts_of(validation, settings.validation.validation_negative_prompt)
+    check_references(family, settings, plan.datasets, validation)
+    drawn = drawn_prompts(settings, plan, validation)
+    prompts = texts_of(drawn) if not family.reads_references else []
     sources = open_sources(settings, plan.samples, plan.texts, prompts, family, session.world, writers)
     # Text encoders are freed before the VAE is loaded, so a GPU holds one of them at a time.
     for each in sources.all_texts:
         each.fill(settings.data.text_encoder_batch_size, report, stop)
-    sources.encoder.free()
     broken: dict[str, str] = {}
+    for paired in sources.paired.values():
+        broken |= paired.fill(report, stop)
+    drawn = encode_drawn(drawn, family, sources)
+    sources.encoder.free()
     for part in plan.samples.parts:
         broken |= sources.latents[part.dataset.id].fill(part.dataset.vae_batch_size, report, stop)
         for references in references_of(part):
@@ -230,7 +210,6 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
         whole = plan.samples.without(broken)
         remade = make_plan(settings, plan.datasets, plan.texts, whole)
         plan = share_memory(remade, "plan without broken images", session.world, stop)
-    no_caption = family.unconditional({key: value[None] for key, value in sources.prompts.read("").items()})
     on_demand = [decoding_threads(part, session.world) for part in plan.samples.parts if encodes_beside(part.dataset)]
     at_once = sources.concurrent_reads
     reader = SampleReader(
@@ -241,31 +220,30 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
             **family.size_conditioning(sample.geometry),
             **named_references(sources.latents[each.dataset].read(each) for each in sample.references),
         },
-        text=lambda sample, caption: sources.texts[sample.dataset].read(caption),
-        no_caption={key: value[0] for key, value in no_caption.items()},
+        text=sources.text,
+        no_caption=sources.no_caption,
         mask=lambda sample: sources.latents[sample.dataset].read_mask(sample),
         threads=max([THREADS, *on_demand]),
         # Threads pay where each read waits for a network; a local cache is read without their overhead.
         map_samples=reading_threads(at_once, "samples").map if at_once > 1 else map,
     )
-    return Prepared(plan, reader, validation, sources.prompts)
+    return Prepared(plan, reader, drawn)
 
 
-def check_references(
-    family: ModelFamily, datasets: Sequence[ImageDataset], prompts: Sequence[ValidationPrompt]
-) -> None:
-    """Raise SettingsError for more references than the pipeline takes."""
-    given = {
-        f"dataset `{dataset.id}`": sum(each.are_references for each in dataset.conditioning) for dataset in datasets
-    }
-    given["validation_images"] = max((len(prompt.images) for prompt in prompts), default=0)
-    for name, count in given.items():
-        if count > family.most_references:
-            most = f"at most {family.most_references}" if family.most_references else "none"
-            raise SettingsError(
-                f"{name}: {count_noun(count, 'reference image')}, and {family.pipeline_class.__name__} takes {most}",
-                "leave them out, or take a model that edits images, such as FLUX.1 Kontext, FLUX.2 or Qwen-Image-Edit",
-            )
+def encode_drawn(drawn: Sequence[DrawnPrompt], family: ModelFamily, sources: Sources) -> list[DrawnPrompt]:
+    """Return what is drawn with its embeddings: cached ones, or where text encoders read references, in memory."""
+
+    def read(each: DrawnPrompt, text: str) -> Conditioning:
+        if not family.reads_references:
+            return sources.prompts.read(text)
+        with sources.encoder.use() as encoder:
+            return {name: value[0] for name, value in encoder.encode([text], each.references).items()}
+
+    def negative(each: DrawnPrompt) -> Conditioning:
+        text = each.negative_prompt
+        return read(each, text) if text else without_caption(family, read(each, text))
+
+    return [each.encoded(read(each, each.prompt.prompt), negative(each)) for each in drawn]
 
 
 def shared_prompts(session: Session) -> list[ValidationPrompt]:
@@ -278,10 +256,10 @@ def shared_prompts(session: Session) -> list[ValidationPrompt]:
     return prompts
 
 
-def texts_of(validation: Sequence[ValidationPrompt], negative: str) -> list[str]:
+def texts_of(drawn: Sequence[DrawnPrompt]) -> list[str]:
     """Return the texts to encode for validation, and the empty caption, by which dropped captions are replaced."""
-    own = [text for each in validation for text in (each.prompt, each.negative_prompt) if text is not None]
-    return [*own, negative, ""]
+    own = [text for each in drawn for text in (each.prompt.prompt, each.negative_prompt)]
+    return [*dict.fromkeys(own), ""]
 
 
 def report_left_out(found: Discovery, report: Report) -> None:
@@ -303,21 +281,8 @@ def report_left_out(found: Discovery, report: Report) -> None:
         report.warn(f"{count_noun(len(found.broken), 'broken image')} left out:{named}")
 
 
-def samples_by_shape(plan: Plan) -> Counter[SampleShape]:
-    """Count the samples of an epoch by their shape, and those of their references, in px."""
-    return Counter({SampleShape.parse(name): len(bucket) for name, bucket in plan.buckets.items()})
-
-
-def describe_buckets(plan: Plan) -> str:
-    """Return how many images are in which buckets, and how often an epoch shows those that are repeated."""
-    counts = {name: (bucket.num_samples, len(bucket)) for name, bucket in plan.buckets.items()}
-    each = [f"{name}: {own}{f' shown {shown} times' if shown != own else ''}" for name, (own, shown) in counts.items()]
-    held_out = f"; {len(plan.held_out):,} held out" if len(plan.held_out) else ""
-    trained = len(plan.samples) - len(plan.held_out)
-    return f"{trained:,} in {count_noun(len(counts), 'bucket')} ({', '.join(each)}){held_out}"
-
-
 def folders_of(settings: Settings, plan: Plan) -> list[Path]:
     """Return the folders that cache what a plan needs."""
     texts = [text_folder(each, settings) for each in used_texts(plan.texts, plan.datasets, settings)]
-    return [*texts, *(latents_folder(each, settings) for each in plan.datasets if not each.vae_cache_disable)]
+    encoded = [each for dataset in plan.datasets for each in dataset.encoded]
+    return [*texts, *(latents_folder(each, settings) for each in encoded if not each.vae_cache_disable)]

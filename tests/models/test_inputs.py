@@ -97,7 +97,8 @@ def latents_shown(family: ModelFamily, given: dict[str, Any], shape: Shape) -> t
 
 
 def given(references: tuple[Image, ...]) -> dict[str, Any]:
-    return {"image": list(references)} if references else {}
+    one = references[0] if len(references) == 1 else list(references)
+    return {"image": one} if references else {}
 
 
 def same(ours: Any, theirs: Any, name: str) -> None:
@@ -124,7 +125,8 @@ def expect_same_inputs(
     arguments = family.pipeline_kwargs({}, {}, params) | given(references) | kwargs
     theirs = recorded_call(denoiser, lambda: pipeline(prompt=PROMPT, **arguments), number=2)
 
-    conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
+    read = references if family.reads_references else ()
+    conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT], read)
     geometry = Geometry(SHAPE, SHAPE, (0, 0), SHAPE)
     conditioning |= {name: value[None] for name, value in family.size_conditioning(geometry).items()}
     scheduler = pipeline.scheduler
@@ -202,10 +204,11 @@ def expect_same_picture(
     theirs = theirs[:, :, 0] if theirs.ndim == 5 and shape.frames == 1 else theirs
 
     encoder = family.text_encoder(CPU, torch.float32)
-    no_caption = family.unconditional(encoder.encode([""]))
+    read = references if family.reads_references else ()
+    no_caption = family.unconditional(encoder.encode([""], read))
     denoiser = getattr(pipeline, family.denoiser_name)
     with torch.no_grad():
-        latents = family.sample(denoiser, vae, params, encoder.encode([PROMPT]), no_caption)
+        latents = family.sample(denoiser, vae, params, encoder.encode([PROMPT], read), no_caption)
     ours = (vae.decode(latents) + 1) / 2
     assert ours.shape == theirs.shape
     assert float(theirs.std()) > 0.01, "a picture of one colour proves nothing"

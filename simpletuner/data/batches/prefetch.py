@@ -84,7 +84,7 @@ class SampleReader:
     latents: Callable[[Sample], Tensor]
     image: Callable[[Sample], Conditioning]
     text: Callable[[Sample, str], Conditioning]
-    no_caption: Conditioning
+    no_caption: Callable[[Sample], Conditioning]
     mask: Callable[[Sample], Tensor | None] = lambda sample: None
     """Mask of the loss (1, H, W)."""
     threads: int = THREADS
@@ -204,7 +204,7 @@ def read_sample(
     random = sample_noise(seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
     # A uniform number chooses, not random.choice: adding a caption to one image changes no other sample.
     caption = sample.captions[int(random.caption * len(sample.captions))]
-    text = reader.no_caption if random.dropout < dropout else reader.text(sample, caption)
+    text = reader.no_caption(sample) if random.dropout < dropout else reader.text(sample, caption)
     return clean, torch.from_numpy(random.noise), random.u, {**text, **reader.image(sample)}, sample.id
 
 

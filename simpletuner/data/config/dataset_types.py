@@ -82,6 +82,11 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
         """The datasets that `conditioning_data` names, in its order, once the whole file is read."""
         return self._conditioning
 
+    @property
+    def encoded(self) -> tuple[ImageDataset, ...]:
+        """This dataset and those of its references: all that are cached as latents for it."""
+        return (self, *(each for each in self._conditioning if each.are_references))
+
     def paired_with(self, conditioning: Sequence[ImageDataset]) -> ImageDataset:
         """Return this dataset with the masks and references of others; captions of masks are not read."""
         new = self.model_copy()

@@ -23,7 +23,7 @@ from PIL import Image
 
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.geometry import Geometry, compute_geometry
-from simpletuner.data.images.images import read_rgb
+from simpletuner.data.images.images import cropped, read_rgb
 from simpletuner.data.images.videos import read_frames
 from simpletuner.data.sampler.stable_choice import hash_texts
 from simpletuner.data.samples.partners import Mask, Partners
@@ -72,6 +72,12 @@ class Sample:
             yield from read_frames(
                 file, numbers if places is None else [numbers[place] for place in places], g.original
             )
+
+
+def reference_images(sample: Sample) -> tuple[Image.Image, ...]:
+    """Return the references of a sample as training crops them. Raises one of DECODE_ERRORS."""
+    pairs = [(each.geometry, image) for each in sample.references for image in each.images(each.geometry.resized.size)]
+    return tuple(cropped(image, g.resized.size, g.crop_left_top, g.target.size) for g, image in pairs)
 
 
 class RowReader:

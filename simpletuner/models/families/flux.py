@@ -5,18 +5,15 @@ Dev and the checkpoints trained from it embed the guidance scale; schnell does n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from PIL.Image import Image
 from torch import Tensor, nn
 
 from simpletuner.data.batches.references import references_in
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16_times_1000
 from simpletuner.models.family.text_encoding import Conditioning
-from simpletuner.models.family.vae import Vae, pixels_of
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.values.shape import Shape
 
@@ -104,10 +101,6 @@ class FluxKontext(Flux):
             tokens = torch.cat([tokens, pack(reference.to(noised_BCHW.dtype))], dim=1)
             ids = torch.cat([ids, own])
         return tokens, ids
-
-    def reference_kwargs(self, references: Sequence[Image], vae: Vae) -> dict[str, Any]:
-        # It casts images to the dtype of the text before its VAE, which may have another one, encodes them.
-        return {"image": vae.encode(pixels_of(references[0]))}
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams

@@ -115,8 +115,12 @@ class ModelFamily(ABC):
     """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
     `tiny`; a built-in family has a table `[tiny]` in its preset."""
 
+    least_references: ClassVar[int] = 0
     most_references: ClassVar[int] = 0
-    """Number of reference images that the pipeline takes at most."""
+    """Number of reference images that the pipeline takes."""
+
+    reads_references: ClassVar[bool] = False
+    """True if text encoders read the references as well: `encode_edits` then takes the place of `encode_prompts`."""
 
     frame_rate: ClassVar[float] = 24
     """Frames per second of the clips that its published models generate."""
@@ -185,6 +189,10 @@ class ModelFamily(ABC):
 
     # What a family may override.
 
+    def encode_edits(self, pipeline: Any, captions: list[str], references: Sequence[Image]) -> Conditioning:
+        """Encode captions by text encoders that read the references of a sample; what `encode_prompts` returns."""
+        raise NotImplementedError(f"{type(self).__name__} has reads_references, and no encode_edits")
+
     def default_max_length(self) -> int | None:
         """Longest prompt in tokens unless tokenizer_max_length is set; None where text encoders fix the length."""
         return None
@@ -226,8 +234,8 @@ class ModelFamily(ABC):
             embeds["negative_prompt"] = None
         return {**positive, **embeds, **sampling.kwargs()}
 
-    def reference_kwargs(self, references: Sequence[Image], vae: Vae) -> dict[str, Any]:
-        """Arguments of the pipeline's `__call__` for reference images, which it encodes, or for their latents."""
+    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
+        """Arguments of the pipeline's `__call__` for reference images."""
         return {"image": list(references)}
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
@@ -351,8 +359,8 @@ class ModelFamily(ABC):
         pipeline.set_progress_bar_config(disable=True)
         kwargs = self.pipeline_kwargs(positive, negative, sampling)
         if sampling.references:
-            kwargs |= self.reference_kwargs(sampling.references, vae)
-        with cast_inputs(model, positive["prompt_embeds"].dtype, except_for=self.float32_inputs):
+            kwargs |= self.reference_kwargs(sampling.references)
+        with cast_inputs(model, positive["prompt_embeds"].dtype, except_for=self.float32_inputs), vae.casting():
             latents = pipeline(**kwargs)[0]
         latents = vae.normalize(latents) if self.outputs_vae_latents else latents
         return self.unpack_latents(latents, sampling.shape.in_cells(vae.cell))

@@ -54,6 +54,15 @@ class Vae:
             self.model.to(self.device)
             return_memory(device)
 
+    @contextmanager
+    def casting(self) -> Iterator[None]:
+        """Cast what is encoded to the dtype of the weights: pipelines give references the dtype of the text."""
+        hook = self.model.encoder.register_forward_pre_hook(lambda _, given: (given[0].to(self.dtype), *given[1:]))
+        try:
+            yield
+        finally:
+            hook.remove()
+
     @property
     def cell(self) -> Shape:
         """Frames and px that one latent cell covers."""

@@ -25,7 +25,8 @@ from simpletuner.models.opening.published import open_without_weights
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
-from simpletuner.preparation.prepare import plan_data, samples_by_shape
+from simpletuner.preparation.plan import samples_by_shape
+from simpletuner.preparation.prepare import plan_data
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings

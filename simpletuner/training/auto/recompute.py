@@ -17,7 +17,7 @@ from simpletuner.models.opening.checked import facts_of, read_note
 from simpletuner.parallel.gpu import GIB
 from simpletuner.parallel.model.activations import memory_budget
 from simpletuner.parallel.world import World
-from simpletuner.preparation.prepare import Plan, samples_by_shape
+from simpletuner.preparation.plan import Plan, samples_by_shape
 from simpletuner.session import Session
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.system.files.atomic import write_json

@@ -163,9 +163,9 @@ def in_lockstep(images: Sequence[PlannedImage]) -> list[list[PlannedImage]]:
 def open_validator(
     session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared, metrics: Metrics | None
 ) -> Validator | None:
-    """Build what generates validation images; None without prompts or pairs."""
+    """Build what generates validation images; None without prompts."""
     settings, validation = session.settings, session.settings.validation
-    if not prepared.validation and not validation.validation_pairs:
+    if not prepared.validation:
         return None
     variants = evaluated_variants(state.ema, validation)
     return Validator(
@@ -175,7 +175,7 @@ def open_validator(
         vae=family.vae(torch.device("cpu")),  # on the GPU only while images are made
         ema=state.ema,
         variants=(BASE, *variants) if family.adapter else variants,
-        images=plan_images(settings, family, prepared),
+        images=plan_images(settings, family, prepared.validation),
         dtype=compute_dtype(settings),
         folder=settings.training.output_dir / "validation",
         metrics=metrics,

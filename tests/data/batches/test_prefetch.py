@@ -55,7 +55,7 @@ def source(**changes) -> SampleReader:
         "latents": latents,
         "image": lambda each: {"size": torch.tensor(each.geometry.target.size)},
         "text": lambda each, caption: text(caption),
-        "no_caption": {"prompt_embeds": torch.full((2, TEXT), -1.0)},
+        "no_caption": lambda each: {"prompt_embeds": torch.full((2, TEXT), -1.0)},
     }
     return SampleReader(**{**values, **changes})
 
