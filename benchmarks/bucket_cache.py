@@ -76,7 +76,7 @@ def waits(mirror: Mirror, at_once: int) -> list[float]:
             latents=lambda sample: read("latents", sample)["latents"],
             image=lambda sample: {},
             text=lambda sample, caption: read("text", sample),
-            no_caption={},
+            no_caption=lambda sample: {},
             map_samples=pool.map if at_once > 1 else map,
         )
         sampler = GlobalBatchSampler({"one": Bucket({1: np.arange(COUNT)})}, 0)

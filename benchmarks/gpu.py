@@ -28,6 +28,7 @@ from interleaved import print_table
 
 from simpletuner.parallel.devices.devices import DEVICES, device_by_driver_name
 from simpletuner.report import Report
+from simpletuner.settings.values.shape import SampleShape
 from simpletuner.tools.plan.estimate import RunPlan, estimate_run
 from simpletuner.tools.plan.inputs import SampleShapes, opened_family
 from simpletuner.tools.plan.planner import flops_per_sample
@@ -159,7 +160,7 @@ class Plans:
             family = self.stack.enter_context(opened_family(settings, Report(quiet=True)))
             self.known[key] = Workload(family, case.shape), flops_per_sample(family, case.shape)
         workload, flops = self.known[key]
-        return estimate_run(settings, workload, SampleShapes({case.shape: 1}), self.device, flops)
+        return estimate_run(settings, workload, SampleShapes({SampleShape(case.shape): 1}), self.device, flops)
 
 
 def show(value: Any) -> str:

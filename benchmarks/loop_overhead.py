@@ -13,14 +13,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from interleaved import print_table, ratio, seconds_in_turns
 from torch import Tensor, nn
 
-from simpletuner.caches.sources import TextSource
 from simpletuner.data.batches.prefetch import Batch, SampleReader
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.images.geometry import Geometry
@@ -34,7 +33,8 @@ from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.torch_engine import sharded_parameters
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.preparation.prepare import Plan, Prepared
+from simpletuner.preparation.plan import Plan
+from simpletuner.preparation.prepare import Prepared
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
@@ -77,12 +77,12 @@ def data_in_memory(family: ModelFamily, settings: Settings) -> Prepared:
         latents=lambda sample: latents[sample.id],
         image=lambda sample: family.size_conditioning(sample.geometry),
         text=lambda sample, caption: text,
-        no_caption={name: torch.zeros_like(value) for name, value in text.items()},
+        no_caption=lambda sample: {name: torch.zeros_like(value) for name, value in text.items()},
     )
     buckets = {"one": Bucket({1: np.arange(SAMPLES)})}
     sampler = GlobalBatchSampler(buckets, settings.training.seed)
     plan = Plan([], [], Samples(), buckets, sampler, "", np.zeros(0, int))
-    return Prepared(plan, source, [], cast(TextSource, None))  # only validation asks for more text
+    return Prepared(plan, source, [])
 
 
 class Nowhere(Checkpointer):

@@ -29,15 +29,10 @@ from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precisio
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, report_first_failure
-from simpletuner.preparation.prepare import (
-    Plan,
-    Prepared,
-    folders_of,
-    plan_data,
-    prepare,
-    samples_by_shape,
-    shared_prompts,
-)
+from simpletuner.preparation.drawn_prompts import drawn_prompts
+from simpletuner.preparation.plan import Plan, samples_by_shape
+from simpletuner.preparation.prepare import Prepared, folders_of, plan_data, prepare, shared_prompts
+from simpletuner.preparation.references import check_references
 from simpletuner.preparation.same_folder import verify_same_folders
 from simpletuner.private_api.of_diffusers import leave_out_peft
 from simpletuner.report import Report
@@ -86,7 +81,7 @@ from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Evaluation, Trainer
 from simpletuner.training.validation.callbacks import at_round_ends
 from simpletuner.training.validation.held_out import open_held_out_loss
-from simpletuner.training.validation.validator import open_validator, validation_shapes
+from simpletuner.training.validation.validator import open_validator
 
 
 def run_rank(loaded: Loaded) -> None:
@@ -192,8 +187,11 @@ def train(
         family = load_family(session.settings, session.world, session.stop.check, skips_checked=True)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     session.world.activity.begin("proving the pipeline", watched=False)
-    sampled = validation_shapes(session.settings, shared_prompts(session), plan)
-    family.prove(sorted(samples_by_shape(plan)), session.world.device, sampled)
+    prompts = shared_prompts(session)
+    check_references(family, session.settings, plan.datasets, prompts)
+    drawn = drawn_prompts(session.settings, plan, prompts)
+    trained = sorted({shape.target for shape in samples_by_shape(plan)})
+    family.prove(trained, session.world.device, sorted({each.shape for each in drawn}))
     verify_same_facts(family.facts(), session.world)
     session.world.activity.begin("reading the base model", watched=False)
     check_export(family, pipelines_of(session.settings))
@@ -201,7 +199,7 @@ def train(
     check_engine(session, family)
     if checkpoint is not None:
         check_fits(checkpoint, family, session.world, verification)
-    prepared = prepare(session, plan, family, writers)
+    prepared = prepare(session, plan, family, writers, drawn)
     if verification is not None:
         session.world.activity.begin("verifying the checkpoint")
         verification.wait()
@@ -290,6 +288,8 @@ def build_trainer(
         data_size=mesh.data_size,
         accumulation=training.gradient_accumulation_steps,
         seed=training.seed,
+        reference_dropout=settings.data.reference_dropout_probability,
+        masked_loss=settings.data.masked_loss_probability,
         pin=mesh.world.device.type == "cuda",
     )
     ahead = settings.data.dataloader_prefetch_qlen

@@ -177,7 +177,7 @@ class Trained:
 
     @property
     def losses(self) -> list[float]:
-        return [row["loss"] for row in self.rows]
+        return [row["loss"] for row in self.rows if "loss" in row]
 
 
 @pytest.fixture

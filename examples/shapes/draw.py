@@ -1,4 +1,7 @@
-"""Draw the demo's picture set: one coloured shape on a light background, with its caption in a file beside it."""
+"""Draw the demo's picture set: one coloured shape on a light background, with its caption in a file beside it.
+
+With --before, pairs: each shape in another colour there, and captions that say which one it gets.
+"""
 
 from __future__ import annotations
 
@@ -52,15 +55,32 @@ def draw_all(count: int, seed: int) -> Iterator[tuple[str, Image.Image]]:
         yield f"a {colour} {shape}", draw(shape, colour, size_px, dice)
 
 
+def draw_pairs(count: int, seed: int) -> Iterator[tuple[str, Image.Image, Image.Image]]:
+    """Yield `count` captions with a picture before and after, every shape and change of colour equally often."""
+    kinds = itertools.cycle((shape, *change) for shape in TURNS for change in itertools.permutations(COLOURS, 2))
+    for index, (shape, old, new) in enumerate(itertools.islice(kinds, count)):
+        before, after = (draw(shape, colour, (64, 64), random.Random(f"{seed}/{index}")) for colour in (old, new))
+        yield f"make it {new}", before, after
+
+
 def main() -> None:
     """Write the pictures and captions into the folder named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=252, help="how many; a multiple of 36 is even (default: 252)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--before", type=Path, help="folder for what each picture was before")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    for index, (caption, picture) in enumerate(draw_all(options.count, options.seed)):
+    for folder in filter(None, (options.folder, options.before)):
+        folder.mkdir(parents=True, exist_ok=True)
+    if options.before:
+        pictures = []
+        for index, (caption, before, after) in enumerate(draw_pairs(options.count, options.seed)):
+            before.save(options.before / f"{index:04d}.png")
+            pictures.append((caption, after))
+    else:
+        pictures = draw_all(options.count, options.seed)
+    for index, (caption, picture) in enumerate(pictures):
         path = options.folder / f"{index:04d}.png"
         picture.save(path)
         path.with_suffix(".txt").write_text(caption + "\n")

@@ -23,7 +23,8 @@ from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.shards import ShardReader
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, resize_and_crop
-from simpletuner.data.samples.masks import Mask
+from simpletuner.data.samples.partners import Mask
+from simpletuner.data.samples.references import References
 from simpletuner.data.samples.samples import DatasetSamples, Sample
 from simpletuner.errors import DataError, SettingsError
 from simpletuner.models.family.base import ModelFamily
@@ -46,7 +47,7 @@ class LatentsCache:
     def __init__(
         self,
         folder: Path,
-        samples: DatasetSamples,
+        samples: DatasetSamples | References,
         vae: Encoder[Vae],
         family: ModelFamily,
         world: World,
@@ -70,7 +71,7 @@ class LatentsCache:
         Return the samples that are known to be impossible to decode, with the reason.
         """
         job = CacheJob(
-            title=f"{self.samples.dataset.noun}s",
+            title="references" if isinstance(self.samples, References) else f"{self.samples.dataset.noun}s",
             folder=self.folder,
             digest=short_hash(
                 [self.samples.checksum("name", "version"), self.fingerprint, self.dtype, *self.facts.values()]
@@ -160,11 +161,11 @@ def latents_dtype(settings: Settings) -> str:
     return settings.model.vae_dtype + (f", stored in {stored}" if stored != "fp32" else "") + tiled
 
 
-def decoding_threads(samples: DatasetSamples, world: World) -> int:
+def decoding_threads(samples: DatasetSamples | References, world: World) -> int:
     """Return how many threads of a rank decode images: its share of the cores, or as many as hide a store's latency."""
     cores = min((os.cpu_count() or 1) // world.local_size, MOST_DECODING_THREADS)
     wanted = samples.dataset.max_workers or max(2, cores, samples.storage.concurrent_reads)
-    if not samples.dataset.clips:
+    if isinstance(samples, References) or not samples.dataset.clips:
         return wanted
     sizes = samples.sizes
     largest = int((sizes.frames * np.multiply(*sizes.targets.T, dtype=np.int64)).max(initial=1)) * 3 * 4

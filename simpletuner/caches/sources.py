@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.latents import DTYPES, LatentsCache
 from simpletuner.caches.on_demand import LatentsOnDemand, TextOnDemand
+from simpletuner.caches.paired_texts import PairedTexts
 from simpletuner.caches.store.mirror import open_mirror
 from simpletuner.caches.texts import TextCache
 from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
-from simpletuner.data.config.folders import latents_folder, text_folder
-from simpletuner.data.samples.samples import DatasetSamples, Samples
+from simpletuner.data.config.folders import latents_folder, paired_folder, text_folder
+from simpletuner.data.samples.references import References, references_of
+from simpletuner.data.samples.samples import DatasetSamples, Sample, Samples
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.text_encoding import TextEncoder
+from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.world import World
@@ -33,9 +35,28 @@ class Sources:
 
     latents: dict[str, LatentsSource]
     texts: dict[str, TextSource]
+    paired: dict[str, PairedTexts]
+    """By dataset, in place of `texts`, where text encoders read the references."""
     prompts: TextSource
+    family: ModelFamily
     vae: Encoder[Vae]
     encoder: Encoder[TextEncoder]
+
+    def text(self, sample: Sample, caption: str) -> Conditioning:
+        """Return the embedding of a sample's caption, without a batch axis."""
+        if sample.dataset in self.paired:
+            return self.paired[sample.dataset].read(sample, caption)
+        return self.texts[sample.dataset].read(caption)
+
+    def no_caption(self, sample: Sample) -> Conditioning:
+        """Return the embedding for a dropped caption, without a batch axis."""
+        if sample.dataset in self.paired:
+            return without_caption(self.family, self.text(sample, ""))
+        return self._no_caption
+
+    @cached_property
+    def _no_caption(self) -> Conditioning:
+        return without_caption(self.family, self.prompts.read(""))
 
     @property
     def all_texts(self) -> list[TextSource]:
@@ -45,9 +66,9 @@ class Sources:
         return list({id(each): each for each in (self.prompts, *self.texts.values())}.values())
 
     @property
-    def caches(self) -> list[LatentsCache | TextCache]:
-        both = (*self.all_texts, *self.latents.values())
-        return [each for each in both if isinstance(each, LatentsCache | TextCache)]
+    def caches(self) -> list[LatentsCache | TextCache | PairedTexts]:
+        every = (*self.all_texts, *self.paired.values(), *self.latents.values())
+        return [each for each in every if isinstance(each, LatentsCache | TextCache | PairedTexts)]
 
     @property
     def concurrent_reads(self) -> int:
@@ -74,7 +95,7 @@ def open_sources(
     # One VAE and one set of text encoders for all datasets; each is loaded at its first use.
     vae = Encoder(lambda: family.vae(world.device), world.device, any(map(encodes_beside, datasets)))
 
-    def latents_of(part: DatasetSamples) -> LatentsSource:
+    def latents_of(part: DatasetSamples | References) -> LatentsSource:
         if part.dataset.vae_cache_disable:
             return LatentsOnDemand(vae, DTYPES[data.vae_cache_dtype])
         folder = latents_folder(part.dataset, settings)
@@ -84,7 +105,7 @@ def open_sources(
     @cache
     def cache_of(number: int, grows: bool) -> TextCache:
         embeds = texts[number]
-        using = [part for part in samples.parts if uses(part.dataset, embeds, texts)]
+        using = [part for part in plain if uses(part.dataset, embeds, texts)]
         own = [part for part in using if part.dataset.text_cache_ondemand == grows]
         # Validation prompts are cached with the default's captions, once, not in each cache.
         own_prompts = prompts if number == 0 and holds_prompts(settings, grows) else []
@@ -92,21 +113,36 @@ def open_sources(
         mirror, stack = open_mirror(embeds, folder), writers if grows else None
         return TextCache(folder, own, own_prompts, encoder, family, world, dtype, compress, mirror, stack)
 
+    def paired_of(part: DatasetSamples) -> PairedTexts:
+        embeds = texts[number_of[part.dataset.text_embeds or texts[0].id]]
+        folder = paired_folder(embeds, part.dataset, settings)
+        return PairedTexts(folder, part, encoder, family, world, dtype, embeds.compress_cache, writers)
+
     def text_of(given: ImageDataset | Data) -> TextSource:
         if given.text_cache_disable:
             return on_demand
         named = given.text_embeds if isinstance(given, ImageDataset) else None
         return cache_of(number_of[named or texts[0].id], given.text_cache_ondemand)
 
+    paired = [part for part in samples.parts if family.reads_references and part.references]
+    plain = [part for part in samples.parts if part not in paired]
     on_demand = TextOnDemand(encoder, family)
     number_of = {each.id: number for number, each in enumerate(texts)}
     return Sources(
-        latents={part.dataset.id: latents_of(part) for part in samples.parts},
-        texts={each.id: text_of(each) for each in datasets},
+        latents={each.dataset.id: latents_of(each) for part in samples.parts for each in (part, *references_of(part))},
+        texts={part.dataset.id: text_of(part.dataset) for part in plain},
+        paired={part.dataset.id: paired_of(part) for part in paired},
         prompts=text_of(data),
+        family=family,
         vae=vae,
         encoder=encoder,
     )
+
+
+def without_caption(family: ModelFamily, empty: Conditioning) -> Conditioning:
+    """Return the conditioning for `no caption`, given the embedding of the empty one; both without a batch axis."""
+    found = family.unconditional({name: value[None] for name, value in empty.items()})
+    return {name: value[0] for name, value in found.items()}
 
 
 def encodes_beside(dataset: ImageDataset) -> bool:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
-
 from simpletuner.caches.latents import decoding_threads
-from simpletuner.caches.sources import TextSource, encodes_beside, open_sources, used_texts
+from simpletuner.caches.sources import Sources, encodes_beside, open_sources, used_texts, without_caption
 from simpletuner.data.batches.prefetch import THREADS, SampleReader, reading_threads
+from simpletuner.data.batches.references import named_references
 from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
 from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.config.folders import default_folder, latents_folder, text_folder
@@ -25,12 +23,16 @@ from simpletuner.data.samples.buckets import Buckets, digest_buckets, fill_bucke
 from simpletuner.data.samples.dataset_warnings import dataset_warnings
 from simpletuner.data.samples.discovery import Discovery, discover, format_names
 from simpletuner.data.samples.held_out import held_out_indices
+from simpletuner.data.samples.references import references_of
 from simpletuner.data.samples.samples import Samples
 from simpletuner.data.scan.scan import Scan
 from simpletuner.models.catalog.support import check_prompt_sizes
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.world import World
 from simpletuner.preparation.alignment import bucket_alignment
+from simpletuner.preparation.drawn_prompts import DrawnPrompt
+from simpletuner.preparation.plan import Plan
 from simpletuner.preparation.shared_arrays import share_arrays
 from simpletuner.preparation.shared_download import download_datasets
 from simpletuner.preparation.shared_scan import scan_datasets
@@ -38,7 +40,6 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.settings.files.formats import read_text
-from simpletuner.settings.values.shape import Shape
 from simpletuner.system.files.atomic import replace_file
 from simpletuner.system.numbers import count_noun
 
@@ -49,30 +50,12 @@ UNCAPTIONED = "uncaptioned.txt"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Datasets, buckets and sampler, before any latents or embeddings are computed."""
-
-    datasets: list[ImageDataset]
-    texts: list[TextEmbeds]
-    """Caches of text embeddings, the default one first."""
-    samples: Samples
-    buckets: Buckets
-    sampler: GlobalBatchSampler
-    digest: str
-    """Identity of seed, buckets and order: a saved position is valid only for the same ones."""
-    held_out: np.ndarray
-    """Indices of the samples that are not trained on."""
-
-
-@dataclass(frozen=True)
 class Prepared:
     """Everything that batches are made of; the plan without images that could not be decoded."""
 
     plan: Plan
     reader: SampleReader
-    validation: list[ValidationPrompt]
-    prompts: TextSource
-    """Holds the embeddings of validation prompts, negative ones included, and of the empty caption."""
+    validation: list[DrawnPrompt]
 
 
 @dataclass(frozen=True)
@@ -95,15 +78,17 @@ def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData
     world, report, stop, rescan = session.world, session.report, session.stop.check, settings.data.rescan
     datasets = download_datasets(datasets, world, report, stop, record, rescan)
     text_folders = [text_folder(each, settings) for each in texts]
-    latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
+    latents_folders = [latents_folder(each, settings) for dataset in datasets for each in dataset.encoded]
     outputs = [settings.training.output_dir, *text_folders, *latents_folders]
     folder = scans_folder or default_folder(settings, "scan")
-    masks = {dataset.masks.id: dataset.masks for dataset in datasets if dataset.masks}
-    searched = [*datasets, *masks.values()]
+    conditioning = {each.id: each for dataset in datasets for each in dataset.conditioning}
+    searched = [*datasets, *conditioning.values()]
     scans = scan_datasets(searched, outputs, folder, world, report, stop, rescan, session.background)
-    scan_of = dict(zip(masks, scans[len(datasets) :], strict=True))
-    own = scans[: len(datasets)]
-    own = [replace(scan, masks=scan_of[scan.dataset.masks.id]) if scan.dataset.masks else scan for scan in own]
+    scan_of = dict(zip(conditioning, scans[len(datasets) :], strict=True))
+    own = [
+        replace(scan, conditioning=tuple(scan_of[each.id] for each in scan.dataset.conditioning))
+        for scan in scans[: len(datasets)]
+    ]
     return ScannedData(datasets, texts, own)
 
 
@@ -193,22 +178,30 @@ def check_participation(settings: Settings, sampler: GlobalBatchSampler) -> None
         sampler.count_steps(epochs, settings.effective_batch_size)
 
 
-def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStack) -> Prepared:
-    """Collective: encode the captions and images that are not cached yet, on all ranks.
+def prepare(
+    session: Session, plan: Plan, family: ModelFamily, writers: ExitStack, drawn: Sequence[DrawnPrompt]
+) -> Prepared:
+    """Collective: encode the captions, images and prompts that are not cached yet, on all ranks.
 
     Caches that grow while training are written until `writers` is closed.
     """
     settings, report, stop = session.settings, session.report, session.stop.check
-    validation = shared_prompts(session)
-    prompts = texts_of(validation, settings.validation.validation_negative_prompt)
+    prompts = texts_of(drawn) if not family.reads_references else []
     sources = open_sources(settings, plan.samples, plan.texts, prompts, family, session.world, writers)
     # Text encoders are freed before the VAE is loaded, so a GPU holds one of them at a time.
     for each in sources.all_texts:
         each.fill(settings.data.text_encoder_batch_size, report, stop)
-    sources.encoder.free()
     broken: dict[str, str] = {}
-    for dataset in plan.datasets:
-        broken |= sources.latents[dataset.id].fill(dataset.vae_batch_size, report, stop)
+    for paired in sources.paired.values():
+        broken |= paired.fill(report, stop)
+    drawn = encode_drawn(drawn, family, sources)
+    sources.encoder.free()
+    for part in plan.samples.parts:
+        broken |= sources.latents[part.dataset.id].fill(part.dataset.vae_batch_size, report, stop)
+        for references in references_of(part):
+            dataset = references.dataset
+            found = sources.latents[dataset.id].fill(dataset.vae_batch_size, report, stop)
+            broken |= references.samples_of(found)
     sources.vae.free()
     report_left_out(Discovery(broken=broken), report)
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
@@ -216,22 +209,40 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
         whole = plan.samples.without(broken)
         remade = make_plan(settings, plan.datasets, plan.texts, whole)
         plan = share_memory(remade, "plan without broken images", session.world, stop)
-    no_caption = family.unconditional({key: value[None] for key, value in sources.prompts.read("").items()})
     on_demand = [decoding_threads(part, session.world) for part in plan.samples.parts if encodes_beside(part.dataset)]
     at_once = sources.concurrent_reads
     reader = SampleReader(
         samples=plan.samples,
         dataset=plan.samples.dataset_of,
         latents=lambda sample: sources.latents[sample.dataset].read(sample),
-        image=lambda sample: family.size_conditioning(sample.geometry),
-        text=lambda sample, caption: sources.texts[sample.dataset].read(caption),
-        no_caption={key: value[0] for key, value in no_caption.items()},
+        image=lambda sample: {
+            **family.size_conditioning(sample.geometry),
+            **named_references(sources.latents[each.dataset].read(each) for each in sample.references),
+        },
+        text=sources.text,
+        no_caption=sources.no_caption,
         mask=lambda sample: sources.latents[sample.dataset].read_mask(sample),
         threads=max([THREADS, *on_demand]),
         # Threads pay where each read waits for a network; a local cache is read without their overhead.
         map_samples=reading_threads(at_once, "samples").map if at_once > 1 else map,
     )
-    return Prepared(plan, reader, validation, sources.prompts)
+    return Prepared(plan, reader, drawn)
+
+
+def encode_drawn(drawn: Sequence[DrawnPrompt], family: ModelFamily, sources: Sources) -> list[DrawnPrompt]:
+    """Return what is drawn with its embeddings: cached ones, or where text encoders read references, in memory."""
+
+    def read(each: DrawnPrompt, text: str) -> Conditioning:
+        if not family.reads_references:
+            return sources.prompts.read(text)
+        with sources.encoder.use() as encoder:
+            return {name: value[0] for name, value in encoder.encode([text], each.references).items()}
+
+    def negative(each: DrawnPrompt) -> Conditioning:
+        text = each.negative_prompt
+        return read(each, text) if text else without_caption(family, read(each, text))
+
+    return [each.encoded(read(each, each.prompt.prompt), negative(each)) for each in drawn]
 
 
 def shared_prompts(session: Session) -> list[ValidationPrompt]:
@@ -244,10 +255,10 @@ def shared_prompts(session: Session) -> list[ValidationPrompt]:
     return prompts
 
 
-def texts_of(validation: Sequence[ValidationPrompt], negative: str) -> list[str]:
+def texts_of(drawn: Sequence[DrawnPrompt]) -> list[str]:
     """Return the texts to encode for validation, and the empty caption, by which dropped captions are replaced."""
-    own = [text for each in validation for text in (each.prompt, each.negative_prompt) if text is not None]
-    return [*own, negative, ""]
+    own = [text for each in drawn for text in (each.prompt.prompt, each.negative_prompt)]
+    return [*dict.fromkeys(own), ""]
 
 
 def report_left_out(found: Discovery, report: Report) -> None:
@@ -269,21 +280,8 @@ def report_left_out(found: Discovery, report: Report) -> None:
         report.warn(f"{count_noun(len(found.broken), 'broken image')} left out:{named}")
 
 
-def samples_by_shape(plan: Plan) -> Counter[Shape]:
-    """Count the samples of an epoch by their shape in px."""
-    return Counter({Shape.parse(name): len(bucket) for name, bucket in plan.buckets.items()})
-
-
-def describe_buckets(plan: Plan) -> str:
-    """Return how many images are in which buckets, and how often an epoch shows those that are repeated."""
-    counts = {name: (bucket.num_samples, len(bucket)) for name, bucket in plan.buckets.items()}
-    each = [f"{name}: {own}{f' shown {shown} times' if shown != own else ''}" for name, (own, shown) in counts.items()]
-    held_out = f"; {len(plan.held_out):,} held out" if len(plan.held_out) else ""
-    trained = len(plan.samples) - len(plan.held_out)
-    return f"{trained:,} in {count_noun(len(counts), 'bucket')} ({', '.join(each)}){held_out}"
-
-
 def folders_of(settings: Settings, plan: Plan) -> list[Path]:
     """Return the folders that cache what a plan needs."""
     texts = [text_folder(each, settings) for each in used_texts(plan.texts, plan.datasets, settings)]
-    return [*texts, *(latents_folder(each, settings) for each in plan.datasets if not each.vae_cache_disable)]
+    encoded = [each for dataset in plan.datasets for each in dataset.encoded]
+    return [*texts, *(latents_folder(each, settings) for each in encoded if not each.vae_cache_disable)]

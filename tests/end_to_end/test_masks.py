@@ -70,4 +70,4 @@ def test_missing_and_unfitting_masks_are_named_before_training(folders, pipeline
     assert "dataset `images`: 1 image without a mask in `masks`:\n  disc 5.png" in said and "encoding" not in said
     Image.new("L", (64, 64)).save(masks / "disc 5.png")
     said = train(tmp_path / "run", *flags, "--train_batch_size=1").said
-    assert "1 broken image left out" in said and "its mask has 64x64 px, which is another shape" in said
+    assert "1 broken image left out" in said and "its mask disc 5.png has 64x64 px, which is another shape" in said

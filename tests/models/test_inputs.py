@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from PIL.Image import Image
 from torch.overrides import TorchFunctionMode
 
 from simpletuner.caches.store.serialization import parse_tensors, serialize
 from simpletuner.caches.texts import without_padding
 from simpletuner.data.batches.prefetch import stack_conditioning
+from simpletuner.data.batches.references import named_references
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.models.catalog.registry import presets
-from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.family.objectives import FlowMatching
+from simpletuner.models.family.vae import pixels_of
 from simpletuner.parallel.model.fused_qkv import fuse_qkv
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import Shape
@@ -89,7 +92,15 @@ def latents_shown(family: ModelFamily, given: dict[str, Any], shape: Shape) -> t
     """Return the latents (1CHW) that a pipeline gave its denoiser, as the VAE made them."""
     latents = next(given[name] for name in ("sample", "hidden_states", "x[0]") if name in given)
     latents = latents.transpose(0, 1) if "x[0]" in given else latents  # one of a list is CFHW, a video of one frame
-    return family.unpack_latents(latents, shape.in_cells(family.vae(CPU).cell))
+    cells = shape.in_cells(family.vae(CPU).cell)
+    if family.most_references:  # whose tokens follow
+        latents = latents[:, : family.image_tokens(cells)]
+    return family.unpack_latents(latents, cells)
+
+
+def given(references: tuple[Image, ...]) -> dict[str, Any]:
+    one = references[0] if len(references) == 1 else list(references)
+    return {"image": one} if references else {}
 
 
 def same(ours: Any, theirs: Any, name: str) -> None:
@@ -106,19 +117,30 @@ def test_a_denoiser_sees_what_diffusers_own_pipeline_shows_it(key, shape, pipeli
     expect_same_inputs(opened(key, pipelines(key)), shape)
 
 
-def expect_same_inputs(family: ModelFamily, shape: Shape = SHAPE, *, number: int = 2, step: int = 1, **kwargs: Any):
+def expect_same_inputs(
+    family: ModelFamily,
+    shape: Shape = SHAPE,
+    references: tuple[Image, ...] = (),
+    *,
+    number: int = 2,
+    step: int = 1,
+    **kwargs: Any,
+) -> None:
     """Compare the second call of three, or another one and its step; the pipeline also gets these arguments."""
     pipeline = diffusers_pipeline(family)
     denoiser = getattr(pipeline, family.denoiser_name)
-    arguments = family.pipeline_kwargs({}, {}, sampling(guidance=1.0, shape=shape)) | kwargs
+    params = sampling(1.0, shape, references)
+    arguments = family.pipeline_kwargs({}, {}, params) | given(references) | kwargs
     theirs = recorded_call(denoiser, lambda: pipeline(prompt=PROMPT, **arguments), number)
 
-    conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
+    read = references if family.reads_references else ()
+    conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT], read)
     geometry = Geometry(SHAPE, SHAPE, (0, 0), SHAPE)
     conditioning |= {name: value[None] for name, value in family.size_conditioning(geometry).items()}
     scheduler = pipeline.scheduler
     flow = isinstance(family.objective(), FlowMatching)
     times = scheduler.timesteps[step : step + 1] / (scheduler.config.num_train_timesteps if flow else 1)
+    conditioning |= named_references(family.vae(CPU).encode(pixels_of(each)) for each in references)
     noised = latents_shown(family, theirs, shape)
     assert noised.ndim == 2 + len(shape.axes)
     ours = recorded_call(denoiser, lambda: family.predict(denoiser, noised, times, conditioning))
@@ -130,10 +152,8 @@ def expect_same_inputs(family: ModelFamily, shape: Shape = SHAPE, *, number: int
             same(ours[name], value, name)
 
 
-def sampling(guidance: float, shape: Shape = SHAPE):
-    from simpletuner.models.family.base import SamplingParams
-
-    return SamplingParams(shape, STEPS, guidance, seed=7)
+def sampling(guidance: float, shape: Shape = SHAPE, references: tuple[Image, ...] = ()) -> SamplingParams:
+    return SamplingParams(shape, STEPS, guidance, seed=7, references=references)
 
 
 class Products(TorchFunctionMode):
@@ -182,10 +202,12 @@ def test_a_picture_is_the_one_that_diffusers_own_pipeline_draws(key, shape, pipe
     expect_same_picture(opened(key, pipelines(key)), shape)
 
 
-def expect_same_picture(family: ModelFamily, shape: Shape = SHAPE, **kwargs: Any) -> None:
+def expect_same_picture(
+    family: ModelFamily, shape: Shape = SHAPE, references: tuple[Image, ...] = (), **kwargs: Any
+) -> None:
     """Compare sampling as a whole, with guidance; the pipeline also gets these arguments."""
-    pipeline, vae = diffusers_pipeline(family), family.vae(CPU)
-    arguments = family.pipeline_kwargs({}, {}, sampling(4.0, shape)) | kwargs
+    pipeline, vae, params = diffusers_pipeline(family), family.vae(CPU), sampling(4.0, shape, references)
+    arguments = family.pipeline_kwargs({}, {}, params) | given(references) | kwargs
     if "true_cfg_scale" in arguments:  # such a pipeline guides only if there is a negative prompt
         arguments["negative_prompt"] = ""
     theirs = pipeline(prompt=PROMPT, **(arguments | {"output_type": "pt"}))[0]
@@ -193,10 +215,11 @@ def expect_same_picture(family: ModelFamily, shape: Shape = SHAPE, **kwargs: Any
     theirs = theirs[:, :, 0] if theirs.ndim == 5 and shape.frames == 1 else theirs
 
     encoder = family.text_encoder(CPU, torch.float32)
-    no_caption = family.unconditional(encoder.encode([""]))
+    read = references if family.reads_references else ()
+    no_caption = family.unconditional(encoder.encode([""], read))
     denoiser = getattr(pipeline, family.denoiser_name)
     with torch.no_grad():
-        latents = family.sample(denoiser, vae, sampling(4.0, shape), encoder.encode([PROMPT]), no_caption)
+        latents = family.sample(denoiser, vae, params, encoder.encode([PROMPT], read), no_caption)
     ours = (vae.decode(latents) + 1) / 2
     assert ours.shape == theirs.shape
     assert float(theirs.std()) > 0.01, "a picture of one colour proves nothing"

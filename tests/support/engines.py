@@ -23,7 +23,8 @@ from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.precision.quantized import QuantizedLinear
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.preparation.prepare import Prepared, plan_data, prepare
+from simpletuner.preparation.drawn_prompts import drawn_prompts
+from simpletuner.preparation.prepare import Prepared, plan_data, prepare, shared_prompts
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
@@ -159,7 +160,9 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
 def prepared_by(world: World, settings: Settings) -> Prepared:
     """Encode the pictures, or find them encoded."""
     session, family = session_of(world, settings)
-    return prepare(session, plan_data(session), family, ExitStack())
+    plan = plan_data(session)
+    drawn = drawn_prompts(session.settings, plan, shared_prompts(session))
+    return prepare(session, plan, family, ExitStack(), drawn)
 
 
 def session_of(world: World, settings: Settings) -> tuple[Session, ModelFamily]:

@@ -10,7 +10,8 @@ import pyarrow as pa
 
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
 from simpletuner.data.samples.discovery import Discovery, discover
-from simpletuner.data.samples.samples import DatasetSamples, Sizes
+from simpletuner.data.samples.samples import DatasetSamples
+from simpletuner.data.samples.sizes import Sizes
 from simpletuner.data.scan.file_list import list_images
 from simpletuner.data.scan.scan import SCANNED, Scan, scan_files
 from simpletuner.data.storage.storage import LocalStorage, Storage, open_storage

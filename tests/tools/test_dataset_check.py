@@ -24,7 +24,8 @@ from simpletuner.app import main
 from simpletuner.data.images.image_formats import register_plugin
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
-from simpletuner.preparation.prepare import Plan, plan_data
+from simpletuner.preparation.plan import Plan
+from simpletuner.preparation.prepare import plan_data
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import load

@@ -35,6 +35,15 @@ def latents_parts(sample: Sample, vae: str, dtype: str) -> KeyParts:
     }
 
 
+def reference_parts(sample: Sample) -> KeyParts:
+    """Return what an embedding depends on whose text encoder reads the references."""
+    return {
+        f"reference {number}": f"{each.name} {each.version} {each.geometry.resized} {each.geometry.crop_left_top} "
+        f"{each.geometry.target}"
+        for number, each in enumerate(sample.references)
+    }
+
+
 def text_parts(encoders: str, dtype: str, max_length: int | None) -> KeyParts:
     """Return what a caption's embedding depends on, besides the caption, which is the record's name."""
     return {"text encoders": encoders, "dtype": dtype, "maximum length": str(max_length)}

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from simpletuner.data.batches.references import without_references
 from simpletuner.data.batches.sample_rng import sample_noise
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.sampler.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState, split_for_rank
+from simpletuner.data.sampler.permutation import hash_key
 from simpletuner.data.samples.samples import Sample
 
 # Two, so that one reads from the disk while the other hashes and stacks; both release the GIL there.
@@ -82,7 +84,7 @@ class SampleReader:
     latents: Callable[[Sample], Tensor]
     image: Callable[[Sample], Conditioning]
     text: Callable[[Sample, str], Conditioning]
-    no_caption: Conditioning
+    no_caption: Callable[[Sample], Conditioning]
     mask: Callable[[Sample], Tensor | None] = lambda sample: None
     """Mask of the loss (1, H, W)."""
     threads: int = THREADS
@@ -98,6 +100,9 @@ class RankSlice:
     accumulation: int
     seed: int
     drops_captions: bool = True
+    reference_dropout: float = 0.0
+    masked_loss: float = 1.0
+    """Probabilities of steps without references, and of those in which masks count."""
     pin: bool = False
     """True if batches go to a GPU."""
 
@@ -168,17 +173,26 @@ def collate(
 
     latents, noise, us, conditionings, ids = zip(*reader.map_samples(read, indices), strict=True)
     conditioning = stack_conditioning(conditionings)
+    # Of the whole global batch, whose samples have as many tokens, on any number of ranks.
+    if happens(rank_slice.reference_dropout, rank_slice.seed, step, "references"):
+        conditioning = without_references(conditioning)
     from_base = None
     if any(dataset.is_regularisation_data for dataset in datasets):
         from_base = torch.tensor([datasets[index].is_regularisation_data for index in indices])
     mask = None
-    if any(dataset.conditioning_data for dataset in datasets):
+    has_masks = any(each.are_masks for dataset in datasets for each in dataset.conditioning)
+    if has_masks and happens(rank_slice.masked_loss, rank_slice.seed, step, "masks"):
         own = [reader.mask(reader.samples[batch.samples[index]]) for index in indices]
         pairs = zip(own, latents, strict=True)
         mask = torch.stack([torch.ones_like(clean[:1]) if each is None else each for each, clean in pairs])
     made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, ids, from_base, mask)
     # In this thread: pinning copies the batch, and the step need not wait for it.
     return made.pinned() if rank_slice.pin else made
+
+
+def happens(probability: float, *key: object) -> bool:
+    """Return whether an event of this probability happens, as `key` decides."""
+    return hash_key(*key) < probability * 2.0**64
 
 
 def read_sample(
@@ -190,7 +204,7 @@ def read_sample(
     random = sample_noise(seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
     # A uniform number chooses, not random.choice: adding a caption to one image changes no other sample.
     caption = sample.captions[int(random.caption * len(sample.captions))]
-    text = reader.no_caption if random.dropout < dropout else reader.text(sample, caption)
+    text = reader.no_caption(sample) if random.dropout < dropout else reader.text(sample, caption)
     return clean, torch.from_numpy(random.noise), random.u, {**text, **reader.image(sample)}, sample.id
 
 

@@ -15,7 +15,7 @@ LOCAL = LATER + ": only folders (local), buckets (aws, gcs, azure) and lists of 
 ONLY_SNAPSHOTS = "it is for images of type huggingface"
 BY_READING = "files that are new or changed are read at every start"
 VERIFIED = "caches are checked record by record, and what changed is made again"
-NO_CONDITIONING = LATER + ": a model is trained on images, captions and masks alone"
+NO_CONDITIONING = LATER + ": a model is trained on images, captions, masks and reference images alone"
 
 REASONS: dict[str, str] = {
     "ignore_epochs": LATER + ": set start_epoch, end_epoch, start_step or end_step",
@@ -24,7 +24,7 @@ REASONS: dict[str, str] = {
     "train_batch_size": ONE_FOR_ALL.format("train_batch_size"),
     "text_encoder_batch_size": "captions of all datasets are encoded together: set --text_encoder_batch_size",
     **dict.fromkeys(("conditioning_image_embed_batch_size", "conditioning_image_embeds"), NO_CONDITIONING),
-    **dict.fromkeys(("cache_dir_conditioning_image_embeds", "source_dataset_id"), NO_CONDITIONING),
+    "cache_dir_conditioning_image_embeds": NO_CONDITIONING,
     **dict.fromkeys(("conditioning", "conditioning_config"), NO_CONDITIONING),
     **dict.fromkeys(("grounding", "grounding_data", "distillation_type"), NO_CONDITIONING),
     **dict.fromkeys(("memory_filesystem_path", "memory_filesystem_size", "memory_filesystem_sudo"), LOCAL),
@@ -72,7 +72,7 @@ VALUES: dict[str, dict[str, str]] = {
         "caption": LATER + ": captions belong to images and videos",
     },
     "conditioning_type": {
-        **dict.fromkeys(("controlnet", "reference_strict", "reference_loose"), NO_CONDITIONING),
+        "controlnet": NO_CONDITIONING,
         "segmentation": "write masks, white where the loss counts, and conditioning_type mask",
     },
     "caption_strategy": {"huggingface": ONLY_SNAPSHOTS, "webshart": LATER + ": name a table in `parquet`"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
@@ -30,9 +31,9 @@ LARGEST_PIXELS = 1 << 28
 SMALLEST_PIXELS = 64
 
 
-def only_one(value: Any) -> Any:
-    """Return the one entry of a list, as the original writes ids of paired datasets."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+def as_list(value: Any) -> Any:
+    """Return a list of one id for the id alone; the original writes both."""
+    return [value] if isinstance(value, str) else value
 
 
 class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
@@ -41,9 +42,11 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     id: Annotated[str, AfterValidator(check_id)]
     type: Literal["local", "aws", "gcs", "azure", "csv", "huggingface"] = "local"
     dataset_type: Literal["image", "video", "eval", "conditioning"] = "image"
-    conditioning_type: Literal["mask"] | None = None
-    conditioning_data: Annotated[str | None, BeforeValidator(only_one)] = None
-    """The dataset of type conditioning that has a mask of each image, under the same name."""
+    conditioning_type: Literal["mask", "reference_strict", "reference_loose"] | None = None
+    conditioning_data: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
+    """The datasets of type conditioning that have a mask or a reference of each image, under the same name."""
+    source_dataset_id: str | None = None
+    """Of a dataset of type conditioning: the one whose images it belongs to, in place of `conditioning_data` there."""
     video: VideoSettings | None = None
     text_embeds: str | None = None
     image_embeds: str | None = None
@@ -59,17 +62,38 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     max_num_samples: int | None = Field(default=None, ge=1)
     is_regularisation_data: bool = False
     _embeds: ImageEmbeds | None = PrivateAttr(None)
-    _masks: ImageDataset | None = PrivateAttr(None)
+    _conditioning: tuple[ImageDataset, ...] = PrivateAttr(())
 
     @property
-    def masks(self) -> ImageDataset | None:
-        """The dataset that `conditioning_data` names, once the whole file is read."""
-        return self._masks
+    def are_masks(self) -> bool:
+        return self.conditioning_type == "mask"
 
-    def masked_by(self, masks: ImageDataset) -> ImageDataset:
-        """Return this dataset with the masks of another one, whose captions are not read."""
+    @property
+    def are_references(self) -> bool:
+        return self.conditioning_type is not None and not self.are_masks
+
+    @property
+    def partner_noun(self) -> str:
+        """What a dataset of type conditioning has for each image."""
+        return "mask" if self.are_masks else "reference"
+
+    @property
+    def conditioning(self) -> tuple[ImageDataset, ...]:
+        """The datasets that `conditioning_data` names, in its order, once the whole file is read."""
+        return self._conditioning
+
+    @property
+    def encoded(self) -> tuple[ImageDataset, ...]:
+        """This dataset and those of its references: all that are cached as latents for it."""
+        return (self, *(each for each in self._conditioning if each.are_references))
+
+    def paired_with(self, conditioning: Sequence[ImageDataset]) -> ImageDataset:
+        """Return this dataset with the masks and references of others; captions of masks are not read."""
         new = self.model_copy()
-        new._masks = masks.model_copy(update={"caption_strategy": "filename"})
+        new._conditioning = tuple(
+            each.model_copy(update={"caption_strategy": "filename"}) if each.are_masks else each
+            for each in conditioning
+        )
         return new
 
     @property
@@ -93,13 +117,16 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
         return "video" if self.clips else "image"
 
     @model_validator(mode="after")
-    def check_masks(self) -> ImageDataset:
+    def check_conditioning(self) -> ImageDataset:
         if (self.dataset_type == "conditioning") != (self.conditioning_type is not None):
-            raise PydanticCustomError("conditioning_type", "dataset_type conditioning has conditioning_type mask")
+            message = "dataset_type conditioning has conditioning_type mask, reference_strict or reference_loose"
+            raise PydanticCustomError("conditioning_type", message)
         if self.dataset_type == "conditioning" and self.type in ("csv", "huggingface"):
-            raise PydanticCustomError("dataset_type", "masks are of type local, aws, gcs or azure")
-        if self.conditioning_data is not None and (self.clips or self.dataset_type == "conditioning"):
-            raise PydanticCustomError("conditioning_data", "it is for images, which have masks")
+            raise PydanticCustomError("dataset_type", "masks and references are of type local, aws, gcs or azure")
+        if self.conditioning_data and (self.clips or self.dataset_type == "conditioning"):
+            raise PydanticCustomError("conditioning_data", "it is for images, which have masks and references")
+        if self.source_dataset_id is not None and self.dataset_type != "conditioning":
+            raise PydanticCustomError("source_dataset_id", "it is for dataset_type conditioning")
         return self
 
     @model_validator(mode="after")

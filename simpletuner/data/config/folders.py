@@ -33,6 +33,16 @@ def text_folder(texts: TextEmbeds, settings: Settings) -> Path:
     return fill(texts.cache_dir, {**run_values(settings), "id": texts.id})
 
 
+def paired_folder(texts: TextEmbeds, dataset: ImageDataset, settings: Settings) -> Path:
+    """Return the folder for embeddings of a dataset's captions by text encoders that read its references, too."""
+    return paired_root(texts, settings) / dataset.id
+
+
+def paired_root(texts: TextEmbeds, settings: Settings) -> Path:
+    folder = text_folder(texts, settings)
+    return folder.with_name(f"{folder.name}-with-references")
+
+
 def run_values(settings: Settings) -> dict[str, object]:
     """Return the values of names in braces in the path of a cache folder."""
     return {"model_family": settings.model.model_family, "output_dir": settings.training.output_dir}

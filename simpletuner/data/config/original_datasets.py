@@ -10,7 +10,7 @@ from typing import Any
 
 from simpletuner.data.config.dataset_file import DatasetEntry, name_of_key
 from simpletuner.data.config.dataset_keys import NO_EFFECT, RULES
-from simpletuner.data.config.dataset_types import only_one
+from simpletuner.data.config.dataset_types import as_list
 from simpletuner.data.config.datasets import BLOCKS, DatasetFile, is_disabled, parse_datasets, parse_entry
 from simpletuner.data.config.tables import BLOCK
 from simpletuner.errors import Mistake, SettingsError
@@ -74,9 +74,9 @@ def import_datasets(
     taken = [new for new in found if new is not None]
     paired = {str(new.get("id")) for new in taken if "conditioning_type" in new}
     for entry, new in zip(entries, found, strict=True):
-        wanted = only_one(new.get("conditioning_data")) if new is not None else None
-        if new is not None and wanted is not None and wanted not in paired:
-            why = f"dataset `{wanted}` is left out"
+        wanted = as_list(new.get("conditioning_data")) if new is not None else None
+        if new is not None and wanted and (gone := [each for each in wanted if each not in paired]):
+            why = f"dataset `{gone[0]}` is left out"
             left_out.append(LeftOut("conditioning_data", new.pop("conditioning_data"), entry.place(), why, "lost"))
     if not any(entry.get("dataset_type", "image") in ("image", "video") for entry in taken):
         reasons = [f"\n  {item}" for item in left_out if item.name in ESSENTIAL]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from simpletuner.data.config.dataset_file import DatasetEntry
 from simpletuner.data.config.datasets import mistake_of
@@ -32,15 +33,26 @@ class ValidationPrompt(Section):
     resolution: Annotated[str, AfterValidator(normalize_shapes)] = ""
     guidance: float | None = Field(default=None, ge=0)
     num_inference_steps: int | None = Field(default=None, ge=1)
+    images: list[Path] = []
+    """References, in place of `validation_images`."""
+
+    @model_validator(mode="after")
+    def check_images(self) -> ValidationPrompt:
+        if missing := next((path for path in self.images if not path.is_file()), None):
+            raise PydanticCustomError("images", "{path} is no file", {"path": str(missing)})
+        return self
 
 
 def load_prompts(validation: Validation, read: Callable[[Path], str] = read_text) -> list[ValidationPrompt]:
     """Return all prompts, those of the file last. Raises SettingsError that lists every mistake of the file."""
+    shared = validation.validation_images
+    if missing := next((path for path in shared if not path.is_file()), None):
+        raise SettingsError(f"validation_images = {missing}: there is no such file", "name images, not folders")
     prompts = [ValidationPrompt(prompt=text) for text in validation.validation_prompt]
     if (path := validation.validation_prompt_file) is not None:
         with explain_parsing(path, "check validation_prompt_file", PAGE):
             prompts += parse_prompts(path, read(path))
-    return prompts
+    return [each if each.images else each.model_copy(update={"images": shared}) for each in prompts]
 
 
 def parse_prompts(path: Path, text: str) -> list[ValidationPrompt]:

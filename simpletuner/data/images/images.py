@@ -148,8 +148,14 @@ def resize_and_crop(
     image: Image.Image, resized: tuple[int, int], crop_left_top: tuple[int, int], target: tuple[int, int]
 ) -> np.ndarray:
     """Return pixels (height, width, 3), float32 in [-1, 1]; every argument in px, width first."""
+    return np.asarray(cropped(image, resized, crop_left_top, target), dtype=np.float32) / 127.5 - 1.0
+
+
+def cropped(
+    image: Image.Image, resized: tuple[int, int], crop_left_top: tuple[int, int], target: tuple[int, int]
+) -> Image.Image:
+    """Return an image resized to `resized`, of which `target` is cut out at `crop_left_top`."""
     left, top = crop_left_top
     # From 3.0 on the result can hardly be told from resizing in one step, by Pillow's documentation.
     whole = image.resize(resized, Image.Resampling.LANCZOS, reducing_gap=3.0) if image.size != resized else image
-    part = whole.crop((left, top, left + target[0], top + target[1]))
-    return np.asarray(part, dtype=np.float32) / 127.5 - 1.0
+    return whole.crop((left, top, left + target[0], top + target[1]))

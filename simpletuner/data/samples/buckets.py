@@ -14,7 +14,8 @@ import numpy as np
 
 from simpletuner.data.config.participation import Copies, copies_of
 from simpletuner.data.sampler.epoch_order import Bucket
-from simpletuner.data.samples.samples import Samples, different_values
+from simpletuner.data.samples.samples import DatasetSamples, Samples
+from simpletuner.data.samples.sizes import different_values
 from simpletuner.errors import DataError
 from simpletuner.settings.values.shape import Shape
 
@@ -39,13 +40,9 @@ def make_buckets(
     """
     if not samples.parts:
         return {}
-    targets = [part.sizes.target_codes for part in samples.parts]
-    codes, of_sizes = different_values(np.concatenate(targets))
-    of_parts = np.split(of_sizes.astype(np.uint32), np.cumsum([len(each) for each in targets])[:-1])
-    of_samples = [own[part.sizes.index] for own, part in zip(of_parts, samples.parts, strict=True)]
+    names, of_samples = bucket_names(samples.parts)
     copies = copies_of([part.dataset for part in samples.parts])
     datasets = np.repeat(np.arange(len(samples.parts), dtype=np.uint16), [len(part) for part in samples.parts])
-    names = [bucket_name(code) for code in codes.tolist()]
     if active is not None:
         copies = [own if part.dataset.id in active else 0 for own, part in zip(copies, samples.parts, strict=True)]
     if not len(held_out):
@@ -55,6 +52,44 @@ def make_buckets(
     return {
         name: Bucket({count: trained[own] for count, own in bucket.groups.items()}) for name, bucket in buckets.items()
     }
+
+
+def bucket_names(parts: Sequence[DatasetSamples]) -> tuple[list[str], list[np.ndarray]]:
+    """Return the names of all buckets, and by dataset which of them each sample is in, (samples,) uint32."""
+    targets = [part.sizes.target_codes for part in parts]
+    codes, of_sizes = different_values(np.concatenate(targets))
+    of_parts = np.split(of_sizes.astype(np.uint32), np.cumsum([len(each) for each in targets])[:-1])
+    of_samples = [own[part.sizes.index] for own, part in zip(of_parts, parts, strict=True)]
+    names = [bucket_name(code) for code in codes.tolist()]
+    for number, part in enumerate(parts):
+        if part.references:
+            own, of_own = with_references(names, of_samples[number], part)
+            of_samples[number] = (of_own + len(names)).astype(np.uint32)
+            names += own
+    return names, of_samples
+
+
+def with_references(names: Sequence[str], of_samples: np.ndarray, part: DatasetSamples) -> tuple[list[str], np.ndarray]:
+    """Return the names of buckets in which the references have one shape, too, and which of them each sample is in."""
+    keys = of_samples.astype(np.int64)
+    options: list[list[str]] = []
+    for references in part.references:
+        if references.sizes is None:  # cropped as its image
+            options.append([])
+            continue
+        codes, of_sizes = different_values(references.sizes.target_codes)
+        options.append([bucket_name(code) for code in codes.tolist()])
+        keys = keys * len(codes) + of_sizes[references.sizes.index[references.rows[part.rows]]]
+    found, of_own = np.unique(keys, return_inverse=True)
+    own: list[str] = []
+    for key in found.tolist():
+        shown: list[str] = []
+        for choices in reversed(options):
+            key, place = divmod(key, len(choices) or 1)
+            shown.append(choices[place] if choices else "")
+        target = str(names[key])
+        own.append("+".join([target, *(each or target for each in reversed(shown))]))
+    return own, of_own
 
 
 def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray, copies: Sequence[Copies]) -> Buckets:

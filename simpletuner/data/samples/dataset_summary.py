@@ -9,7 +9,8 @@ import numpy as np
 
 from simpletuner.data.samples.buckets import Buckets, bucket_name
 from simpletuner.data.samples.dataset_warnings import enlargements
-from simpletuner.data.samples.samples import DatasetSamples, Samples, Sizes, different_values
+from simpletuner.data.samples.samples import DatasetSamples, Samples
+from simpletuner.data.samples.sizes import Sizes, different_values
 
 # Above this factor an image visibly lacks detail.
 MUCH_ENLARGED = 1.25

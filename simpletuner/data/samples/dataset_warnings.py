@@ -15,7 +15,8 @@ from simpletuner.data.images.geometry import shapes_of, target_areas
 from simpletuner.data.images.image_formats import BY_PLUGIN, INSTALL
 from simpletuner.data.samples.discovery import Discovery
 from simpletuner.data.samples.formats_read import formats_read, frames_hint
-from simpletuner.data.samples.samples import DatasetSamples, Sample, Samples, Sizes
+from simpletuner.data.samples.samples import DatasetSamples, Sample, Samples
+from simpletuner.data.samples.sizes import Sizes
 from simpletuner.data.scan.captions import captions_of
 from simpletuner.system.numbers import count_noun
 

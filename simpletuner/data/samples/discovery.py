@@ -15,22 +15,19 @@ import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_types import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.config.tables import TABLE_STRATEGIES
-from simpletuner.data.images.clips import are_long_enough, clip_frames, strides_of
-from simpletuner.data.images.geometry import are_within_limits, bucket_sizes, is_enlarged_within, resized_sizes
-from simpletuner.data.sampler.stable_choice import choose_by_name, hash_names
+from simpletuner.data.images.geometry import are_within_limits, is_enlarged_within
+from simpletuner.data.sampler.stable_choice import choose_by_name
 from simpletuner.data.samples.formats_read import formats_read, frames_hint
-from simpletuner.data.samples.masks import Masks
-from simpletuner.data.samples.samples import DatasetSamples, Samples, Sizes, different_values
+from simpletuner.data.samples.partners import ASPECT_TOLERANCE, Partners
+from simpletuner.data.samples.samples import DatasetSamples, Samples
+from simpletuner.data.samples.sizes import sizes_of
 from simpletuner.data.scan.captions import caption_file
 from simpletuner.data.scan.file_list import OtherFiles, printable
 from simpletuner.data.scan.scan import NO_ROW, Scan
 from simpletuner.errors import DataError
 from simpletuner.settings.values.shape import Shape
 from simpletuner.system.numbers import count_noun
-from simpletuner.system.processes.threads import map_in_threads
 
-BLOCK_SIZES = 1 << 15
-"""Sizes for which a bucket is computed at once, within the caches of a core: twice as fast as all together."""
 MAX_NAMES = 20
 """Largest number of files that a message names."""
 WORDLESS = r"(^|/)[_\s\p{Z}\x0b\x1c-\x1f\x{85}]+(/|\.[^./]*)$"
@@ -57,8 +54,8 @@ class Discovery:
     unreadable_captions: dict[str, dict[str, str]] = field(default_factory=dict)
     """Caption files that cannot be read as text, and why, by dataset."""
 
-    unmasked: dict[str, list[str]] = field(default_factory=dict)
-    """Names of images without a mask, by dataset that has masks."""
+    unpaired: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """Names of images without a mask or a reference, by dataset and the one of type conditioning that has none."""
 
     @property
     def not_read(self) -> Counter[str]:
@@ -80,8 +77,9 @@ class Discovery:
                 yield unreadable_error(dataset, unreadable)
             if (names := self.uncaptioned[dataset.id]) and not dataset.skip_uncaptioned:
                 yield uncaptioned_error(scan, names)
-            if names := self.unmasked.get(dataset.id):
-                yield unmasked_error(dataset, names)
+            for conditioning in scan.conditioning:
+                if names := self.unpaired.get((dataset.id, conditioning.dataset.id)):
+                    yield unpaired_error(dataset, conditioning.dataset, names)
 
     def check(self) -> None:
         """Raise the first of the errors."""
@@ -109,7 +107,8 @@ NOT_UTF8 = "its name is not UTF-8: rename it"
 
 def choose_samples(scan: Scan, alignment: Shape, seed: int, found: Discovery) -> DatasetSamples:
     """Return the samples of one dataset, after noting in `found` what is left out."""
-    dataset, table = scan.dataset, scan.table
+    partners = tuple(pair_with(scan, each, alignment, seed) for each in scan.conditioning)
+    dataset, table = scan.dataset, with_captions_of(scan, partners)
     is_read = pc.equal(table["problem"], "").to_numpy()
     has_row = pc.not_equal(table["caption_problem"], NO_ROW).to_numpy()
     for name, problem in zip(*(pick(table[column], ~is_read) for column in ("name", "problem")), strict=True):
@@ -139,87 +138,60 @@ def choose_samples(scan: Scan, alignment: Shape, seed: int, found: Discovery) ->
     names, reasons = (pick(table[column], chosen & is_unreadable) for column in ("name", "caption_problem"))
     found.unreadable_captions[dataset.id] = dict(zip(map(caption_file, names), reasons, strict=True))
     found.animated += [f"{dataset.id}/{name}" for name in pick(table["name"], chosen & table["animated"].to_numpy())]
-    masks = scan.masks and Masks.pair(table["name"], scan.masks.storage, scan.masks.table)
-    if masks is not None:
-        found.unmasked[dataset.id] = pick(table["name"], chosen & (masks.rows < 0))
-    return DatasetSamples(dataset, scan.storage, table, rows, sizes, seed, masks).where(chosen[rows])
+    for each in partners:
+        if missing := pick(table["name"], chosen & (each.rows < 0)):
+            found.unpaired[dataset.id, each.dataset.id] = missing
+        chosen &= each.rows >= 0
+        for row, why in unusable_partners(table, each, chosen):
+            found.broken[f"{dataset.id}/{table['name'][row]}"] = why
+            chosen[row] = False
+    return DatasetSamples(dataset, scan.storage, table, rows, sizes, seed, partners).where(chosen[rows])
+
+
+def pair_with(scan: Scan, conditioning: Scan, alignment: Shape, seed: int) -> Partners:
+    """Pair the images of a scan with the masks or references of another one."""
+    sizes, others = None, conditioning.table
+    if conditioning.dataset.conditioning_type == "reference_loose":
+        for side in ("width", "height"):  # 0 of what cannot be read, and has no aspect
+            place = others.schema.get_field_index(side)
+            others = others.set_column(place, side, pc.max_element_wise(others[side], 1).cast(pa.int32()))
+        sizes, _ = sizes_of(conditioning.dataset, others, np.arange(len(others), dtype=np.int32), alignment, seed)
+    return Partners.pair(scan.table["name"], conditioning, sizes)
+
+
+def with_captions_of(scan: Scan, partners: Sequence[Partners]) -> pa.Table:
+    """Return the table of a scan with captions of references for images that have none beside them."""
+    table = scan.table
+    if scan.dataset.caption_strategy != "textfile":
+        return table
+    for each in partners:
+        own, others = table["captions"].combine_chunks(), each.scan.table["captions"].combine_chunks()
+        taken = others.take(pa.array(each.rows, mask=each.rows < 0))
+        has_none = pc.equal(pc.list_value_length(own), 0)
+        if pc.any(pc.and_kleene(has_none, pc.greater(pc.list_value_length(taken), 0))).as_py():
+            captions = pc.if_else(pc.and_(has_none, pc.is_valid(taken)), taken, own)
+            table = table.set_column(table.schema.get_field_index("captions"), "captions", captions)
+    return table
+
+
+def unusable_partners(table: pa.Table, partners: Partners, chosen: np.ndarray) -> Iterator[tuple[int, str]]:
+    """Yield rows of images whose mask or reference cannot be used, and why."""
+    rows, noun = np.flatnonzero(chosen), partners.dataset.partner_noun
+    names, problems = (partners.of(rows, column, "") for column in ("name", "problem"))
+    width, height = (partners.of(rows, side, 1) for side in ("width", "height"))
+    differs = np.zeros(len(rows), bool)
+    if partners.sizes is None:  # it is cropped as its image
+        own = table["width"].to_numpy()[rows] / table["height"].to_numpy()[rows]
+        differs = np.abs(width / np.maximum(1, height) / own - 1) > ASPECT_TOLERANCE
+    loose = " (reference_loose takes it)" * partners.dataset.are_references
+    for place in np.flatnonzero((problems != "") | differs).tolist():
+        size = f"has {width[place]}x{height[place]} px, which is another shape{loose}"
+        yield int(rows[place]), f"its {noun} {names[place]} {problems[place] or size}"
 
 
 def pick(column: pa.ChunkedArray, mask: np.ndarray) -> list:
     """Return the values of a column where `mask` is true."""
     return column.take(pa.array(np.flatnonzero(mask))).to_pylist() if mask.any() else []
-
-
-def sizes_of(
-    dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment: Shape, seed: int
-) -> tuple[Sizes, np.ndarray]:
-    """Find the bucket of each size that occurs, and whether videos of this size are as long as they must be.
-
-    There are far fewer sizes than images.
-    """
-    width, height = (table[side].to_numpy() for side in ("width", "height"))
-    if len(rows) < len(table):
-        width, height = width[rows], height[rows]
-    codes, index = different_sizes(width, height)
-    lengths, rates = np.ones(len(codes), np.int32), np.zeros(len(codes))
-    if video := dataset.clips:
-        frames, fps = (table[name].to_numpy()[rows] for name in ("frames", "fps"))
-        if video.frame_folders_fps:
-            is_folder = pc.ends_with(table["name"], "/").to_numpy()[rows]
-            fps = np.where(is_folder & (fps == 0), video.frame_folders_fps, fps)
-        codes, lengths, rates, index = different_lengths(codes, frames, fps, index)
-    choices = None
-    if dataset.crop and dataset.crop_aspect == "random":
-        count = np.uint64(len(dataset.aspects))
-        drawn = hash_names(table["name"], seed, dataset.id, "aspect")[rows] % count
-        of_both, index = np.unique(index.astype(np.uint64) * count + drawn, return_inverse=True)
-        of_sizes = of_both // count
-        codes, lengths, rates = codes[of_sizes], lengths[of_sizes], rates[of_sizes]
-        choices, index = of_both % count, index.astype(np.int32)
-
-    def block(start: int) -> tuple[np.ndarray, ...]:
-        part = slice(start, start + BLOCK_SIZES)
-        originals = np.stack([codes[part] >> 32, codes[part] & 0xFFFFFFFF], axis=1)
-        targets = bucket_sizes(dataset, originals, alignment.width, None if choices is None else choices[part])
-        resized = resized_sizes(dataset, originals, targets)
-        return tuple(each.astype(np.int32) for each in (originals, resized, targets))
-
-    blocks = map_in_threads(block, range(0, max(len(codes), 1), BLOCK_SIZES))
-    originals, resized, targets = map(np.concatenate, zip(*blocks, strict=True))
-    frames, strides, is_long_enough = lengths, np.ones(len(codes)), np.ones(len(codes), bool)
-    if video:
-        is_long_enough = are_long_enough(video, lengths, rates, alignment.frames)
-        frames, strides = clip_frames(video, lengths, rates, alignment.frames), strides_of(video, rates)
-    return Sizes(originals, resized, targets, lengths, frames.astype(np.int32), strides, index), is_long_enough
-
-
-def different_lengths(
-    codes: np.ndarray, lengths: np.ndarray, rates: np.ndarray, index: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    """Tell sizes with other lengths or rates apart: codes, lengths and rates of sizes, and which one each video has."""
-    known, of_rates = np.unique(rates, return_inverse=True)
-    longest = int(lengths.max(initial=0)) + 1
-    keys = (index.astype(np.int64) * longest + lengths) * max(1, len(known)) + of_rates
-    found, index = different_values(keys)
-    of_sizes, lengths = np.divmod(found // max(1, len(known)), longest)
-    return codes[of_sizes], lengths.astype(np.int32), known[found % max(1, len(known))].astype(np.float64), index
-
-
-def different_sizes(width: np.ndarray, height: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sizes that occur, as width << 32 | height, and which of them each image has."""
-    if not len(width):
-        return np.zeros(0, np.int64), np.zeros(0, np.int32)
-    (left, right), (low, high) = ((int(each.min()), int(each.max())) for each in (width, height))
-    columns, rows = right - left + 1, high - low + 1
-    if columns * rows > max(len(width), BLOCK_SIZES):
-        return different_values(width.astype(np.int64) << 32 | height)
-    # A flag for each possible size takes a quarter of the time of hashing where there are fewer of them than images.
-    place = (width - left) * rows + (height - low)  # fits into the columns' 32 bits, as fewer than images
-    occurs = np.zeros(columns * rows, bool)
-    occurs[place] = True
-    found = np.flatnonzero(occurs)
-    numbers = np.cumsum(occurs, dtype=np.int32) - 1
-    return (found // rows + left) << 32 | (found % rows + low), numbers[place]
 
 
 def find_caption_problems(dataset: ImageDataset, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
@@ -243,11 +215,12 @@ def unreadable_error(dataset: ImageDataset, problems: Mapping[str, str]) -> Data
     )
 
 
-def unmasked_error(dataset: ImageDataset, names: Sequence[str]) -> DataError:
+def unpaired_error(dataset: ImageDataset, conditioning: ImageDataset, names: Sequence[str]) -> DataError:
+    noun, white = conditioning.partner_noun, "; one that is all white counts everything" * conditioning.are_masks
     return DataError(
-        f"dataset `{dataset.id}`: {count_noun(len(names), 'image')} without a mask in "
-        f"`{dataset.conditioning_data}`:{format_names(names)}",
-        "a mask has the name of its image, whatever the suffix; one that is all white counts everything",
+        f"dataset `{dataset.id}`: {count_noun(len(names), 'image')} without a {noun} in `{conditioning.id}`:"
+        f"{format_names(names)}",
+        f"a {noun} has the name of its image, whatever the suffix{white}",
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from simpletuner.data.sampler.batch_sampler import GlobalBatch, make_batch
 from simpletuner.data.sampler.stable_choice import hash_names
 from simpletuner.data.samples.samples import DatasetSamples, Samples
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape
 
 
 def held_out_indices(samples: Samples, share: float) -> np.ndarray:
@@ -33,9 +33,9 @@ def held_out_of(part: DatasetSamples, share: float) -> np.ndarray:
 
 def held_out_batches(samples: Samples, held_out: np.ndarray, size: int) -> list[GlobalBatch]:
     """Cut held-out samples into batches of one shape and at most `size`."""
-    by_shape: dict[Shape, list[int]] = {}
+    by_shape: dict[SampleShape, list[int]] = {}
     for index in held_out.tolist():
-        by_shape.setdefault(samples[index].geometry.target, []).append(index)
+        by_shape.setdefault(samples[index].shape, []).append(index)
     return [
         make_batch(str(shape), indices[first : first + size])
         for shape, indices in by_shape.items()

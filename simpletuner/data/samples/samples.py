@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import BinaryIO
 
@@ -24,13 +24,14 @@ from PIL import Image
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folder, read_folder_frames
 from simpletuner.data.images.geometry import Geometry, compute_geometry
-from simpletuner.data.images.images import read_rgb
+from simpletuner.data.images.images import cropped, read_rgb
 from simpletuner.data.images.videos import read_frames
 from simpletuner.data.sampler.stable_choice import hash_texts
-from simpletuner.data.samples.masks import Mask, Masks
+from simpletuner.data.samples.partners import Mask, Partners
+from simpletuner.data.samples.sizes import Sizes
 from simpletuner.data.scan.captions import captions_of
 from simpletuner.data.storage.storage import Storage
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,13 @@ class Sample:
     captions: tuple[str, ...]
     """Alternatives, from which each step chooses at random."""
     mask: Mask | None = None
+    references: tuple[Sample, ...] = ()
+    """The images that it is made from, such as those that an edit begins with; without captions."""
+
+    @property
+    def shape(self) -> SampleShape:
+        """What the samples of a batch have in common."""
+        return SampleShape(self.geometry.target, tuple(each.geometry.target for each in self.references))
 
     def open(self) -> BinaryIO:
         """Open its file: an image to be read whole, a video to be read in parts."""
@@ -74,55 +82,10 @@ class Sample:
             yield from read_frames(file, numbers, g.original)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that occur among images, what each is brought to, and which one each image has.
-
-    `originals`, `resized` and `targets` are (sizes, 2), `index` is (images,), all int32. A size of a video is also its
-    length, that of the clip, and the distance of frames (`strides`, float64): 1 of an image.
-    """
-
-    originals: np.ndarray
-    resized: np.ndarray
-    targets: np.ndarray
-    lengths: np.ndarray
-    frames: np.ndarray
-    strides: np.ndarray
-    index: np.ndarray
-
-    def of(self, image: int) -> tuple[Shape, Shape, Shape]:
-        """Return the original shape of one image, its resized shape and its target."""
-        size = self.index[image]
-        sides, clip = (self.originals, self.resized, self.targets), int(self.frames[size])
-        lengths = int(self.lengths[size]), clip, clip
-        original, resized, target = (
-            Shape(frames, *own[size, ::-1].tolist()) for frames, own in zip(lengths, sides, strict=True)
-        )
-        return original, resized, target
-
-    def stride_of(self, image: int) -> float:
-        return float(self.strides[self.index[image]])
-
-    @property
-    def target_codes(self) -> np.ndarray:
-        """Return frames << 48 | width << 24 | height of the target of each size, (sizes,) int64."""
-        return self.targets @ np.array([1 << 24, 1]) + (self.frames.astype(np.int64) << 48)
-
-    def images_where(self, mask: np.ndarray) -> np.ndarray:
-        """Return a mask of images, given a mask of sizes (sizes,), in which mostly none is set."""
-        return mask[self.index] if mask.any() else np.zeros(len(self.index), bool)
-
-    def where(self, mask: np.ndarray) -> Sizes:
-        return replace(self, index=self.index[mask])
-
-
-def different_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values that occur, in the order in which they first do, and which of them each is.
-
-    Arrow's hashing takes a tenth of the time of `np.unique`, which sorts.
-    """
-    encoded = pa.array(values).dictionary_encode()
-    return encoded.dictionary.to_numpy(), encoded.indices.to_numpy()
+def reference_images(sample: Sample) -> tuple[Image.Image, ...]:
+    """Return the references of a sample as training crops them. Raises one of DECODE_ERRORS."""
+    pairs = [(each.geometry, image) for each in sample.references for image in each.images(each.geometry.resized.size)]
+    return tuple(cropped(image, g.resized.size, g.crop_left_top, g.target.size) for g, image in pairs)
 
 
 class RowReader:
@@ -149,10 +112,13 @@ class DatasetSamples(Sequence[Sample]):
         rows: np.ndarray,
         sizes: Sizes,
         seed: int,
-        masks: Masks | None = None,
+        partners: tuple[Partners, ...] = (),
     ) -> None:
+        """`partners` are those of the rows of `table`, in the order of the dataset's `conditioning`."""
         self.dataset, self.storage, self.table, self.seed = dataset, storage, table, seed
-        self.rows, self.sizes, self.masks = rows, sizes, masks
+        self.rows, self.sizes, self.partners = rows, sizes, partners
+        self.masks = next((each for each in partners if each.dataset.are_masks), None)
+        self.references = tuple(each for each in partners if each.dataset.are_references)
         self._reader = RowReader(table, ("name", "version", "captions"))
 
     def __len__(self) -> int:
@@ -164,8 +130,16 @@ class DatasetSamples(Sequence[Sample]):
         sizes = self.sizes
         geometry = compute_geometry(self.dataset, sample_id, *sizes.of(index), self.seed, sizes.stride_of(index))
         captions = captions_of(self.dataset, name, lines)
-        mask = self.masks and self.masks.of(int(self.rows[index]))
-        return Sample(sample_id, self.dataset.id, self.storage, name, version, geometry, captions, mask)
+        row = int(self.rows[index])
+        mask = self.masks and self.masks.mask(row)
+        references = tuple(self._reference(each, row, geometry) for each in self.references)
+        return Sample(sample_id, self.dataset.id, self.storage, name, version, geometry, captions, mask, references)
+
+    def _reference(self, references: Partners, row: int, target: Geometry) -> Sample:
+        name, version = references.file(row)
+        sample_id = f"{references.dataset.id}/{name}"
+        geometry = references.geometry(row, sample_id, target, self.seed)
+        return Sample(sample_id, references.dataset.id, references.scan.storage, name, version, geometry, ())
 
     @property
     def names(self) -> pa.ChunkedArray:
@@ -175,11 +149,11 @@ class DatasetSamples(Sequence[Sample]):
 
     def checksum(self, *columns: str) -> str:
         """Return a checksum of all that these samples and their geometry are made of, and of columns of their scan."""
-        # Without what masks brought, so that the digests of caches from before them stay.
-        dumped = self.dataset.model_dump_json(exclude={"conditioning_type", "conditioning_data"})
+        # Without what masks and references brought, so that the digests of caches from before them stay.
+        dumped = self.dataset.model_dump_json(exclude={"conditioning_type", "conditioning_data", "source_dataset_id"})
         digest = xxhash.xxh3_128(f"{self.seed} {dumped}".encode())
-        if self.masks is not None:
-            self.masks.add_to(digest)
+        for each in self.partners:
+            each.add_to(digest)
         for name in columns:
             texts = self.table[name]
             if pa.types.is_large_list(texts.type):
@@ -198,12 +172,12 @@ class DatasetSamples(Sequence[Sample]):
 
     def with_arrays(self, rows: np.ndarray, *sizes: np.ndarray) -> DatasetSamples:
         """Return the same samples with other memory for `arrays`."""
-        return DatasetSamples(self.dataset, self.storage, self.table, rows, Sizes(*sizes), self.seed, self.masks)
+        return DatasetSamples(self.dataset, self.storage, self.table, rows, Sizes(*sizes), self.seed, self.partners)
 
     def where(self, mask: np.ndarray) -> DatasetSamples:
         """Return those for which `mask` is true."""
         rows, sizes = self.rows[mask], self.sizes.where(mask)
-        return DatasetSamples(self.dataset, self.storage, self.table, rows, sizes, self.seed, self.masks)
+        return DatasetSamples(self.dataset, self.storage, self.table, rows, sizes, self.seed, self.partners)
 
     def without(self, ids: Collection[str]) -> DatasetSamples:
         """Return all but the samples with these ids."""

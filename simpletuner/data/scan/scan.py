@@ -52,8 +52,8 @@ class Scan:
     storage: Storage
     table: pa.Table
     others: OtherFiles
-    masks: Scan | None = None
-    """Of the dataset that `conditioning_data` names."""
+    conditioning: tuple[Scan, ...] = ()
+    """Of the datasets that `conditioning_data` names."""
 
 
 def scan_files(dataset: ImageDataset, storage: Storage, files: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:

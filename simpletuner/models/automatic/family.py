@@ -210,7 +210,7 @@ class AutomaticFamily(ModelFamily):
             raise refused(self.pipeline_class.__name__, "it gives no shift to a scheduler that has none of its own")
         return entry.mu
 
-    def input_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+    def input_shapes(self, shape: Shape, references: Sequence[Shape] = ()) -> dict[str, tuple[int, ...]]:
         return {"latents": self.found.layout.axes_for(shape), **self.conditioning_shapes()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:

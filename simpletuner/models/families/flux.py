@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simpletuner.data.batches.references import references_in
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16_times_1000
 from simpletuner.models.family.text_encoding import Conditioning
@@ -35,6 +36,10 @@ class Flux(ModelFamily):
         gathered={"proj_out": "hidden_states"},
     )
 
+    @classmethod
+    def variants(cls) -> tuple[type[ModelFamily], ...]:
+        return (FluxKontext,)
+
     def default_max_length(self) -> int:
         return 512 if self.config.get("guidance_embeds") else 256  # schnell was distilled on prompts of 256 tokens
 
@@ -52,19 +57,24 @@ class Flux(ModelFamily):
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Call the transformer as FluxPipeline does."""
         height, width = noised_BCHW.shape[-2:]
+        tokens, ids = self.image_inputs(noised_BCHW, conditioning)
         dtype, device = noised_BCHW.dtype, noised_BCHW.device
         embeds = conditioning["prompt_embeds"].to(dtype)
-        tokens = model(
-            hidden_states=pack(noised_BCHW),
+        predicted = model(
+            hidden_states=tokens,
             timestep=timesteps_B,
             guidance=guidance_scale(self, noised_BCHW) if self.config.get("guidance_embeds") else None,
             pooled_projections=conditioning["pooled_prompt_embeds"].to(dtype),
             encoder_hidden_states=embeds,
             txt_ids=torch.zeros(embeds.shape[1], 3, device=device, dtype=dtype),
-            img_ids=position_ids(height, width, device).to(dtype),
+            img_ids=ids.to(dtype),
             return_dict=False,
         )[0]
-        return unpack(tokens, Shape(1, height, width))
+        return unpack(predicted[:, : height // 2 * (width // 2)], Shape(1, height, width))
+
+    def image_inputs(self, noised_BCHW: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:
+        """Return the tokens (B, L, D) of images and their positions (L, 3): of the latents alone."""
+        return pack(noised_BCHW), position_ids(*noised_BCHW.shape[-2:], noised_BCHW.device)
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
@@ -74,6 +84,30 @@ class Flux(ModelFamily):
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
         return unpack(latents, shape)
+
+
+class FluxKontext(Flux):
+    """FLUX.1 Kontext, which edits an image: its tokens follow those of the result, at positions of their own."""
+
+    pipelines = ("FluxKontextPipeline",)
+    most_references = 1
+    tiny_pipeline = ""
+
+    def image_inputs(self, noised_BCHW: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:
+        tokens, ids = super().image_inputs(noised_BCHW, conditioning)
+        for reference in references_in(conditioning):
+            own = position_ids(*reference.shape[-2:], noised_BCHW.device)
+            own[:, 0] = 1
+            tokens = torch.cat([tokens, pack(reference.to(noised_BCHW.dtype))], dim=1)
+            ids = torch.cat([ids, own])
+        return tokens, ids
+
+    def pipeline_kwargs(
+        self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
+    ) -> dict[str, Any]:
+        # Otherwise it resizes references to sizes of its own, and results to the area of 1024 x 1024 px.
+        sizes = {"max_area": sampling.shape.area, "_auto_resize": False}
+        return super().pipeline_kwargs(positive, negative, sampling) | sizes
 
 
 def guidance_scale(family: ModelFamily, noised_BCHW: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simpletuner.data.batches.references import references_in
 from simpletuner.models.families.flux import Flux, guidance_scale
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16_times_1000
@@ -28,6 +29,7 @@ class Flux2(ModelFamily):
     outputs_vae_latents = True
     objective = flow_matching
     fuses_qkv = True
+    most_references = 10  # more than its publisher advises for any of them
     sequence_plan = Flux.sequence_plan
 
     @classmethod
@@ -48,16 +50,22 @@ class Flux2(ModelFamily):
         embeds = conditioning["prompt_embeds"].to(noised_BCHW.dtype)
         # dev was published before its config could say that guidance is embedded, so a config without the key is dev's.
         embeds_guidance = self.config.get("guidance_embeds", True)
+        # Positions of references begin with 10, 20, ... in place of 0.
+        images = [noised_BCHW, *(each.to(noised_BCHW.dtype) for each in references_in(conditioning))]
+        ids = [
+            position_ids(batch, *each.shape[-2:], 1, each.device, first=10 * number)
+            for number, each in enumerate(images)
+        ]
         tokens = model(
-            hidden_states=noised_BCHW.flatten(2).transpose(1, 2),
+            hidden_states=torch.cat([each.flatten(2).transpose(1, 2) for each in images], dim=1),
             timestep=timesteps_B,
             guidance=guidance_scale(self, noised_BCHW) if embeds_guidance else None,
             encoder_hidden_states=embeds,
             txt_ids=position_ids(batch, 1, 1, embeds.shape[1], noised_BCHW.device),
-            img_ids=position_ids(batch, height, width, 1, noised_BCHW.device),
+            img_ids=torch.cat(ids, dim=1),
             return_dict=False,
         )[0]
-        return unpack(tokens, Shape(1, height, width))
+        return unpack(tokens[:, : height * width], Shape(1, height, width))
 
     def shift_exponent(self, tokens: int, config: Mapping[str, Any]) -> float:
         """Return `mu`, which here depends on the denoising steps, too: of the 50 that are the pipelines' default."""
@@ -94,7 +102,7 @@ def unpack(latents: Tensor, shape: Shape) -> Tensor:
     return latents.transpose(1, 2).unflatten(2, shape[1:]) if latents.ndim == 3 else latents
 
 
-def position_ids(batch: int, rows: int, columns: int, words: int, device: torch.device) -> Tensor:
-    """(0, row, column, word) of each token, shape (batch, rows * columns * words, 4)."""
+def position_ids(batch: int, rows: int, columns: int, words: int, device: torch.device, first: int = 0) -> Tensor:
+    """(first, row, column, word) of each token, shape (batch, rows * columns * words, 4)."""
     axes = [torch.arange(length, device=device) for length in (1, rows, columns, words)]
-    return torch.cartesian_prod(*axes).expand(batch, -1, -1)
+    return torch.cartesian_prod(axes[0] + first, *axes[1:]).expand(batch, -1, -1)

@@ -5,11 +5,15 @@ Its VAE is one for video, its texts are as long as the caption, and its guidance
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
+from simpletuner.data.batches.prefetch import stack_conditioning
+from simpletuner.data.batches.references import references_in
 from simpletuner.models.families.flux import pack, unpack
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16
@@ -38,6 +42,10 @@ class QwenImage(ModelFamily):
         gathered={"proj_out": "transformer_blocks.0.hidden_states"},
     )
 
+    @classmethod
+    def variants(cls) -> tuple[type[ModelFamily], ...]:
+        return (QwenImageEdit, QwenImageEditPlus)
+
     def default_max_length(self) -> int:
         return 512
 
@@ -51,20 +59,21 @@ class QwenImage(ModelFamily):
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Call the transformer as QwenImagePipeline does: with a mask only where one text is shorter than another."""
         batch, _, height, width = noised_BCHW.shape
+        images = [noised_BCHW, *(each.to(noised_BCHW.dtype) for each in references_in(conditioning))]
         mask = conditioning["prompt_embeds_mask"]
         lengths: list[int] = mask.sum(1).tolist()  # they become shapes
         longest = max(lengths)
         tokens = model(
-            hidden_states=pack(noised_BCHW),
+            hidden_states=torch.cat([pack(each) for each in images], dim=1),
             timestep=timesteps_B,
             encoder_hidden_states_mask=(
                 mask[:, :longest].to(noised_BCHW.device, non_blocking=True) if min(lengths) < longest else None
             ),
             encoder_hidden_states=conditioning["prompt_embeds"][:, :longest].to(noised_BCHW.dtype),
-            img_shapes=[[(1, height // 2, width // 2)]] * batch,
+            img_shapes=[[(1, each.shape[-2] // 2, each.shape[-1] // 2) for each in images]] * batch,
             return_dict=False,
         )[0]
-        return unpack(tokens, Shape(1, height, width))
+        return unpack(tokens[:, : height // 2 * (width // 2)], Shape(1, height, width))
 
     def unused_parameters(self) -> tuple[str, ...]:
         # They compute the text that leaves the last block, and only its image tokens are read.
@@ -85,3 +94,56 @@ class QwenImage(ModelFamily):
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
         return unpack(latents, shape)
+
+
+class QwenImageEdit(QwenImage):
+    """Qwen-Image-Edit, whose text encoder reads the reference as well.
+
+    Its pipeline brings references to the area of 1024 x 1024 px, so they are trained in that size.
+    """
+
+    pipelines = ("QwenImageEditPipeline",)
+    least_references = most_references = 1
+    reads_references = True
+    tiny_pipeline = ""
+
+    def encode_edits(self, pipeline: Any, captions: list[str], references: Sequence[Image]) -> Conditioning:
+        (reference,) = references
+        return self._encode(pipeline, captions, [resized(pipeline, reference, AREA)] * len(captions))
+
+    def _encode(self, pipeline: Any, captions: list[str], images: list[Image]) -> Conditioning:
+        embeds, mask = pipeline.encode_prompt(captions, image=images)
+        if mask is None:
+            mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+
+    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
+        return {"image": references[0]}
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """Qwen-Image-Edit 2509 and 2511, with several references, which the text encoder reads at 384 x 384 px."""
+
+    pipelines = ("QwenImageEditPlusPipeline",)
+    most_references = 3  # what its publisher has trained it with
+
+    def encode_edits(self, pipeline: Any, captions: list[str], references: Sequence[Image]) -> Conditioning:
+        from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE
+
+        images = [resized(pipeline, each, CONDITION_IMAGE_SIZE) for each in references]
+        each = [self._encode(pipeline, [caption], images) for caption in captions]
+        return stack_conditioning([{name: value[0] for name, value in own.items()} for own in each])
+
+    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
+        return {"image": list(references)}
+
+
+AREA = 1024 * 1024
+
+
+def resized(pipeline: Any, image: Image, area: int) -> Image:
+    """Return an image as the pipeline resizes it for its text encoder."""
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
+
+    width, height = calculate_dimensions(area, image.width / image.height)
+    return pipeline.image_processor.resize(image, height, width)

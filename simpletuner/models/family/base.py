@@ -17,8 +17,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
+from simpletuner.data.batches.references import named_references
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.adapter import Adapter
@@ -54,6 +56,8 @@ class SamplingParams:
     seed: int
     fps: float = 0.0
     """Of a clip."""
+    references: tuple[Image, ...] = ()
+    """What the pipeline is given beside the prompt, in the size in which it is encoded."""
 
     def kwargs(self) -> dict[str, Any]:
         """Arguments that every pipeline of diffusers takes, so that it returns latents."""
@@ -114,6 +118,13 @@ class ModelFamily(ABC):
     tiny_pipeline: ClassVar[str] = ""
     """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
     `tiny`; a built-in family has a table `[tiny]` in its preset."""
+
+    least_references: ClassVar[int] = 0
+    most_references: ClassVar[int] = 0
+    """Number of reference images that the pipeline takes."""
+
+    reads_references: ClassVar[bool] = False
+    """True if text encoders read the references as well: `encode_edits` then takes the place of `encode_prompts`."""
 
     frame_rate: ClassVar[float] = 24
     """Frames per second of the clips that its published models generate."""
@@ -201,6 +212,10 @@ class ModelFamily(ABC):
         """Components that sampling needs besides the VAE and the trained denoiser; each call returns the same ones."""
         return {}
 
+    def encode_edits(self, pipeline: Any, captions: list[str], references: Sequence[Image]) -> Conditioning:
+        """Encode captions by text encoders that read the references of a sample; what `encode_prompts` returns."""
+        raise NotImplementedError(f"{type(self).__name__} has reads_references, and no encode_edits")
+
     def default_max_length(self) -> int | None:
         """Longest prompt in tokens unless tokenizer_max_length is set; None where text encoders fix the length."""
         return None
@@ -241,6 +256,10 @@ class ModelFamily(ABC):
             # Some pipelines have a default negative prompt, which they refuse together with embeddings.
             embeds["negative_prompt"] = None
         return {**positive, **embeds, **sampling.kwargs()}
+
+    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
+        """Arguments of the pipeline's `__call__` for reference images."""
+        return {"image": list(references)}
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
         """Convert what the pipeline returns to BCHW, or BCFHW of a clip; `shape` is in latent cells."""
@@ -283,10 +302,11 @@ class ModelFamily(ABC):
         """Frames and px that one latent cell covers."""
         return cell_of(self.vae_config)
 
-    def input_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+    def input_shapes(self, shape: Shape, references: Sequence[Shape] = ()) -> dict[str, tuple[int, ...]]:
         """Shapes of the latents (C, [F,] H, W) and all conditioning of one sample, whose shape is in px."""
-        cells, channels = shape.in_cells(self.cell), self.exported_config()["in_channels"] // self.packing
-        return {"latents": (channels, *cells.axes), **self.conditioning_shapes()}
+        channels = self.exported_config()["in_channels"] // self.packing
+        latents, *others = ((channels, *each.in_cells(self.cell).axes) for each in (shape, *references))
+        return {"latents": latents, **self.conditioning_shapes(), **named_references(others)}
 
     def denoiser(self, include_buffers: bool = False) -> nn.Module:
         """Build the denoiser with parameters, or buffers too, on the meta device; unused parameters are frozen."""
@@ -372,7 +392,9 @@ class ModelFamily(ABC):
         pipeline = self.load_pipeline(vae=vae.model, model=model, others=others)
         pipeline.set_progress_bar_config(disable=True)
         kwargs = self.pipeline_kwargs(positive, negative, sampling)
-        with cast_inputs(model, dtype, except_for=self.float32_inputs):
+        if sampling.references:
+            kwargs |= self.reference_kwargs(sampling.references)
+        with cast_inputs(model, dtype, except_for=self.float32_inputs), vae.casting():
             latents = pipeline(**kwargs)[0]
         latents = vae.normalize(latents) if self.outputs_vae_latents else latents
         return self.unpack_latents(latents, sampling.shape.in_cells(vae.cell))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
@@ -28,14 +29,17 @@ class TextEncoder:
         self.pipeline = family.load_pipeline(vae=None, dtype=dtype, with_text=True).to(device)
 
     @torch.no_grad()
-    def encode(self, captions: Sequence[str]) -> Conditioning:
-        """Encode captions; the tensors are on the CPU and their first axis is the caption.
+    def encode(self, captions: Sequence[str], references: Sequence[Image] = ()) -> Conditioning:
+        """Encode captions, with references that all of them are about; the first axis is the caption, on the CPU.
 
         Raises EnvironmentNotReady for what damaged numbers of a tokenizer lead to, such as a length of 1e20 tokens, and
         SettingsError for a user's family that returns no `prompt_embeds`.
         """
         try:
-            encoded = self.family.encode_prompts(self.pipeline, list(captions))
+            if references:
+                encoded = self.family.encode_edits(self.pipeline, list(captions), references)
+            else:
+                encoded = self.family.encode_prompts(self.pipeline, list(captions))
         except (ArithmeticError, LookupError, ValueError) as error:
             why = f"the text encoders of {self.family.folder} cannot encode: {reason(error)}"
             raise EnvironmentNotReady(why, CHECK_COPY) from error

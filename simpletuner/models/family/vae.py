@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
@@ -52,6 +54,15 @@ class Vae:
             self.device = torch.device("cpu")
             self.model.to(self.device)
             return_memory(device)
+
+    @contextmanager
+    def casting(self) -> Iterator[None]:
+        """Cast what is encoded to the dtype of the weights: pipelines give references the dtype of the text."""
+        hook = self.model.encoder.register_forward_pre_hook(lambda _, given: (given[0].to(self.dtype), *given[1:]))
+        try:
+            yield
+        finally:
+            hook.remove()
 
     @property
     def cell(self) -> Shape:
@@ -157,3 +168,8 @@ def cell_of(config: Mapping[str, Any]) -> Shape:
         return Shape(config.get("temporal_compression_ratio", 1), side, side)
     model = build_on_meta(config)
     return cell_of_model(model, config["patch_size"][0] if hasattr(model, "bn") else 1)
+
+
+def pixels_of(image: Image) -> Tensor:
+    """Return an image in RGB as the VAE encodes it, (1, 3, H, W) in -1..1."""
+    return torch.from_numpy(np.asarray(image, np.float32) / 127.5 - 1).permute(2, 0, 1)[None]

@@ -123,6 +123,8 @@ class Data(DatasetSettings):
     instance_data_dir: Path | None = knob(None, "Folder of images, searched with its subfolders.", aliases=("instance_dir",))
     data_backend_config: Path | None = knob(None, "JSON file that lists several datasets (multidatabackend.json).")
     aspect_bucket_alignment: int = knob(64, "Both sides of a bucket are multiples of this.", unit="px", ge=8, le=256)
+    reference_dropout_probability: float = knob(0.0, "Fraction of steps trained without reference images.", ge=0, le=1)
+    masked_loss_probability: float = knob(1.0, "Fraction of steps in which masks of the loss count; in the others the loss is that of whole images.", ge=0, le=1)
     allow_dataset_oversubscription: bool = knob(False, "Repeat small buckets as often as the effective batch needs.")
     cache_dir_vae: CacheFolder = knob(None, "Folder for cached latents, such as cache/{model_family}; empty: output_dir/cache/latents.")
     cache_dir_text: CacheFolder = knob(None, "Folder for cached text embeddings; empty: output_dir/cache/text.")
@@ -281,6 +283,8 @@ class Validation(Section):
 
     validation_prompt: list[str] = knob([], "Prompt of a validation image; give it several times for several images.")
     validation_prompt_file: Path | None = knob(None, "JSON lines of further prompts, each with a seed, resolution, guidance and negative prompt of its own where it gives them (docs/validation.md).")
+    validation_images: list[Path] = knob([], "Reference image of validation prompts, for models that edit images; give it several times for several of them. Empty: those of a pair that is held out, or else trained on.")
+    validation_pairs: int = knob(0, "Pairs of the datasets that validation edits by their own captions: held-out ones, or else some that are trained on.", ge=0)
     validation_negative_prompt: str = knob("", "What guidance moves away from; empty: the family's unconditional input.")
     validation_step_interval: int = knob(100, "Optimizer steps between validations; 0: only before the first step and after the last.", ge=0, aliases=("validation_steps",))  # fmt: skip
     validation_num_inference_steps: int = knob(30, "Denoising steps per image.", ge=1)
@@ -296,7 +300,7 @@ class Validation(Section):
 
     @property
     def samples_images(self) -> bool:
-        return bool(self.validation_prompt) or self.validation_prompt_file is not None
+        return bool(self.validation_prompt or self.validation_pairs) or self.validation_prompt_file is not None
 
 
 class Logging(Section):

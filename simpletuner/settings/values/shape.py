@@ -62,6 +62,26 @@ class Shape(NamedTuple):
         return Shape((self.frames - 1) // cell.frames + 1, self.height // cell.height, self.width // cell.width)
 
 
+class SampleShape(NamedTuple):
+    """Shape of a sample and those of its reference images, in px; written `64x48+64x64`."""
+
+    target: Shape
+    references: tuple[Shape, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> SampleShape:
+        """Return the shapes of a bucket by its name."""
+        target, *references = map(Shape.parse, text.split("+"))
+        return cls(target, tuple(references))
+
+    def __str__(self) -> str:
+        return "+".join(map(str, (self.target, *self.references)))
+
+    @property
+    def pixels(self) -> int:
+        return self.target.pixels + sum(each.pixels for each in self.references)
+
+
 def normalize_shapes(text: str) -> str:
     """Return shapes without blanks and in lower case. Raises ValueError for what is no list of different ones."""
     words = text.lower().replace(" ", "").split(",")

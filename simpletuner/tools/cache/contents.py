@@ -98,20 +98,23 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     # Imported here: `cache list` must know the kinds for its help, but needs datasets only now.
     from simpletuner.data.config.dataset_types import BucketTextEmbeds
     from simpletuner.data.config.datasets import default_texts, load_datasets
-    from simpletuner.data.config.folders import default_folder, latents_folder, latents_root, text_folder
+    from simpletuner.data.config.folders import default_folder, latents_folder, latents_root, paired_root, text_folder
 
     named = settings.data.data_backend_config is not None or settings.data.instance_data_dir is not None
     datasets, texts = load_datasets(settings.data) if named else ([], [default_texts(settings.data)])
     text_folders = {each.id: text_folder(each, settings) for each in texts}
     of_texts = {dataset.id: text_folders[dataset.text_embeds or texts[0].id] for dataset in datasets}
     roots = [default_folder(settings, "latents"), latents_root(settings)]
-    folders = {dataset.id: latents_folder(dataset, settings) for dataset in datasets}
+    encoded = [each for dataset in datasets for each in dataset.encoded]
+    folders = {each.id: latents_folder(each, settings) for each in encoded}
     latents = find_shards(CacheKind.LATENTS, folders.values(), roots, not_in=text_folders.values())
-    buckets = {folders[each.id]: each.latents_bucket.address for each in datasets if each.latents_bucket}
+    buckets = {folders[each.id]: each.latents_bucket.address for each in encoded if each.latents_bucket}
     buckets |= {text_folders[each.id]: each.address for each in texts if isinstance(each, BucketTextEmbeds)}
+    roots = [paired_root(each, settings) for each in texts]
+    found = find_shards(CacheKind.TEXT, text_folders.values(), filter(Path.is_dir, roots))
     return (
         [with_names(item, folders, buckets) for item in latents],
-        [with_names(item, of_texts, buckets) for item in find_shards(CacheKind.TEXT, text_folders.values())],
+        [with_names(item, of_texts, buckets) for item in found],
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.images.images import DECODE_ERRORS
 from simpletuner.data.samples.buckets import bucket_name
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, cropped_away
@@ -60,25 +61,34 @@ def choose_images(samples: DatasetSamples) -> Iterator[tuple[str, list[int], int
 def thumbnail_of(sample: Sample) -> Image.Image | str:
     """Return an image in the size of a cell, its crop as training takes it framed; or why it cannot be decoded.
 
-    Of a clip there are the first, the middle and the last frame, one below the other.
+    References are above it, its mask is below. Of a clip there are the first, the middle and the last frame.
     """
-    g = sample.geometry
-    scale = CELL_PX / max(g.resized.size)
-    size = max(1, round(g.resized.width * scale)), max(1, round(g.resized.height * scale))
     try:
-        last = g.target.frames - 1
-        frames = [framed(image, sample, scale, size) for image in sample.images(size, sorted({0, last // 2, last}))]
+        shown = [each for reference in sample.references for each in frames_of(reference)] + frames_of(sample)
+        if sample.mask:
+            size = shown[-1].size
+            shown.append(framed(sample.mask.image(size).convert("RGB"), sample.geometry, size))
     except DECODE_ERRORS as error:
         return str(error) or type(error).__name__
-    shown = Image.new("RGB", (size[0], len(frames) * (size[1] + 2) - 2), "white")
-    for number, frame in enumerate(frames):
-        shown.paste(frame, (0, number * (size[1] + 2)))
-    return shown
+    width, height = max(each.width for each in shown), sum(each.height + 2 for each in shown) - 2
+    column, top = Image.new("RGB", (width, height), "white"), 0
+    for each in shown:
+        column.paste(each, ((width - each.width) // 2, top))
+        top += each.height + 2
+    return column
 
 
-def framed(image: Image.Image, sample: Sample, scale: float, size: tuple[int, int]) -> Image.Image:
+def frames_of(sample: Sample) -> list[Image.Image]:
+    """Return an image, or three frames of a clip, no larger than a cell. Raises one of DECODE_ERRORS."""
+    g, last = sample.geometry, sample.geometry.target.frames - 1
+    scale = CELL_PX / max(g.resized.size)
+    size = max(1, round(g.resized.width * scale)), max(1, round(g.resized.height * scale))
+    return [framed(image, g, size) for image in sample.images(size, sorted({0, last // 2, last}))]
+
+
+def framed(image: Image.Image, g: Geometry, size: tuple[int, int]) -> Image.Image:
     """Return an image in this size, dark where it is cropped."""
-    g = sample.geometry
+    scale = size[0] / g.resized.width
     whole = image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
     left, top = (round(start * scale) for start in g.crop_left_top)
     right, bottom = (

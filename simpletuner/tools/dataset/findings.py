@@ -17,7 +17,8 @@ from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED
 from simpletuner.data.samples.dataset_warnings import EXTREME_ASPECT, enlargements, extremeness, formats_of
 from simpletuner.data.samples.discovery import Discovery
-from simpletuner.data.samples.samples import DatasetSamples, Sizes
+from simpletuner.data.samples.samples import DatasetSamples
+from simpletuner.data.samples.sizes import Sizes
 from simpletuner.data.scan.file_list import CAPTION_VERSION
 from simpletuner.system.numbers import count_noun
 

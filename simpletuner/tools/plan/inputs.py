@@ -25,11 +25,12 @@ from simpletuner.models.opening.published import open_without_weights
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
-from simpletuner.preparation.prepare import plan_data, samples_by_shape
+from simpletuner.preparation.plan import samples_by_shape
+from simpletuner.preparation.prepare import plan_data
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.optimizers import trained_weights
 from simpletuner.training.schedule import new_schedule
@@ -39,14 +40,14 @@ from simpletuner.training.schedule import new_schedule
 class SampleShapes:
     """Samples of an epoch by their shape in px, and the optimizer steps of the whole run."""
 
-    counts: Mapping[Shape, int]
+    counts: Mapping[SampleShape, int]
     steps: int | None = None
     """None where nothing says it: neither max_train_steps nor images."""
     problem: SimpleTunerError | None = None
     """Why the images cannot be trained on."""
 
     @property
-    def largest(self) -> Shape:
+    def largest(self) -> SampleShape:
         return max(self.counts, key=attrgetter("pixels"))
 
     @property
@@ -62,7 +63,7 @@ def count_shapes(loaded: Loaded, report: Report) -> SampleShapes:
     What would end the run, such as buckets that do not fill the effective batch, becomes the `problem`.
     """
     data, steps = loaded.settings.data, loaded.settings.training.max_train_steps
-    square = SampleShapes({data.square: 1}, steps)
+    square = SampleShapes({SampleShape(data.square): 1}, steps)
     if data.instance_data_dir is None and data.data_backend_config is None:
         return square
     kept = default_folder(loaded.settings, "scan")

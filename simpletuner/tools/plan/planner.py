@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,17 @@ class Planner:
         shapes = count_shapes(self.loaded, self.report)
         phase = self.report.phase("counting what a step does")  # minutes for the largest models
         with opened_family(self.loaded.settings, self.report) as family, phase:
-            workload = Workload(family, shapes.largest, interpolates=auto)
-            flops = flops_per_sample(family, shapes.largest)
+            workload = Workload(family, *shapes.largest, interpolates=auto)
+            flops = flops_per_sample(family, *shapes.largest)
 
             def estimate(loaded: Loaded) -> RunPlan:
                 return estimate_run(loaded.settings, workload, shapes, self.device, flops)
 
             if not auto:
-                proposal = Proposal(estimate(self.with_recomputation(workload)), shapes.largest)
+                proposal = Proposal(estimate(self.with_recomputation(workload)), shapes.largest.target)
             else:
                 plan, changed, reasons = propose(self.loaded, self.with_settings, estimate, self.budget)
-                proposal = Proposal(plan, shapes.largest, changed, reasons)
+                proposal = Proposal(plan, shapes.largest.target, changed, reasons)
             if measure:
                 seconds = measure_step(proposal.plan.settings, workload) * shapes.mean_area
                 proposal = replace(proposal, plan=replace(proposal.plan, step_seconds=seconds, parts=None))
@@ -73,10 +73,10 @@ class Planner:
         return load({**self.flags, **values}, self.config, complete=False)
 
 
-def flops_per_sample(family: ModelFamily, shape: Shape) -> int:
+def flops_per_sample(family: ModelFamily, shape: Shape, references: Sequence[Shape] = ()) -> int:
     """Count forward and backward of one sample, recomputation excluded."""
     conditioning = {
         name: torch.empty(1, *axes, device="meta", dtype=torch.long if "mask" in name else torch.float32)
-        for name, axes in family.input_shapes(shape).items()
+        for name, axes in family.input_shapes(shape, references).items()
     }
     return FlopCounter(family).count(conditioning.pop("latents"), conditioning)

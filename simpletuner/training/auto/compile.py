@@ -11,7 +11,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.compilation import described
 from simpletuner.parallel.fsdp2 import units_by_class
 from simpletuner.parallel.model.blocks import recommended_blocks
-from simpletuner.preparation.prepare import Plan
+from simpletuner.preparation.plan import Plan
 from simpletuner.session import Session
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.system.numbers import count_noun

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.preparation.prepare import Plan
+from simpletuner.preparation.plan import Plan
 from simpletuner.session import Session
 from simpletuner.training.auto.compile import resolve_compiler
 from simpletuner.training.auto.recompute import resolve_recomputation

@@ -45,6 +45,7 @@ class Workload:
 
     family: ModelFamily
     largest: Shape
+    references: tuple[Shape, ...] = ()
     interpolates: bool = False
     """Take large micro-batches from traces of 1 and 2 samples: for a search that asks for many."""
     mode: FakeTensorMode = field(default_factory=new_mode)
@@ -80,7 +81,7 @@ class Workload:
         if key not in self.traces:
             model: Any = self.models[kind]
             model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
-            shapes = self.family.input_shapes(self.largest)
+            shapes = self.family.input_shapes(self.largest, self.references)
             trace = partial(trace_step, self.family, model, self.mode, shapes, samples, execution)
             counts = equal_blocks(model) if self.family.has_equal_blocks else {}
             self.traces[key] = trace_by_kinds(model, counts, trace) if counts else trace()

@@ -29,6 +29,9 @@ COMMON_CHUNK = "parameters"
 """Name of the text chunk in which image viewers and web interfaces for diffusion models look for a prompt."""
 
 
+REFERENCE = "reference"
+
+
 @dataclass(frozen=True)
 class ImageInfo:
     """Parameters with which an image was generated."""
@@ -43,7 +46,7 @@ class ImageInfo:
     step: int
     """Optimizer steps taken before."""
     weights: str
-    """`trained`, `ema`, or `base`: without the LoRA."""
+    """`trained`, `ema`, or `base`: without the LoRA; `reference` of an image that was given to the model."""
     frames: int = 1
     fps: float = 0.0
     """Of a clip, whose PNG has three frames side by side."""
@@ -58,6 +61,8 @@ class ImageInfo:
 
     def captions(self) -> tuple[str, str]:
         """Return the lines under an image: weights and step; seed, guidance and size."""
+        if self.weights == REFERENCE:
+            return REFERENCE, f"{self.width}×{self.height}"
         clip = f" · {self.frames} frames" if self.frames > 1 else ""
         return (
             f"{self.weights} · step {self.step}",

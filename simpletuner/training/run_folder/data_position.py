@@ -5,7 +5,7 @@ from __future__ import annotations
 from simpletuner.checkpoints.layout import Checkpoint, PositionFields
 from simpletuner.data.sampler.batch_sampler import DATA_VERSION, SamplerState
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.preparation.prepare import Plan
+from simpletuner.preparation.plan import Plan
 from simpletuner.report import Report
 from simpletuner.settings import Settings
 from simpletuner.training.schedule import Schedule, new_schedule, resumed_schedule

@@ -12,7 +12,7 @@ import numpy as np
 
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
 from simpletuner.models.catalog.registry import flavour_of
-from simpletuner.preparation.prepare import Plan
+from simpletuner.preparation.plan import Plan
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.sections import Model, Training
 from simpletuner.settings.showing.explain import ExplainedSetting, explain_settings

@@ -11,7 +11,7 @@ from simpletuner.parallel.fsdp2 import format_units
 from simpletuner.parallel.gpu import describe_device
 from simpletuner.parallel.model.activations import describe_activations
 from simpletuner.parallel.model.module_stats import count_parameters
-from simpletuner.preparation.prepare import Plan, describe_buckets
+from simpletuner.preparation.plan import Plan, describe_buckets
 from simpletuner.report import Report
 from simpletuner.settings import Settings, provenance
 from simpletuner.settings.foreign.deepspeed.config import deepspeed_options

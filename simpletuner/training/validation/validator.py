@@ -4,64 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
-from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.models.family.adapter import without_adapter
-from simpletuner.models.family.base import ModelFamily, SamplingParams
-from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.vae import Vae
 from simpletuner.parallel.engine import Engine, compute_dtype, evaluation
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.preparation.prepare import Plan, Prepared, samples_by_shape
+from simpletuner.preparation.prepare import Prepared
 from simpletuner.session import Session
-from simpletuner.settings import Settings
-from simpletuner.settings.values.shape import Shape, parse_shapes
 from simpletuner.training.ema import EMA, evaluated_variants, weights_of
-from simpletuner.training.images.clip_files import require_video_writer, round_folder, write_sample
-from simpletuner.training.images.image_files import ImageInfo, write_png
+from simpletuner.training.images.clip_files import round_folder, write_sample
+from simpletuner.training.images.image_files import REFERENCE, ImageInfo, write_image, write_png
 from simpletuner.training.images.image_grid import Cell, grid
 from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.state import TrainingState
+from simpletuner.training.validation.planned_images import PlannedImage, plan_images
 
 BASE = "base"
 """The base model without its LoRA, which comes before the others."""
-
-
-@dataclass(frozen=True)
-class PlannedImage:
-    """An image of each round: its encoded prompts, and its sampling parameters."""
-
-    name: str
-    """Names the images of one round and set of weights; sorted by name, images of a prompt are neighbours."""
-    number: int
-    """Of its prompt."""
-    prompt: str
-    negative_prompt: str
-    positive: Conditioning
-    negative: Conditioning
-    sampling: SamplingParams
-
-    def info(self, variant: str, step: int) -> ImageInfo:
-        params = self.sampling
-        return ImageInfo(
-            self.prompt,
-            self.negative_prompt,
-            params.seed,
-            params.steps,
-            params.guidance,
-            params.shape.width,
-            params.shape.height,
-            step,
-            variant,
-            params.shape.frames,
-            params.fps if params.shape.frames > 1 else 0.0,
-        )
 
 
 @dataclass(frozen=True)
@@ -107,6 +73,8 @@ class Validator:
                     write_sample(path, self.vae.decode(latents), info)
         self.mesh.world.barrier()
         if self.mesh.world.is_first:
+            for _, path, image, info in self._references(step):
+                write_image(path, image, info)
             write_png(self._grid(step), grid(self._columns(step)), {})
             if self.metrics is not None:
                 self.metrics.add_image(self._grid(step), step)
@@ -121,9 +89,20 @@ class Validator:
     def _path(self, folder: Path, variant: str, planned: PlannedImage) -> Path:
         return folder / f"{variant}-{planned.name}.png"
 
+    def _references(self, step: int) -> Iterator[tuple[PlannedImage, Path, Image, ImageInfo]]:
+        """Yield the references of each image with their files."""
+        for planned in self.images:
+            several = len(planned.sampling.references) > 1
+            for place, image in enumerate(planned.sampling.references):
+                name = f"{REFERENCE}-{planned.name}" + f"-{place}" * several
+                info = replace(planned.info(REFERENCE, step), width=image.width, height=image.height, frames=1)
+                yield planned, round_folder(self.folder, step) / f"{name}.png", image, info
+
     def _columns(self, step: int) -> list[list[Cell]]:
-        """Return the images of each prompt, those of each set of weights together."""
+        """Return the images of each prompt below its references, those of each set of weights together."""
         columns: dict[int, list[Cell]] = {}
+        for planned, path, _, info in self._references(step):
+            columns.setdefault(planned.number, []).append((path, info))
         for variant in self.variants:
             for planned in self.images:
                 path = self._path(round_folder(self.folder, step), variant, planned)
@@ -197,61 +176,9 @@ def open_validator(
         vae=family.vae(torch.device("cpu")),  # on the GPU only while images are made
         ema=state.ema,
         variants=(BASE, *variants) if family.adapter else variants,
-        images=plan_images(settings, family, prepared),
+        images=plan_images(settings, family, prepared.validation),
         dtype=compute_dtype(settings),
         folder=settings.training.output_dir / "validation",
         metrics=metrics,
         interval=validation.validation_step_interval,
     )
-
-
-def plan_images(settings: Settings, family: ModelFamily, prepared: Prepared) -> list[PlannedImage]:
-    """Return the images and clips of each round. Each prompt has its own seed, whichever rank samples it.
-
-    Raises EnvironmentNotReady for clips where nothing can write them.
-    """
-    validation, read = settings.validation, cache(prepared.prompts.read)  # one negative prompt serves many images
-    seed = settings.training.seed if validation.validation_seed is None else validation.validation_seed
-    planned: list[PlannedImage] = []
-    for number, each in enumerate(prepared.validation):
-        shapes = sampled_shapes(settings, each, prepared.plan)
-        if any(shape.frames > 1 for shape in shapes):
-            require_video_writer()
-        given = each.negative_prompt
-        negative = validation.validation_negative_prompt if given is None else given
-        for shape in shapes:
-            sampling = SamplingParams(
-                shape=shape,
-                steps=each.num_inference_steps or validation.validation_num_inference_steps,
-                guidance=validation.validation_guidance if each.guidance is None else each.guidance,
-                seed=seed + number if each.seed is None else each.seed,
-                fps=validation.framerate or family.frame_rate,
-            )
-            planned.append(
-                PlannedImage(
-                    name=f"{number:02d}" + (f"-{shape}" if len(shapes) > 1 else ""),
-                    number=number,
-                    prompt=each.prompt,
-                    negative_prompt=negative,
-                    positive=read(each.prompt),
-                    negative=read(negative) if negative else prepared.reader.no_caption,
-                    sampling=sampling,
-                )
-            )
-    return planned
-
-
-def validation_shapes(settings: Settings, prompts: Iterable[ValidationPrompt], plan: Plan) -> list[Shape]:
-    """Return the shapes of all images and clips of a round, each once."""
-    return sorted({shape for each in prompts for shape in sampled_shapes(settings, each, plan)})
-
-
-def sampled_shapes(settings: Settings, prompt: ValidationPrompt, plan: Plan) -> list[Shape]:
-    """Return the shapes of a prompt, of validation_resolution, or the square of the training resolution.
-
-    Where no frames are given, they are as many as in the longest clip that is trained on.
-    """
-    validation = settings.validation
-    frames = validation.validation_num_video_frames or max(shape.frames for shape in samples_by_shape(plan))
-    shapes = parse_shapes(prompt.resolution or validation.validation_resolution) or [settings.data.square]
-    return [shape if shape.frames > 1 else shape._replace(frames=frames) for shape in shapes]

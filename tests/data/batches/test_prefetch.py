@@ -12,6 +12,7 @@ from buckets import sampler_of
 from patience import PATIENCE
 
 from simpletuner.data.batches.prefetch import Batch, RankSlice, SampleReader, StepBatch, prefetch, reading_threads
+from simpletuner.data.batches.references import named_references, references_in
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
@@ -54,7 +55,7 @@ def source(**changes) -> SampleReader:
         "latents": latents,
         "image": lambda each: {"size": torch.tensor(each.geometry.target.size)},
         "text": lambda each, caption: text(caption),
-        "no_caption": {"prompt_embeds": torch.full((2, TEXT), -1.0)},
+        "no_caption": lambda each: {"prompt_embeds": torch.full((2, TEXT), -1.0)},
     }
     return SampleReader(**{**values, **changes})
 
@@ -255,3 +256,24 @@ def test_threads_that_read_use_one_core_each_and_leave_all_to_training():
         assert set(counts) == {1}
     finally:
         torch.set_num_threads(before)
+
+
+def test_references_and_masks_are_left_out_in_some_steps_of_all_ranks_alike():
+    kind = {"dataset_type": "conditioning", "conditioning_type": "mask"}
+    masked = PLAIN.paired_with([LocalImages(id="masks", instance_data_dir=Path(), **kind)])
+    reader = source(
+        dataset=lambda number: masked,
+        image=lambda each: named_references([torch.ones(CHANNELS, 8, 8)]),
+        mask=lambda each: torch.zeros(1, *latents(each).shape[1:]),
+    )
+
+    def seen(rank: int, **rates: float) -> list[tuple[bool, bool]]:
+        rank_slice = RankSlice(rank, 2, 1, 5, **rates)
+        steps = islice(prefetch(reader, order(), order().start(8), 0, rank_slice, steps_ahead=2), 60)
+        batches = [batch for step in steps for batch in step.micro_batches]
+        return [(bool(references_in(batch.conditioning)), batch.loss_mask is not None) for batch in batches]
+
+    first, second = (seen(rank, reference_dropout=0.3, masked_loss=0.6) for rank in range(2))
+    assert first == second and len(set(first)) == 4
+    assert 30 < sum(has for has, _ in first) < 54 and 24 < sum(has for _, has in first) < 48
+    assert seen(0) == [(True, True)] * 60

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
-import pytest
 import torch
 from PIL import Image
 
 from simpletuner.caches.latents import decode_mask
+from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.images.geometry import Geometry
-from simpletuner.data.samples.masks import Mask, Masks
+from simpletuner.data.samples.partners import Mask, Partners
+from simpletuner.data.scan.file_list import OtherFiles
+from simpletuner.data.scan.scan import Scan
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.settings.values.shape import Shape
 
 
 def test_masks_are_paired_by_names_without_suffixes(tmp_path):
-    table = pa.table(
-        {"name": ["a/x.webp", "b.png", "x.png"], "version": ["1", "2", "3"], "problem": ["", "broken", ""]}
-    )
-    names = pa.chunked_array([["x.jpg", "b.jpg"], ["a/x.tiff", "c.jpg"]])
-    masks = Masks.pair(names, LocalStorage(tmp_path), table)
-    assert masks.rows.tolist() == [2, -1, 0, -1]
-    assert (masks.of(2).name, masks.of(2).version) == ("a/x.webp", "1")
+    found = {"name": ["a/x.webp", "x.png", "x.webp"], "version": ["1", "2", "3"], "problem": ["", "", "broken"]}
+    images = LocalImages(id="masks", instance_data_dir=tmp_path, dataset_type="conditioning", conditioning_type="mask")
+    scan = Scan(images, LocalStorage(tmp_path), pa.table(found), OtherFiles())
+    masks = Partners.pair(pa.chunked_array([["x.jpg", "b.jpg"], ["a/x.tiff", "c.jpg"]]), scan)
+    assert masks.rows.tolist() == [1, -1, 0, -1]
+    assert [(each.name, each.version) for each in (masks.mask(0), masks.mask(2))] == [("x.png", "2"), ("a/x.webp", "1")]
 
 
 def test_a_mask_is_resized_and_cropped_as_its_image(tmp_path):
@@ -34,6 +35,3 @@ def test_a_mask_is_resized_and_cropped_as_its_image(tmp_path):
     expected = torch.zeros(1, 64, 64)
     expected[..., 96 // 2 - 16 :] = 1
     assert torch.equal(found, expected)
-    Image.fromarray(mask.T).save(tmp_path / "x.png")
-    with pytest.raises(ValueError, match="its mask has 32x48 px, which is another shape"):
-        decode_mask(Mask(LocalStorage(tmp_path), "x.png", ""), geometry)

@@ -43,6 +43,7 @@ from simpletuner.parallel.gpu import set_float32_precision
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.world import World
+from simpletuner.preparation.drawn_prompts import drawn_prompts
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings, load
@@ -184,7 +185,7 @@ def rehearsed(
 def opened(loaded: Loaded) -> Iterator[tuple[ModelFamily, Shape]]:
     report = Report(quiet=True)
     with opened_family(loaded.settings, report) as family:
-        yield family, count_shapes(loaded, report).largest
+        yield family, count_shapes(loaded, report).largest.target
 
 
 def planned_bytes(loaded: Loaded, family: ModelFamily, largest: Shape, known: Known) -> dict[str, int]:
@@ -330,14 +331,20 @@ def prepared_samples(session: Session, family: ModelFamily, largest: Shape) -> A
         Sample(str(i), "", storage, "", "", geometry, ("",)) for i in range(session.settings.effective_batch_size)
     ]
     reader = SampleReader(
-        samples, lambda index: dataset, lambda sample: latents, lambda sample: {}, lambda sample, caption: text, text
+        samples,
+        lambda index: dataset,
+        lambda sample: latents,
+        lambda sample: {},
+        lambda sample, caption: text,
+        lambda sample: text,
     )
     held_out = np.arange(min(HELD_OUT, len(samples)))
-    plan = SimpleNamespace(samples=samples, sampler=None, held_out=held_out, buckets={str(largest): samples})
-    prompts = SimpleNamespace(read=lambda prompt: text)
-    prompt = ValidationPrompt(prompt="")
-    validation = [prompt] if session.settings.validation.samples_images else []
-    return SimpleNamespace(plan=plan, reader=reader, validation=validation, prompts=prompts)
+    plan: Any = SimpleNamespace(
+        samples=samples, datasets=[], sampler=None, held_out=held_out, buckets={str(largest): samples}
+    )
+    prompts = [ValidationPrompt(prompt="")] if session.settings.validation.samples_images else []
+    validation = [each.encoded(text, text) for each in drawn_prompts(session.settings, plan, prompts)]
+    return SimpleNamespace(plan=plan, reader=reader, validation=validation)
 
 
 def dtype_of(name: str) -> torch.dtype:

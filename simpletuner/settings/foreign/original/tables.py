@@ -205,7 +205,6 @@ ASKS_FOR_NOTHING: dict[str, str] = {
     "used only with validation_adapter_path": (
         "validation_adapter_name validation_adapter_strength validation_adapter_mode"
     ),
-    "masks count at every step": "masked_loss_probability",
     "used only with offset_noise": "noise_offset noise_offset_probability",
     "used only with input_perturbation": "input_perturbation_steps",
     "used only with refiner_training": (
