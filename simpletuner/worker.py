@@ -32,7 +32,7 @@ from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, repor
 from simpletuner.preparation.drawn_prompts import drawn_prompts
 from simpletuner.preparation.plan import Plan, samples_by_shape
 from simpletuner.preparation.prepare import Prepared, folders_of, plan_data, prepare, shared_prompts
-from simpletuner.preparation.references import check_references
+from simpletuner.preparation.references import check_references, with_first_frames
 from simpletuner.preparation.same_folder import verify_same_folders
 from simpletuner.private_api.of_diffusers import leave_out_peft
 from simpletuner.report import Report
@@ -187,6 +187,7 @@ def train(
         family = load_family(session.settings, session.world, session.stop.check, skips_checked=True)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     session.world.activity.begin("proving the pipeline", watched=False)
+    plan = with_first_frames(plan, family)
     prompts = shared_prompts(session)
     check_references(family, session.settings, plan.datasets, prompts)
     drawn = drawn_prompts(session.settings, plan, prompts)

@@ -59,6 +59,9 @@ class LatentsCache:
         # By content, not by path: a base model that was moved or downloaded again leaves the cache valid.
         self.fingerprint, self.dtype = folder_fingerprint([family.folder / "vae"]), latents_dtype(family.settings)
         self.facts = dict(family.cache_facts)
+        self.encodes_first_frame = family.encodes_first_frame and samples.dataset.continues
+        if self.encodes_first_frame:
+            self.facts["first frame"] = "encoded once more, before grey ones"
         self.stored_dtype = DTYPES[family.settings.data.vae_cache_dtype]
         self.reader: ShardReader | None = None
         self.doubtful: dict[str, str] = {}
@@ -122,6 +125,11 @@ class LatentsCache:
         """Return a sample's mask of the loss (1, H, W), float32, if it has one."""
         return self._record(sample)["mask"].float() if sample.mask else None
 
+    def read_first_frame(self, sample: Sample) -> Tensor:
+        """Return what the model is given of a clip's first frame (C, F, H, W), float32, F = 1 of its latents."""
+        record = self._record(sample)
+        return (record["first_frame"] if self.encodes_first_frame else record["latents"][:, :1]).float()
+
     def _record(self, sample: Sample) -> Mapping[str, Tensor]:
         if self.growing is not None:
             # Missing records are encoded here, in a thread that prepares batches.
@@ -144,7 +152,10 @@ class LatentsCache:
             with self.vae.use() as vae:
                 # All of one size: `request` groups the chunk by target.
                 latents, masks = encode(vae, torch.stack(good))
+                first = encode_first_frame(vae, torch.stack(good)) if self.encodes_first_frame else None
             found = {"latents": latents.to(self.stored_dtype)} | ({} if masks is None else {"mask": masks.cpu()})
+            if first is not None:
+                found["first_frame"] = first.to(self.stored_dtype)
             records = iter([{name: each[number] for name, each in found.items()} for number in range(len(good))])
         return [each if isinstance(each, str) else next(records) for each in decoded]
 
@@ -203,6 +214,13 @@ def decode_mask(mask: Mask, geometry: Geometry) -> Tensor:
     (left, top), target = geometry.crop_left_top, geometry.target
     part = mask.image(geometry.resized.size).crop((left, top, left + target.width, top + target.height))
     return torch.from_numpy(np.asarray(part, np.float32) / 255)[None]
+
+
+def encode_first_frame(vae: Vae, pixels_BCFHW: Tensor) -> Tensor:
+    """Return the latents of clips of which only the first frame is there, and the others are grey."""
+    alone = torch.zeros_like(pixels_BCFHW[:, :3])
+    alone[:, :, 0] = pixels_BCFHW[:, :3, 0]
+    return vae.encode(alone)
 
 
 def encode(vae: Vae, pixels: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.latents import decode_image, encode, undecodable
+from simpletuner.caches.latents import decode_image, encode, encode_first_frame, undecodable
 from simpletuner.caches.texts import without_padding
 from simpletuner.data.samples.samples import Sample
 from simpletuner.models.family.base import ModelFamily
@@ -28,6 +28,7 @@ class LatentsOnDemand:
 
     vae: Encoder[Vae]
     dtype: torch.dtype
+    encodes_first_frame: bool = False
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> dict[str, str]:
         self.vae.load_early()
@@ -45,13 +46,24 @@ class LatentsOnDemand:
         masks = self._encoded(sample)[1] if sample.mask else None
         return None if masks is None else masks[0].cpu()
 
+    def read_first_frame(self, sample: Sample) -> Tensor:
+        """Return what the model is given of a clip's first frame (C, F, H, W), float32."""
+        if not self.encodes_first_frame:
+            return self.read(sample)[:, :1]
+        with self.vae.use() as vae:
+            return encode_first_frame(vae, self._pixels(sample)[None])[0].to(self.dtype).float()
+
     def _encoded(self, sample: Sample) -> tuple[Tensor, Tensor | None]:
+        pixels = self._pixels(sample)
+        with self.vae.use() as vae:
+            return encode(vae, pixels[None])
+
+    def _pixels(self, sample: Sample) -> Tensor:
         pixels = decode_image(sample)
         if isinstance(pixels, str):
             hint = "remove it, or leave out vae_cache_disable: what cannot be decoded is then left out before training"
             raise undecodable(sample, pixels, hint)
-        with self.vae.use() as vae:
-            return encode(vae, pixels[None])
+        return pixels
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def open_sources(
 
     def latents_of(part: DatasetSamples | References) -> LatentsSource:
         if part.dataset.vae_cache_disable:
-            return LatentsOnDemand(vae, DTYPES[data.vae_cache_dtype])
+            return LatentsOnDemand(vae, DTYPES[data.vae_cache_dtype], family.encodes_first_frame)
         folder = latents_folder(part.dataset, settings)
         return LatentsCache(folder, part, vae, family, world, writers, open_mirror(part.dataset.latents_bucket, folder))
 
@@ -124,7 +124,7 @@ def open_sources(
         named = given.text_embeds if isinstance(given, ImageDataset) else None
         return cache_of(number_of[named or texts[0].id], given.text_cache_ondemand)
 
-    paired = [part for part in samples.parts if family.reads_references and part.references]
+    paired = [part for part in samples.parts if family.reads_references and (part.references or part.dataset.continues)]
     plain = [part for part in samples.parts if part not in paired]
     on_demand = TextOnDemand(encoder, family)
     number_of = {each.id: number for number, each in enumerate(texts)}

@@ -92,10 +92,10 @@ def pairs_of(plan: Plan) -> Iterator[tuple[str, Shape, Images]]:
 
     Those that cannot be decoded are not among them.
     """
-    if not any(len(dataset.encoded) > 1 for dataset in plan.datasets):
+    if not any(len(dataset.encoded) > 1 or dataset.continues for dataset in plan.datasets):
         return
-    held_out = [sample for index in plan.held_out.tolist() if (sample := plan.samples[index]).references]
-    trained = (part[index] for part in plan.samples.parts if part.references for index in range(len(part)))
+    held_out = [sample for index in plan.held_out.tolist() if (sample := plan.samples[index]).given]
+    trained = (sample for part in plan.samples.parts for index in range(len(part)) if (sample := part[index]).given)
     for sample in held_out or trained:
         try:
             references = reference_images(sample)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,16 @@ class Plan:
     """Identity of seed, buckets and order: a saved position is valid only for the same ones."""
     held_out: np.ndarray
     """Indices of the samples that are not trained on."""
+
+    def with_first_frames(self) -> Plan:
+        """Return the same plan of clips whose first frame the model is given."""
+        parts = [part.of(continuing(part.dataset)) for part in self.samples.parts]
+        return replace(self, datasets=list(map(continuing, self.datasets)), samples=Samples(parts))
+
+
+def continuing(dataset: ImageDataset) -> ImageDataset:
+    assert dataset.clips is not None
+    return dataset.model_copy(update={"video": dataset.clips.model_copy(update={"is_i2v": True})})
 
 
 def samples_by_shape(plan: Plan) -> Counter[SampleShape]:

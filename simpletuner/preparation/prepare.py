@@ -11,7 +11,7 @@ from pathlib import Path
 from simpletuner.caches.latents import decoding_threads
 from simpletuner.caches.sources import Sources, encodes_beside, open_sources, used_texts, without_caption
 from simpletuner.data.batches.prefetch import THREADS, SampleReader, reading_threads
-from simpletuner.data.batches.references import named_references
+from simpletuner.data.batches.references import FIRST_FRAME, named_references
 from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
 from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.config.folders import default_folder, latents_folder, text_folder
@@ -218,9 +218,11 @@ def prepare(
         image=lambda sample: {
             **family.size_conditioning(sample.geometry),
             **named_references(sources.latents[each.dataset].read(each) for each in sample.references),
+            **({FIRST_FRAME: sources.latents[sample.dataset].read_first_frame(sample)} if sample.continues else {}),
         },
         text=sources.text,
         no_caption=sources.no_caption,
+        skips_first_frame=not family.encodes_first_frame,
         mask=lambda sample: sources.latents[sample.dataset].read_mask(sample),
         threads=max([THREADS, *on_demand]),
         # Threads pay where each read waits for a network; a local cache is read without their overhead.

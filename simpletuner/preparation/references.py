@@ -8,8 +8,34 @@ from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.preparation.plan import Plan
 from simpletuner.settings import Settings
 from simpletuner.system.numbers import count_noun
+
+
+def with_first_frames(plan: Plan, family: ModelFamily) -> Plan:
+    """Return the plan with clips whose first frame the model is given, where the model or a dataset says so.
+
+    Raises SettingsError where they do not agree.
+    """
+    pipeline, given = family.pipeline_class.__name__, family.continues
+    for part in plan.samples.parts:
+        dataset, asked = part.dataset, part.dataset.clips.is_i2v if part.dataset.clips else False
+        if asked and not given:
+            raise refused(dataset, f"video.is_i2v, but {pipeline} is given no first frame")
+        if given == "must" and asked is False:
+            raise refused(dataset, f"{pipeline} continues the first frame of clips")
+        if (asked or given == "must") and int(part.sizes.frames.min(initial=2)) == 1:
+            raise refused(dataset, "some clips have one frame, after which nothing follows")
+    return plan.with_first_frames() if given == "must" else plan
+
+
+def refused(dataset: ImageDataset, why: str) -> SettingsError:
+    return SettingsError(
+        f"dataset `{dataset.id}`: {why}",
+        "docs/data.md says which models are given a first frame, and which clips they need",
+    )
+
 
 EDITS = "take a model that edits images, such as FLUX.1 Kontext, FLUX.2 or Qwen-Image-Edit"
 

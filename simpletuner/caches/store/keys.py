@@ -39,8 +39,8 @@ def reference_parts(sample: Sample) -> KeyParts:
     """Return what an embedding depends on whose text encoder reads the references."""
     return {
         f"reference {number}": f"{each.name} {each.version} {each.geometry.resized} {each.geometry.crop_left_top} "
-        f"{each.geometry.target}"
-        for number, each in enumerate(sample.references)
+        f"{each.geometry.target}" + (f" from {each.geometry.clip.start}" if each.geometry.clip else "")
+        for number, each in enumerate(sample.given)
     }
 
 

@@ -42,8 +42,8 @@ class Batch:
     """(B,) bool: the samples whose target is the prediction of the base model. None, on all ranks alike, where no
     sample of the global batch is one of them."""
     loss_mask: Tensor | None = None
-    """(B, 1, H, W) in 0..1: by how much the loss of a latent cell counts. None, on all ranks alike, where no sample of
-    the global batch has a mask."""
+    """(B, 1, H, W), of clips (B, 1, F, H, W), in 0..1: by how much the loss of a latent cell counts. None, on all ranks
+    alike, where no sample of the global batch has a mask."""
 
     def pinned(self) -> Batch:
         """Return the batch in page-locked memory, from which a GPU copies asynchronously."""
@@ -87,6 +87,8 @@ class SampleReader:
     no_caption: Callable[[Sample], Conditioning]
     mask: Callable[[Sample], Tensor | None] = lambda sample: None
     """Mask of the loss (1, H, W)."""
+    skips_first_frame: bool = True
+    """True if the first latent frame of clips that continue it has no loss."""
     threads: int = THREADS
     map_samples: Callable[..., Iterable[Any]] = map
 
@@ -179,15 +181,38 @@ def collate(
     from_base = None
     if any(dataset.is_regularisation_data for dataset in datasets):
         from_base = torch.tensor([datasets[index].is_regularisation_data for index in indices])
-    mask = None
-    has_masks = any(each.are_masks for dataset in datasets for each in dataset.conditioning)
-    if has_masks and happens(rank_slice.masked_loss, rank_slice.seed, step, "masks"):
-        own = [reader.mask(reader.samples[batch.samples[index]]) for index in indices]
-        pairs = zip(own, latents, strict=True)
-        mask = torch.stack([torch.ones_like(clean[:1]) if each is None else each for each, clean in pairs])
+    samples = [reader.samples[batch.samples[index]] for index in indices]
+    mask = loss_masks(reader, datasets, samples, latents, rank_slice, step)
     made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, ids, from_base, mask)
     # In this thread: pinning copies the batch, and the step need not wait for it.
     return made.pinned() if rank_slice.pin else made
+
+
+def loss_masks(
+    reader: SampleReader,
+    datasets: Sequence[ImageDataset],
+    samples: Sequence[Sample],
+    latents: Sequence[Tensor],
+    rank_slice: RankSlice,
+    step: int,
+) -> Tensor | None:
+    """Return by how much the loss of each latent cell counts; None where no sample of the global batch asks for it.
+
+    `datasets` are those of the global batch, `samples` those of the micro batch.
+    """
+    has_masks = any(each.are_masks for dataset in datasets for each in dataset.conditioning)
+    has_masks = has_masks and happens(rank_slice.masked_loss, rank_slice.seed, step, "masks")
+    skips = reader.skips_first_frame and any(dataset.continues for dataset in datasets)
+    if not (has_masks or skips):
+        return None
+    masks: list[Tensor] = []
+    for sample, clean in zip(samples, latents, strict=True):
+        own = reader.mask(sample) if has_masks else None
+        mask = torch.ones_like(clean[:1]) if own is None else own
+        if skips and sample.continues:
+            mask[:, 0] = 0  # it is given without noise
+        masks.append(mask)
+    return torch.stack(masks)
 
 
 def happens(probability: float, *key: object) -> bool:

@@ -8,6 +8,8 @@ from typing import TypeVar
 from torch import Tensor
 
 PREFIX = "reference."
+FIRST_FRAME = "first_frame"
+"""Name in conditioning of what a model is given of a clip's first frame."""
 
 T = TypeVar("T")
 

@@ -113,6 +113,11 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
         return VideoSettings.model_validate({}) if self.dataset_type == "video" and self.video is None else self.video
 
     @property
+    def continues(self) -> bool:
+        """Return whether a model is given the first frame of each clip, once it is known which model it is."""
+        return self.clips is not None and bool(self.clips.is_i2v)
+
+    @property
     def noun(self) -> str:
         return "video" if self.clips else "image"
 

@@ -28,7 +28,8 @@ class VideoSettings(Section):
     frame_folders_fps: float | None = Field(None, gt=0)
     """Folders of numbered images are clips, too, of so many frames per second. None: they are not."""
     clip_position: Literal["start", "middle", "random"] = "start"
-    is_i2v: bool = False
+    is_i2v: bool | None = None
+    """Whether models are given the first frame of a clip; None: where they always are."""
 
     @model_validator(mode="after")
     def check_lengths(self) -> VideoSettings:
@@ -37,13 +38,6 @@ class VideoSettings(Section):
         if self.frame_interval is not None and self.bucket_strategy != "resolution_frames":
             message = "rounds the lengths of bucket_strategy resolution_frames: set it, or leave this out"
             raise PydanticCustomError("video.frame_interval", message)
-        return self
-
-    @model_validator(mode="after")
-    def check_conditioning(self) -> VideoSettings:
-        if self.is_i2v:
-            message = "models that continue a first frame are not supported by this version: set false to train on text"
-            raise PydanticCustomError("video.is_i2v", message)
         return self
 
     @property

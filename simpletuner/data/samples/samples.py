@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import BinaryIO
 
@@ -49,6 +49,16 @@ class Sample:
     mask: Mask | None = None
     references: tuple[Sample, ...] = ()
     """The images that it is made from, such as those that an edit begins with; without captions."""
+    continues: bool = False
+    """True of a clip whose first frame the model is given."""
+
+    @property
+    def given(self) -> tuple[Sample, ...]:
+        """What the model is given beside the caption: references, or the first frame."""
+        if not self.continues:
+            return self.references
+        first = replace(self.geometry, target=self.geometry.target._replace(frames=1))
+        return (replace(self, geometry=first, continues=False),)
 
     @property
     def shape(self) -> SampleShape:
@@ -83,8 +93,8 @@ class Sample:
 
 
 def reference_images(sample: Sample) -> tuple[Image.Image, ...]:
-    """Return the references of a sample as training crops them. Raises one of DECODE_ERRORS."""
-    pairs = [(each.geometry, image) for each in sample.references for image in each.images(each.geometry.resized.size)]
+    """Return what a sample's model is given, as training crops it. Raises one of DECODE_ERRORS."""
+    pairs = [(each.geometry, image) for each in sample.given for image in each.images(each.geometry.resized.size)]
     return tuple(cropped(image, g.resized.size, g.crop_left_top, g.target.size) for g, image in pairs)
 
 
@@ -133,7 +143,8 @@ class DatasetSamples(Sequence[Sample]):
         row = int(self.rows[index])
         mask = self.masks and self.masks.mask(row)
         references = tuple(self._reference(each, row, geometry) for each in self.references)
-        return Sample(sample_id, self.dataset.id, self.storage, name, version, geometry, captions, mask, references)
+        more = mask, references, self.dataset.continues
+        return Sample(sample_id, self.dataset.id, self.storage, name, version, geometry, captions, *more)
 
     def _reference(self, references: Partners, row: int, target: Geometry) -> Sample:
         name, version = references.file(row)
@@ -173,6 +184,10 @@ class DatasetSamples(Sequence[Sample]):
     def with_arrays(self, rows: np.ndarray, *sizes: np.ndarray) -> DatasetSamples:
         """Return the same samples with other memory for `arrays`."""
         return DatasetSamples(self.dataset, self.storage, self.table, rows, Sizes(*sizes), self.seed, self.partners)
+
+    def of(self, dataset: ImageDataset) -> DatasetSamples:
+        """Return the same samples with other keys of their dataset."""
+        return DatasetSamples(dataset, self.storage, self.table, self.rows, self.sizes, self.seed, self.partners)
 
     def where(self, mask: np.ndarray) -> DatasetSamples:
         """Return those for which `mask` is true."""

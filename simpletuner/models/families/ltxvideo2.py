@@ -161,8 +161,9 @@ class LTXVideo2(ModelFamily):
         dtype: torch.dtype = torch.float32,
         with_text: bool = False,
         others: Mapping[str, Any] = MappingProxyType({}),
+        cls: Any = None,
     ) -> Any:
-        pipeline = super().load_pipeline(vae, model, dtype, with_text, others)
+        pipeline = super().load_pipeline(vae, model, dtype, with_text, others, cls)
         if model is not None:
             pipeline.register_modules(connectors=PassedConnectors(self.conditioning_shapes()["prompt_embeds"][1]))
         return pipeline

@@ -104,8 +104,11 @@ class QwenImageEdit(QwenImage):
 
     pipelines = ("QwenImageEditPipeline",)
     least_references = most_references = 1
-    reads_references = True
     tiny_pipeline = ""
+
+    @property
+    def reads_references(self) -> bool:
+        return True
 
     def encode_edits(self, pipeline: Any, captions: list[str], references: Sequence[Image]) -> Conditioning:
         (reference,) = references

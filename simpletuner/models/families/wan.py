@@ -6,16 +6,19 @@ Wan 2.2 A14B has two of them, one for noise levels from `boundary_ratio` up and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
+from simpletuner.data.batches.references import FIRST_FRAME
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.family.two_denoisers import FIRST, SECOND, chosen_denoiser, load_frozen
+from simpletuner.models.folder.diffusers_io import diffusers_class
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.values.shape import Shape
 
@@ -31,6 +34,10 @@ class Wan(ModelFamily):
     sequence_plan = SequencePlan(
         attention={"blocks.*.attn1": ("blocks.0.hidden_states",)}, gathered={"proj_out": "blocks.0.hidden_states"}
     )
+
+    @classmethod
+    def variants(cls) -> tuple[type[ModelFamily], ...]:
+        return (WanImageToVideo,)
 
     def default_max_length(self) -> int:
         return 512
@@ -72,22 +79,46 @@ class Wan(ModelFamily):
         )
         return {"prompt_embeds": embeds}
 
+    @property
+    def continues(self) -> Literal["", "may", "must"]:
+        return "may" if self.index.get("expand_timesteps") else ""
+
+    @property
+    def continuing_class(self) -> Any:
+        return diffusers_class("WanImageToVideoPipeline")
+
+    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
+        return {"image": references[0]}
+
     def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as WanPipeline does."""
+        """Call the transformer as WanPipeline does, or WanImageToVideoPipeline with a first frame."""
         timesteps, shape = timesteps_B * 1000, Shape.of_axes(noised.shape[2:])
-        # Wan 2.2 TI2V-5B has a timestep for each token, since its first frame may be given without noise. Here all are
-        # equal.
+        first_frame = conditioning.get(FIRST_FRAME)
+        # Wan 2.2 TI2V-5B has a timestep for each token: those of a first frame that it is given have no noise.
         if self.index.get("expand_timesteps"):
             patch = Shape(*self.config["patch_size"])
-            tokens = math.prod(cells // side for cells, side in zip(shape, patch, strict=True))
-            timesteps = timesteps[:, None].expand(-1, tokens)
+            of_frame = math.prod(cells // side for cells, side in zip(shape[1:], patch[1:], strict=True))
+            timesteps = timesteps[:, None].repeat(1, shape.frames // patch.frames * of_frame)
+            if first_frame is not None:
+                noised = torch.cat([first_frame.to(noised.dtype), noised[:, :, 1:]], dim=2)
+                timesteps[:, :of_frame] = 0
+        elif first_frame is not None:
+            noised = torch.cat([noised, self.mask_of_first(first_frame), first_frame], dim=1).to(noised.dtype)
+        image = conditioning.get("image_embeds")
         video_BCFHW = model(
             hidden_states=noised.unsqueeze(2) if noised.ndim == 4 else noised,
+            **({} if image is None else {"encoder_hidden_states_image": image.to(noised.dtype)}),
             timestep=timesteps,
             encoder_hidden_states=conditioning["prompt_embeds"].to(noised.dtype),
             return_dict=False,
         )[0]
         return self.unpack_latents(video_BCFHW, shape)
+
+    def mask_of_first(self, latents_BCFHW: Tensor) -> Tensor:
+        """Return 1 for each frame of the video that is given, as many channels as a latent frame has of them."""
+        mask = torch.zeros_like(latents_BCFHW[:, :1]).repeat(1, self.cell.frames, 1, 1, 1)
+        mask[:, :, 0] = 1
+        return mask
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
@@ -96,3 +127,47 @@ class Wan(ModelFamily):
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
         return latents.squeeze(2) if shape.frames == 1 else latents
+
+
+class WanImageToVideo(Wan):
+    """Wan that continues a first frame: 2.2 A14B reads its latents, 2.1 the embedding of a CLIP as well."""
+
+    pipelines = ("WanImageToVideoPipeline",)
+    tiny_pipeline = ""
+    most_references = 1
+    encodes_first_frame = True
+
+    @property
+    def continues(self) -> Literal["", "may", "must"]:
+        return "must"
+
+    @property
+    def reads_references(self) -> bool:
+        return self.config.get("image_dim") is not None
+
+    def encode_edits(self, pipeline: Any, captions: list[str], references: Sequence[Image]) -> Conditioning:
+        """Encode to prompt_embeds, and to image_embeds (B, 257, D) of the first frame."""
+        embeds = pipeline.encode_image(references[0], pipeline._execution_device)
+        return self.encode_prompts(pipeline, captions) | {"image_embeds": embeds.expand(len(captions), -1, -1)}
+
+    def pipeline_kwargs(
+        self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
+    ) -> dict[str, Any]:
+        texts = ({name: each[name] for name in each if name != "image_embeds"} for each in (positive, negative))
+        return super().pipeline_kwargs(*texts, sampling)
+
+    def enter_pipeline(self, pipeline: Any, positive: Conditioning) -> None:
+        # Its call refuses an image together with its embedding, and needs the image for the latents.
+        pipeline.encode_image = lambda image, device: positive["image_embeds"]
+
+    def input_shapes(self, shape: Shape, references: Sequence[Shape] = ()) -> dict[str, tuple[int, ...]]:
+        latents = (self.config["out_channels"], *shape.in_cells(self.cell).axes)
+        return {"latents": latents, FIRST_FRAME: latents, **self.conditioning_shapes()}
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        image = {"image_embeds": (CLIP_PATCHES, self.config["image_dim"])} if self.reads_references else {}
+        return super().conditioning_shapes() | image
+
+
+CLIP_PATCHES = 257
+"""Tokens of an image of 224 x 224 px in patches of 14, and the one of the whole."""

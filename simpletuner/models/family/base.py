@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from PIL.Image import Image
@@ -123,8 +123,8 @@ class ModelFamily(ABC):
     most_references: ClassVar[int] = 0
     """Number of reference images that the pipeline takes."""
 
-    reads_references: ClassVar[bool] = False
-    """True if text encoders read the references as well: `encode_edits` then takes the place of `encode_prompts`."""
+    encodes_first_frame: ClassVar[bool] = False
+    """True if the denoiser is given the latents of a clip that is grey after its first frame, not that frame's own."""
 
     frame_rate: ClassVar[float] = 24
     """Frames per second of the clips that its published models generate."""
@@ -261,6 +261,9 @@ class ModelFamily(ABC):
         """Arguments of the pipeline's `__call__` for reference images."""
         return {"image": list(references)}
 
+    def enter_pipeline(self, pipeline: Any, positive: Conditioning) -> None:  # noqa: B027
+        """Set on a pipeline that samples what its call has no argument for."""
+
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
         """Convert what the pipeline returns to BCHW, or BCFHW of a clip; `shape` is in latent cells."""
         return latents
@@ -294,6 +297,16 @@ class ModelFamily(ABC):
     def cache_facts(self) -> Mapping[str, str]:
         """Further parts of the keys of cached latents and texts."""
         return {}
+
+    @property
+    def reads_references(self) -> bool:
+        """Return whether text encoders read the references: `encode_edits` is then called for `encode_prompts`."""
+        return False
+
+    @property
+    def continues(self) -> Literal["", "may", "must"]:
+        """Return whether the model is given the first frame of a clip."""
+        return ""
 
     # What is the same for all families.
 
@@ -374,6 +387,11 @@ class ModelFamily(ABC):
         named = self.index.get("_class_name")
         return diffusers_class(named if named in self.pipelines else self.pipelines[0])
 
+    @property
+    def continuing_class(self) -> Any:
+        """Diffusers' class of the pipeline that is given the first frame of a clip."""
+        return self.pipeline_class
+
     def scheduler(self) -> Any:
         return component_class(self.index, "scheduler", self.folder).from_config(self.scheduler_config)
 
@@ -389,8 +407,10 @@ class ModelFamily(ABC):
         """Sample one image or clip with diffusers' own pipeline and scheduler; return its latents (1CHW or 1CFHW)."""
         dtype = positive["prompt_embeds"].dtype
         others = self.sampling_components(vae.device, dtype)
-        pipeline = self.load_pipeline(vae=vae.model, model=model, others=others)
+        cls = self.continuing_class if self.continues and sampling.references else self.pipeline_class
+        pipeline = self.load_pipeline(vae=vae.model, model=model, others=others, cls=cls)
         pipeline.set_progress_bar_config(disable=True)
+        self.enter_pipeline(pipeline, positive)
         kwargs = self.pipeline_kwargs(positive, negative, sampling)
         if sampling.references:
             kwargs |= self.reference_kwargs(sampling.references)
@@ -406,6 +426,7 @@ class ModelFamily(ABC):
         dtype: torch.dtype = torch.float32,
         with_text: bool = False,
         others: Mapping[str, Any] = MappingProxyType({}),
+        cls: Any = None,
     ) -> Any:
         """Assemble diffusers' pipeline from this denoiser and VAE, with or without its text encoders."""
         # `from_pretrained` loads every component that is not passed, so all that is not wanted is passed as None.
@@ -415,6 +436,6 @@ class ModelFamily(ABC):
             require_packages(self.index[name] for name in self.index if name.startswith(TEXT_PARTS))
         parts |= {"vae": vae, self.denoiser_name: model, "scheduler": self.scheduler(), **others}
         variant = self.settings.model.variant
-        return self.pipeline_class.from_pretrained(
+        return (cls or self.pipeline_class).from_pretrained(
             self.folder, dtype=dtype, use_safetensors=True, variant=variant, **parts
         )

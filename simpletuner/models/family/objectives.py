@@ -100,7 +100,7 @@ LEAST_MASK = 1e-3
 def sample_losses(prediction: Tensor, target: Tensor, weights: Tensor, mask: Tensor | None = None) -> Tensor:
     """Weighted mean squared error of each sample (B), in float32.
 
-    With a mask (B, 1, H, W) the mean over cells by their share in it: what counts weighs the same however small it is.
+    With a mask, of one channel, the mean over cells by their share in it: what counts weighs the same however small.
     """
     errors = (prediction.float() - target.float()).square()
     if mask is None:

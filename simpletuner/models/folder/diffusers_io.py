@@ -23,8 +23,17 @@ from simpletuner.models.folder.index import index_file
 from simpletuner.models.folder.malformed import CHECK_COPY
 from simpletuner.run_log import start_run_log, stop_run_log, take_over
 
-TEXT_PARTS = ("tokenizer", "text_encoder", "t5_tokenizer", "text_conditioner", "processor", "connectors")
-"""Prefixes of the components that turn captions into tensors."""
+TEXT_PARTS = (
+    "tokenizer",
+    "text_encoder",
+    "t5_tokenizer",
+    "text_conditioner",
+    "processor",
+    "connectors",
+    "image_encoder",
+    "image_processor",
+)
+"""Prefixes of the components that turn captions, and images beside them, into tensors."""
 
 
 def choose_accelerator() -> None:
