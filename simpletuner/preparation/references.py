@@ -25,7 +25,7 @@ def with_first_frames(plan: Plan, family: ModelFamily) -> Plan:
             raise refused(dataset, f"video.is_i2v, but {pipeline} is given no first frame")
         if given == "must" and asked is False:
             raise refused(dataset, f"{pipeline} continues the first frame of clips")
-        if (asked or given == "must") and int(part.sizes.frames.min(initial=2)) == 1:
+        if (asked or given == "must") and (part.sizes.frames[part.sizes.index] == 1).any():
             raise refused(dataset, "some clips have one frame, after which nothing follows")
     return plan.with_first_frames() if given == "must" else plan
 

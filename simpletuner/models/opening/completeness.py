@@ -80,7 +80,9 @@ def has_numbers(value: Any) -> bool:
 def check_text_part(family: ModelFamily, name: str) -> None:
     cls, folder = component_class(family.index, name, family.folder), family.folder / name
     require_packages([family.index[name]])
-    if not name.startswith(("text_", "connectors")):
+    if name.startswith("image_processor"):
+        cls.from_pretrained(folder)
+    elif not name.startswith(("text_", "connectors", "image_encoder")):
         check_tokenizer(folder, cls)
     else:
         # A variant is often published of some components only.

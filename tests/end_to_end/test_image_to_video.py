@@ -1,0 +1,66 @@
+"""Models that continue the first frame of clips, on every engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import base
+from end_to_end.test_videos import FLAGS, dataset_file
+from models.test_image_to_video import save_wan
+from PIL import Image
+from video_files import write_video
+
+VALIDATION = ("--validation_num_inference_steps=2", "--validation_step_interval=0", "--validation_guidance=1")
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    for number in range(5):
+        write_video(folder / f"disc {number}.mp4", frames=11 + number)
+    return folder
+
+
+def clips_file(path: Path, clips: Path, **video: object) -> str:
+    block = {"num_frames": 9, **video}
+    return dataset_file(path, {"dataset_type": "video", "instance_data_dir": str(clips), "video": block})
+
+
+@pytest.mark.parametrize("case", ["2.2-14b", "2.1-14b", "2.2-5b"])
+def test_clips_continue_their_first_frame_on_any_engine(case, clips, pipelines, train, tmp_path):
+    folder = save_wan(pipelines("wan"), tmp_path / "model", case)
+    flags = (*base("wan", folder, Path("unused"))[:2], *FLAGS, "--max_train_steps=3", "--eval_split=0.2")
+    asked = {"is_i2v": True} if case == "2.2-5b" else {}
+    file = clips_file(tmp_path / "clips.json", clips, **asked)
+    alone = train(tmp_path / "alone", *flags, file, *VALIDATION, "--validation_pairs=1", "--train_batch_size=2")
+    files = {path.name for path in (tmp_path / "alone" / "validation" / "step-000003").iterdir()}
+    assert files == {"reference-00.png", "trained-00.png", "trained-00.mp4", "trained-00.webp"}
+    sharded = (*flags, file, "--train_batch_size=1", "--fsdp_enable")
+    train(tmp_path / "sharded", *sharded, "--max_train_steps=2", world=2)
+    again = train(tmp_path / "sharded", *sharded, world=2)
+    assert "encoding" not in again.said and again.losses == pytest.approx(alone.losses, rel=1e-5)
+    uncached = train(tmp_path / "uncached", *flags, file, "--train_batch_size=2", "--vae_cache_disable")
+    assert uncached.losses == pytest.approx(alone.losses, rel=1e-4)
+    if case == "2.2-5b":  # without a first frame it is another task
+        plain = train(tmp_path / "plain", *flags, clips_file(tmp_path / "p.json", clips), "--train_batch_size=2")
+        assert all(abs(one / two - 1) > 1e-3 for one, two in zip(plain.losses, alone.losses, strict=True))
+
+
+def test_a_given_image_is_continued_and_what_cannot_be_is_refused(clips, pipelines, train, tmp_path):
+    folder = save_wan(pipelines("wan"), tmp_path / "model", "2.2-14b")
+    flags = (*base("wan", folder, Path("unused"))[:2], *FLAGS, "--max_train_steps=1", "--train_batch_size=1")
+    Image.fromarray(np.full((48, 64, 3), 200, np.uint8)).save(tmp_path / "given.png")
+    given = ("--validation_prompt=disc", f"--validation_images={tmp_path / 'given.png'}", *VALIDATION)
+    size = ("--validation_resolution=64x48", "--validation_num_video_frames=5")
+    train(tmp_path / "run", *flags, clips_file(tmp_path / "clips.json", clips), *given, *size)
+    with Image.open(tmp_path / "run" / "validation" / "step-000001" / "reference-00.png") as image:
+        assert image.size == (64, 48) and image.getpixel((5, 5)) == (200, 200, 200)
+
+    off = clips_file(tmp_path / "off.json", clips, is_i2v=False)
+    said = train(tmp_path / "off", *flags, off, code=2).said
+    assert "WanImageToVideoPipeline continues the first frame of clips" in said
+    plain = (*base("wan", pipelines("wan"), Path("unused"))[:2], *FLAGS, "--max_train_steps=1", "--train_batch_size=1")
+    said = train(tmp_path / "t2v", *plain, clips_file(tmp_path / "on.json", clips, is_i2v=True), code=2).said
+    assert "video.is_i2v, but WanPipeline is given no first frame" in said
