@@ -10,8 +10,10 @@ import torch
 from conftest import base
 from models import test_inputs
 from models.test_inputs import CLIP, SHAPE, opened
+from safetensors.torch import load_file, save_file
 
-from simpletuner.errors import SettingsError
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.opening.completeness import check_complete
 from simpletuner.settings.values.shape import Shape
 
 VAE_OF_2_2 = {"in_channels": 12, "out_channels": 12, "patch_size": 2, "is_residual": True, "scale_factor_spatial": 16}
@@ -95,6 +97,17 @@ def test_each_of_two_denoisers_sees_what_the_pipeline_shows_it(a14b, flavour, nu
 @pytest.mark.parametrize("flavour", [HIGH, LOW])
 def test_a_picture_is_drawn_by_both_denoisers(a14b, flavour):
     test_inputs.expect_same_picture(opened("wan", a14b, flavour), CLIP)
+
+
+def test_the_denoiser_that_is_not_trained_must_be_complete(a14b, tmp_path):
+    folder = shutil.copytree(a14b, tmp_path / "cut")
+    check_complete(opened("wan", folder, LOW))
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    del tensors["proj_out.weight"]
+    save_file(tensors, weights)
+    with pytest.raises(EnvironmentNotReady, match="transformer lacks proj_out.weight"):
+        check_complete(opened("wan", folder, LOW))
 
 
 @pytest.mark.parametrize("uniform", [False, True])

@@ -55,16 +55,15 @@ def load_frozen(
 ) -> nn.Module:
     """Load the denoiser that is not trained, for sampling, in the dtype that it computes in.
 
-    On a GPU its weights stay in host memory, page-locked, and each block is copied when it runs: beside a denoiser that
-    is being trained there may be no room for another one of its size.
+    Its weights stay in host memory, page-locked, and each block is copied to the GPU when it runs: beside a denoiser
+    that is being trained there may be no room for another one of its size.
     """
     with opening(folder):
         weights_files(folder, variant)
         cls = diffusers_class(read_json(folder / "config.json")["_class_name"])
         model = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True, variant=variant)
     model.requires_grad_(False).eval()
-    if device.type == "cuda":
-        host = torch.device("cpu")
-        model.enable_group_offload(device, host, offload_type="block_level", num_blocks_per_group=1, use_stream=True)
+    is_gpu = device.type == "cuda"  # then the next block is copied while one runs
+    model.enable_group_offload(device, offload_type="block_level", num_blocks_per_group=1, use_stream=is_gpu)
     cast_always(model, dtype, float32_inputs)
     return model

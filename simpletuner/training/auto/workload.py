@@ -120,7 +120,8 @@ class Workload:
 
     def text_encoder_bytes(self, settings: Settings) -> int | None:
         """Return the weights of all text encoders, in the dtype that they compute in; None without their files."""
-        folders = [path for path in self.family.folder.glob("text_encoder*") if path.is_dir()]
+        parts = ("text_encoder*", "connectors")  # the latter of LTX-2
+        folders = [path for part in parts for path in self.family.folder.glob(part) if path.is_dir()]
         width = 2 if settings.training.mixed_precision == "bf16" else 4
         return width * sum(parameters_in(file) for each in folders for file in any_weights_files(each)) or None
 
