@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from simpletuner.errors import SettingsError
+from simpletuner.models.analysis.clip_lengths import frame_step_of
 from simpletuner.models.automatic.comparison import compare_class
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
 from simpletuner.models.automatic.findings import Check
+from simpletuner.models.automatic.pipeline_run import REFUSED
 from simpletuner.models.catalog.registry import AUTO, presets
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
@@ -17,6 +21,7 @@ from simpletuner.models.folder.diffusers_io import libraries_silenced
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import joined_world
 from simpletuner.settings.declared.sections import Model, Settings
+from simpletuner.settings.values.shape import Shape
 from simpletuner.system.processes.signals import StopRequest
 
 CHECKED = "checked"
@@ -56,18 +61,31 @@ def check_model_folder(name: str, class_path: str) -> CheckedModel:
     with libraries_silenced(), joined_world({}) as world:
         auto = load_family(Settings(model=model), world, StopRequest().check)
         assert isinstance(auto, AutomaticFamily)
-        by_class = class_for(auto, class_path)
+        by_class, shape = class_for(auto, class_path), SMALLEST
         try:
             auto.prove([SMALLEST], world.device)
         except SettingsError as error:
             refusal = error
         checks = [*auto.checks]
         if refusal is None:
+            shape, checks = prove_clips(auto, checks, world.device)
             facts |= auto.facts()
             if by_class is not None:
-                checks += compare_class(by_class, auto, SMALLEST, world.device)
+                checks += compare_class(by_class, auto, shape, world.device)
                 refusal = difference(by_class, checks)
     return CheckedModel(name, str(auto.index.get("_class_name")), tuple(checks), facts, refusal)
+
+
+def prove_clips(auto: AutomaticFamily, checks: list[Check], device: torch.device) -> tuple[Shape, list[Check]]:
+    """Return the shape at which a class is compared, and all checks: on clips too, where a pipeline makes them."""
+    if auto.found.layout.frames is None:
+        return SMALLEST, checks
+    clip = SMALLEST._replace(frames=1 + frame_step_of(auto.vae_config))
+    try:
+        auto.prove([SMALLEST, clip], device)
+    except SettingsError as error:  # images can be trained
+        return SMALLEST, [*checks, Check("clips", f"not trained: {error.message.partition(f'{REFUSED}: ')[2]}")]
+    return clip, [*auto.checks]
 
 
 def difference(by_class: ModelFamily, checks: Sequence[Check]) -> SettingsError | None:

@@ -61,6 +61,15 @@ def test_a_class_with_a_wrong_sign_is_named(flux, checked, tmp_path):
     assert "the class differs from the pipeline's own run: prediction of Opposite" in said
 
 
+def test_a_video_pipeline_is_checked_on_clips_and_on_images_alone_where_it_makes_none(checked, pipelines, tmp_path):
+    found = json.loads(checked("--check", str(pipelines("wan")), "--json")[0])
+    loops = [check["finding"] for check in found["checks"] if check["name"] == "own loop"]
+    assert [loop.endswith(", 64x64@5") for loop in loops] == [True, False] and found["passed"]
+    assert "clips and images" in found["proven"]["found"] and found["checks"][-1]["name"] == "prediction"
+    found = json.loads(checked("--check", str(build_foreign("LattePipeline", tmp_path / "latte")), "--json")[0])
+    assert found["passed"] and found["checks"][-1]["finding"].startswith("not trained: its VAE encodes no clip: Val")
+
+
 @pytest.mark.parametrize("name", ["Krea2Pipeline", "KolorsPipeline"])
 def test_of_a_family_without_a_class_the_proof_is_all(name, checked, tmp_path):
     """The text encoder and the tokenizer of Kolors are classes of diffusers' package of its pipeline."""

@@ -9,7 +9,7 @@ import torch
 
 from simpletuner.models.analysis.step_trace import new_mode, with_fake_parameters
 from simpletuner.models.automatic.pipeline_run import FOREIGN_ERRORS
-from simpletuner.models.family.vae import cell_of_model
+from simpletuner.models.family.vae import cell_of_model, has_alpha
 from simpletuner.models.folder.diffusers_io import build_on_meta
 
 SIDE_CELLS = 8
@@ -35,7 +35,7 @@ def comes_back(config: Mapping[str, Any], frames: int) -> bool:
     is_timed = bool(config.get("timestep_conditioning"))
     try:
         with mode:
-            clip = torch.empty(1, config.get("in_channels", 3), frames, side, side)
+            clip = torch.empty(1, 4 if has_alpha(config) else 3, frames, side, side)
             latents = vae.encode(clip).latent_dist.mode()
             decoded = vae.decode(latents, **({"temb": torch.zeros(1)} if is_timed else {})).sample
     except FOREIGN_ERRORS:  # Allegro encodes tiles alone: the proof says so in a sentence

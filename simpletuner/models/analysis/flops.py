@@ -70,6 +70,8 @@ class HostTensorsMoved(TorchFunctionMode):
         given = (args, kwargs or {})
         tensors = [each for each in tree_flatten(given)[0] if isinstance(each, Tensor)]
         if any(each.is_meta for each in tensors) and not all(each.is_meta or each.ndim == 0 for each in tensors):
+            if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+                given = ((args[0], args[1].nonzero(as_tuple=True)), {})  # how many are chosen is known here alone
             args, kwargs = tree_map_only(Tensor, lambda each: each.to(META) if each.ndim else each, given)
         return func(*args, **(kwargs or {}))
 

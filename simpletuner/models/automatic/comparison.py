@@ -23,9 +23,9 @@ from simpletuner.settings.values.shape import Shape
 def compare_class(by_class: ModelFamily, auto: AutomaticFamily, shape: Shape, device: torch.device) -> Iterator[Check]:
     """Yield what a class makes of an image and of captions, each against the pipeline that has been proven."""
     name, pipeline = type(by_class).__name__, auto.pipeline_class.__name__
-    picture = random((3, shape.height, shape.width), 6).clamp(-1, 1)
+    picture = random((3, *shape.axes), 6).clamp(-1, 1)
     latents, ours = (family.vae(device).encode(picture).float().cpu() for family in (auto, by_class))
-    # A pipeline may draw noise as tokens, or with an axis for frames; a class has BCHW.
+    # A pipeline may draw noise as tokens, or an image with an axis for frames; a class has BCHW, or BCFHW of clips.
     alike = latents.numel() == ours.numel()
     off = distance(ours.flatten(), latents.flatten()) if alike else float("inf")
     yield Check("latents", f"of {name} are those that {pipeline} decodes", off, CLOSE)

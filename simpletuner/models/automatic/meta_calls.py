@@ -51,12 +51,13 @@ class MetaCalls:
         """Return an input with its floating-point tensors on the device of `noised`, uninitialized if none is read."""
         # Constants have no gradient: CogVideoX writes into what is multiplied by its rotary table.
         fixed = name in self.predictor.found.float32_inputs
-        # Sums of masks may be lengths, which a denoiser reads.
-        is_read = "mask" in name and noised.device.type in ("cpu", "meta")
+        # Sums of masks may be lengths; HunyuanVideo 1.5 reads whether its image embedding is zero.
+        is_on_host = noised.device.type in ("cpu", "meta")
         dtype = torch.float32 if fixed else noised.dtype
         has_gradient = not fixed and noised.requires_grad
 
         def one(each: Tensor) -> Tensor:
+            is_read = is_on_host and ("mask" in name or not each.any())
             if is_read or not each.is_floating_point():
                 return each
             return torch.empty(each.shape, dtype=dtype, device=noised.device, requires_grad=has_gradient)

@@ -141,7 +141,7 @@ def takes_frames(model: Any) -> bool:
         return True
     # Qwen-Image 2.1's takes clips of one frame, and has no 3-D convolutions: only a call tells.
     try:
-        model.encode(parameters[0].new_zeros(1, model.config.get("in_channels", 3), 1, 32, 32))
+        model.encode(parameters[0].new_zeros(1, 4 if has_alpha(model.config) else 3, 1, 32, 32))
     except (RuntimeError, ValueError):
         return False
     return True

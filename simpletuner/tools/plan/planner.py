@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.analysis.flops import FlopCounter
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.devices.devices import Device
@@ -74,9 +75,18 @@ class Planner:
 
 
 def flops_per_sample(family: ModelFamily, shape: Shape, references: Sequence[Shape] = ()) -> int:
-    """Count forward and backward of one sample, recomputation excluded."""
+    """Count forward and backward of one sample, recomputation excluded.
+
+    Raises EnvironmentNotReady for a denoiser that does not run on the meta device.
+    """
     conditioning = {
         name: torch.empty(1, *axes, device="meta", dtype=torch.long if "mask" in name else torch.float32)
         for name, axes in family.input_shapes(shape, references).items()
     }
-    return FlopCounter(family).count(conditioning.pop("latents"), conditioning)
+    try:
+        return FlopCounter(family).count(conditioning.pop("latents"), conditioning)
+    except RuntimeError as error:  # what torch raises where a denoiser asks for what the meta device has not (Mochi)
+        raise EnvironmentNotReady(
+            f"the work of {family.pipeline_class.__name__} cannot be counted without running it: {error}",
+            "train a few steps: metrics.jsonl has their time and memory",
+        ) from error
