@@ -15,22 +15,19 @@ import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_types import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.config.tables import TABLE_STRATEGIES
-from simpletuner.data.images.clips import are_long_enough, clip_frames, strides_of
-from simpletuner.data.images.geometry import are_within_limits, bucket_sizes, is_enlarged_within, resized_sizes
-from simpletuner.data.sampler.stable_choice import choose_by_name, hash_names
+from simpletuner.data.images.geometry import are_within_limits, is_enlarged_within
+from simpletuner.data.sampler.stable_choice import choose_by_name
 from simpletuner.data.samples.formats_read import formats_read, frames_hint
 from simpletuner.data.samples.masks import Masks
-from simpletuner.data.samples.samples import DatasetSamples, Samples, Sizes, different_values
+from simpletuner.data.samples.samples import DatasetSamples, Samples
+from simpletuner.data.samples.sizes import sizes_of
 from simpletuner.data.scan.captions import caption_file
 from simpletuner.data.scan.file_list import OtherFiles, printable
 from simpletuner.data.scan.scan import NO_ROW, Scan
 from simpletuner.errors import DataError
 from simpletuner.settings.values.shape import Shape
 from simpletuner.system.numbers import count_noun
-from simpletuner.system.processes.threads import map_in_threads
 
-BLOCK_SIZES = 1 << 15
-"""Sizes for which a bucket is computed at once, within the caches of a core: twice as fast as all together."""
 MAX_NAMES = 20
 """Largest number of files that a message names."""
 WORDLESS = r"(^|/)[_\s\p{Z}\x0b\x1c-\x1f\x{85}]+(/|\.[^./]*)$"
@@ -148,78 +145,6 @@ def choose_samples(scan: Scan, alignment: Shape, seed: int, found: Discovery) ->
 def pick(column: pa.ChunkedArray, mask: np.ndarray) -> list:
     """Return the values of a column where `mask` is true."""
     return column.take(pa.array(np.flatnonzero(mask))).to_pylist() if mask.any() else []
-
-
-def sizes_of(
-    dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment: Shape, seed: int
-) -> tuple[Sizes, np.ndarray]:
-    """Find the bucket of each size that occurs, and whether videos of this size are as long as they must be.
-
-    There are far fewer sizes than images.
-    """
-    width, height = (table[side].to_numpy() for side in ("width", "height"))
-    if len(rows) < len(table):
-        width, height = width[rows], height[rows]
-    codes, index = different_sizes(width, height)
-    lengths, rates = np.ones(len(codes), np.int32), np.zeros(len(codes))
-    if video := dataset.clips:
-        frames, fps = (table[name].to_numpy()[rows] for name in ("frames", "fps"))
-        if video.frame_folders_fps:
-            is_folder = pc.ends_with(table["name"], "/").to_numpy()[rows]
-            fps = np.where(is_folder & (fps == 0), video.frame_folders_fps, fps)
-        codes, lengths, rates, index = different_lengths(codes, frames, fps, index)
-    choices = None
-    if dataset.crop and dataset.crop_aspect == "random":
-        count = np.uint64(len(dataset.aspects))
-        drawn = hash_names(table["name"], seed, dataset.id, "aspect")[rows] % count
-        of_both, index = np.unique(index.astype(np.uint64) * count + drawn, return_inverse=True)
-        of_sizes = of_both // count
-        codes, lengths, rates = codes[of_sizes], lengths[of_sizes], rates[of_sizes]
-        choices, index = of_both % count, index.astype(np.int32)
-
-    def block(start: int) -> tuple[np.ndarray, ...]:
-        part = slice(start, start + BLOCK_SIZES)
-        originals = np.stack([codes[part] >> 32, codes[part] & 0xFFFFFFFF], axis=1)
-        targets = bucket_sizes(dataset, originals, alignment.width, None if choices is None else choices[part])
-        resized = resized_sizes(dataset, originals, targets)
-        return tuple(each.astype(np.int32) for each in (originals, resized, targets))
-
-    blocks = map_in_threads(block, range(0, max(len(codes), 1), BLOCK_SIZES))
-    originals, resized, targets = map(np.concatenate, zip(*blocks, strict=True))
-    frames, strides, is_long_enough = lengths, np.ones(len(codes)), np.ones(len(codes), bool)
-    if video:
-        is_long_enough = are_long_enough(video, lengths, rates, alignment.frames)
-        frames, strides = clip_frames(video, lengths, rates, alignment.frames), strides_of(video, rates)
-    return Sizes(originals, resized, targets, lengths, frames.astype(np.int32), strides, index), is_long_enough
-
-
-def different_lengths(
-    codes: np.ndarray, lengths: np.ndarray, rates: np.ndarray, index: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    """Tell sizes with other lengths or rates apart: codes, lengths and rates of sizes, and which one each video has."""
-    known, of_rates = np.unique(rates, return_inverse=True)
-    longest = int(lengths.max(initial=0)) + 1
-    keys = (index.astype(np.int64) * longest + lengths) * max(1, len(known)) + of_rates
-    found, index = different_values(keys)
-    of_sizes, lengths = np.divmod(found // max(1, len(known)), longest)
-    return codes[of_sizes], lengths.astype(np.int32), known[found % max(1, len(known))].astype(np.float64), index
-
-
-def different_sizes(width: np.ndarray, height: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sizes that occur, as width << 32 | height, and which of them each image has."""
-    if not len(width):
-        return np.zeros(0, np.int64), np.zeros(0, np.int32)
-    (left, right), (low, high) = ((int(each.min()), int(each.max())) for each in (width, height))
-    columns, rows = right - left + 1, high - low + 1
-    if columns * rows > max(len(width), BLOCK_SIZES):
-        return different_values(width.astype(np.int64) << 32 | height)
-    # A flag for each possible size takes a quarter of the time of hashing where there are fewer of them than images.
-    place = (width - left) * rows + (height - low)  # fits into the columns' 32 bits, as fewer than images
-    occurs = np.zeros(columns * rows, bool)
-    occurs[place] = True
-    found = np.flatnonzero(occurs)
-    numbers = np.cumsum(occurs, dtype=np.int32) - 1
-    return (found // rows + left) << 32 | (found % rows + low), numbers[place]
 
 
 def find_caption_problems(dataset: ImageDataset, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:

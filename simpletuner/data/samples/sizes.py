@@ -1,0 +1,99 @@
+"""The sizes that occur among images and videos, and the bucket of each."""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.config.videos import VideoSettings
+from simpletuner.data.images.clips import are_long_enough, clip_frames, strides_of
+from simpletuner.data.images.geometry import bucket_sizes, resized_sizes
+from simpletuner.data.sampler.stable_choice import hash_names
+from simpletuner.data.samples.samples import Sizes, different_values
+from simpletuner.settings.values.shape import Shape
+from simpletuner.system.processes.threads import map_in_threads
+
+BLOCK_SIZES = 1 << 15
+"""Sizes for which a bucket is computed at once, within the caches of a core: twice as fast as all together."""
+LOW = 0xFFFFFFFF
+
+
+def sizes_of(
+    dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment: Shape, seed: int
+) -> tuple[Sizes, np.ndarray]:
+    """Find the bucket of each size that occurs, and whether videos of this size are as long as they must be.
+
+    There are far fewer sizes than images.
+    """
+    width, height = (table[side].to_numpy() for side in ("width", "height"))
+    if len(rows) < len(table):
+        width, height = width[rows], height[rows]
+    codes, index = different_sizes(width, height)
+    choices = None
+    if dataset.crop and dataset.crop_aspect == "random":
+        count = np.uint64(len(dataset.aspects))
+        drawn = hash_names(table["name"], seed, dataset.id, "aspect")[rows] % count
+        of_both, index = np.unique(index.astype(np.uint64) * count + drawn, return_inverse=True)
+        codes, choices, index = codes[of_both // count], of_both % count, index.astype(np.int32)
+
+    def block(start: int) -> tuple[np.ndarray, ...]:
+        part = slice(start, start + BLOCK_SIZES)
+        originals = np.stack([codes[part] >> 32, codes[part] & LOW], axis=1)
+        targets = bucket_sizes(dataset, originals, alignment.width, None if choices is None else choices[part])
+        resized = resized_sizes(dataset, originals, targets)
+        return tuple(each.astype(np.int32) for each in (originals, resized, targets))
+
+    blocks = map_in_threads(block, range(0, max(len(codes), 1), BLOCK_SIZES))
+    originals, resized, targets = map(np.concatenate, zip(*blocks, strict=True))
+    if not (video := dataset.clips):
+        ones = np.ones(len(codes), np.int32)
+        sizes = Sizes(originals, resized, targets, ones, ones, np.ones(len(codes)), index)
+        return sizes, np.ones(len(codes), bool)
+    of_sizes, lengths, rates, index = different_lengths(index, *lengths_of(video, table, rows))
+    frames, strides = clip_frames(video, lengths, rates, alignment.frames), strides_of(video, rates)
+    originals, resized, targets = (each[of_sizes] for each in (originals, resized, targets))
+    sizes = Sizes(originals, resized, targets, lengths, frames.astype(np.int32), strides, index)
+    return sizes, are_long_enough(video, lengths, rates, alignment.frames)
+
+
+def lengths_of(video: VideoSettings, table: pa.Table, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the frames of each video, and how many of them are shown per second."""
+    frames, fps = (table[name].to_numpy()[rows] for name in ("frames", "fps"))
+    if video.frame_folders_fps:
+        is_folder = pc.ends_with(table["name"], "/").to_numpy()[rows]
+        fps = np.where(is_folder & (fps == 0), video.frame_folders_fps, fps)
+    return frames, fps
+
+
+def different_lengths(index: np.ndarray, lengths: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Tell sizes, by their `index`, with other lengths or rates apart.
+
+    Return which size each of these has, its length and rate, and which of them each video has.
+    """
+    known, of_rates = different_values(rates)
+    pairs, of_pairs = different_sizes(lengths, of_rates)
+    found, of_videos = different_sizes(index, of_pairs)
+    own = pairs[found & LOW]
+    return found >> 32, (own >> 32).astype(np.int32), known[own & LOW].astype(np.float64), of_videos
+
+
+def different_sizes(width: np.ndarray, height: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sizes that occur, as width << 32 | height, and which of them each image has; also of other pairs."""
+    if not len(width):
+        return np.zeros(0, np.int64), np.zeros(0, np.int32)
+    (left, right), (low, high) = ((int(each.min()), int(each.max())) for each in (width, height))
+    columns, rows = right - left + 1, high - low + 1
+    if columns * rows > max(len(width), BLOCK_SIZES):
+        return different_values(width.astype(np.int64) << 32 | height)
+    # A flag for each possible size takes a quarter of the time of hashing where there are fewer of them than images.
+    place = (width - left) * rows + (height - low)  # fits into the columns' 32 bits, as fewer than images
+    occurs = np.zeros(columns * rows, bool)
+    occurs[place] = True
+    found = np.flatnonzero(occurs)
+    numbers = np.cumsum(occurs, dtype=np.int32) - 1
+    return (found // rows + left) << 32 | (found % rows + low), numbers[place]
