@@ -36,10 +36,11 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 
-from conftest import SMALL, Starter, fork_server_context  # noqa: E402
+from conftest import SMALL, Starter, base, fork_server_context  # noqa: E402
 from flags import last_wins  # noqa: E402
 from page_server import page_server  # noqa: E402
 from results import add_result, read_results  # noqa: E402
+from video_files import film_entry, write_films  # noqa: E402
 
 from simpletuner.caches.store.shards import ShardReader  # noqa: E402
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint  # noqa: E402
@@ -55,6 +56,7 @@ TIMINGS = {"samples_per_second", "seconds", "data_seconds", "tflops_per_second"}
 COMMON = ("--train_batch_size=2", "--vae_batch_size=3", "--checkpoint_step_interval=2", "--checkpoints_total_limit=3")
 VALIDATION = ("--validation_prompt=a red circle", "--validation_step_interval=4", "--validation_num_inference_steps=1")
 HELD_OUT = ("--eval_split=0.2", "--eval_step_interval=2", "--eval_timesteps=2")
+CLIP = ("--validation_resolution=64x48@5",)
 ON_DEMAND = ("--vae_cache_ondemand", "--text_cache_ondemand")
 
 
@@ -64,6 +66,8 @@ class Kind:
 
     flags: tuple[str, ...]
     ranks: int = 2
+    media: str = "images"
+    """Or `clips`: of films and of folders of frames."""
     victims: Mapping[str, float] = field(default_factory=lambda: {"group": 0.65, "one rank": 0.15, "launcher": 0.2})
 
 
@@ -73,6 +77,8 @@ KINDS = {
     "lora": Kind(("--model_type=lora", "--lora_rank=4", *HELD_OUT, *ON_DEMAND)),
     "split": Kind(("--fsdp_enable", "--state_layout=split", "--mixed_precision=bf16", *HELD_OUT)),
     "one": Kind(("--mixed_precision=bf16", "--use_ema", *HELD_OUT, *ON_DEMAND, *VALIDATION), ranks=1),
+    "clips": Kind(("--fsdp_enable", "--use_ema", *HELD_OUT, *VALIDATION, *CLIP), media="clips"),
+    "clips on demand": Kind(("--zero_stage=2", "--mixed_precision=bf16", *HELD_OUT, *ON_DEMAND), media="clips"),
     "page": Kind(("--use_ema", *HELD_OUT), victims={"launcher": 0.4, "one rank": 0.3, "page": 0.3}),
 }
 
@@ -336,17 +342,34 @@ READERS: dict[str, Callable[[Path], str]] = {
 
 def fixtures(folder: Path, starter: Starter, family: str = "sdxl") -> tuple[str, ...]:
     """Return the flags that name a base model and images, which are made first."""
-    import ranks
-
     draw = Path(__file__).parent.parent.parent / "examples" / "shapes" / "draw.py"
     subprocess.run(
         [sys.executable, str(draw), str(folder / "shapes"), "--count", "36"], check=True, capture_output=True
     )
-    builder = starter.context.Process(target=ranks.build_pipeline, args=(family, str(folder / "base")))
+    named = f"--pretrained_model_name_or_path={built(starter, family, folder / 'base')}"
+    return (f"--model_family={family}", named, f"--instance_data_dir={folder / 'shapes'}")
+
+
+def clip_fixtures(folder: Path, starter: Starter) -> tuple[str, ...]:
+    """Return the flags that name a base model that trains on clips, and films, which are made first."""
+    films = write_films(folder / "films", videos=12, folders=12)
+    (folder / "films.json").write_text(json.dumps([film_entry(str(films))]))
+    model = base("wan", built(starter, "wan", folder / "wan"), films)
+    data = f"--data_backend_config={folder / 'films.json'}"
+    return (*(flag for flag in model if not flag.startswith("--instance_data_dir")), data)
+
+
+FIXTURES = {"images": fixtures, "clips": clip_fixtures}
+
+
+def built(starter: Starter, family: str, folder: Path) -> Path:
+    """Build the tiny pipeline of a family, and return its folder."""
+    import ranks
+
+    builder = starter.context.Process(target=ranks.build_pipeline, args=(family, str(folder)))
     builder.start()
     builder.join()
-    named = f"--pretrained_model_name_or_path={folder / 'base'}"
-    return (f"--model_family={family}", named, f"--instance_data_dir={folder / 'shapes'}")
+    return folder
 
 
 def main() -> None:
@@ -361,14 +384,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         results = given.results or Path(name) / "results.jsonl"
         starter = Starter(fork_server_context(), Path(name))
-        base = fixtures(Path(name), starter)
+        made = {media: FIXTURES[media](Path(name), starter) for media in {KINDS[kind].media for kind in kinds}}
         for kind in kinds:
             done = [row for row in read_results(results) if row["kind"] == kind and row["seed"] == given.seed]
             left = given.count // len(kinds) - sum(row["kills"] for row in done)
             if left > 0:
                 folder = Path(name) / kind
                 folder.mkdir()
-                campaign = Campaign(starter, base, folder, KINDS[kind], given.seed)
+                campaign = Campaign(starter, made[KINDS[kind].media], folder, KINDS[kind], given.seed)
                 campaign.run(left, len(done), Recorder(campaign, results, kind))
         rows = read_results(results)
     for kind in KINDS:

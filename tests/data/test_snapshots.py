@@ -122,6 +122,9 @@ def test_the_originals_keys_are_understood(tmp_path):
     (dataset,), _ = load_datasets(Data(data_backend_config=file))
     assert isinstance(dataset, SnapshotImages) and dataset.caption_strategy == "textfile"
     assert (dataset.image_column, dataset.caption_column) == ("picture", "words") and not dataset.is_on_hub
+    file.write_text(json.dumps([entry | {"dataset_type": "video", "huggingface": {"video_column": "clip"}, **columns}]))
+    (films,), _ = load_datasets(Data(data_backend_config=file))
+    assert isinstance(films, SnapshotImages) and (films.content_column, films.caption_column) == ("clip", "words")
     file.write_text(json.dumps([entry | {"huggingface": {"image_colunm": "picture"}, "hf_token": "hf_secret"}]))
     with pytest.raises(SettingsError) as caught:
         load_datasets(Data(data_backend_config=file))

@@ -11,29 +11,34 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "campaigns"))
 
 from damage import SCENES, Damage
 from fuzz import Fuzz
+from kills import FIXTURES, Campaign
 from kills import KINDS as RUNS
-from kills import Campaign, fixtures
 from learning import learn
 from mutants import ROOT, read_mutants
 from settings_files import KINDS
 from tables import SUFFIXES, TableFuzz
+from video_files import write_films
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["fsdp2", "split", "lora", "one"])
+@pytest.mark.parametrize("kind", ["fsdp2", "split", "lora", "one", "clips"])
 def test_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(kind, starter, tmp_path):
     # Launchers and their ranks would import torch first, for 15 CPU seconds: one of the eight kills has them.
     victims = {"group": 1.0} if kind != "fsdp2" else {}
-    campaign = Campaign(starter, fixtures(tmp_path, starter), tmp_path, RUNS[kind], seed=4, steps=4, victims=victims)
+    base = FIXTURES[RUNS[kind].media](tmp_path, starter)
+    campaign = Campaign(starter, base, tmp_path, RUNS[kind], seed=4, steps=4, victims=victims)
     campaign.run(2)
     assert campaign.problems == [] and campaign.killed.total() == 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("scene", SCENES)
-def test_damaged_files_are_answered_rightly_or_by_a_sentence(scene, starter, sdxl, shapes, tmp_path):
+def test_damaged_files_are_answered_rightly_or_by_a_sentence(scene, starter, sdxl, shapes, pipelines, tmp_path):
     damage = Damage(starter, tmp_path)
-    damage.prepare(scene, sdxl, shapes)
+    if scene == "clips":
+        damage.prepare(scene, pipelines("wan"), write_films(tmp_path / "films", videos=6, folders=6))
+    else:
+        damage.prepare(scene, sdxl, shapes)
     damage.run(range(16))
     assert damage.problems == [] and damage.answers.total() == 16
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import re
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ranks
 import torch
@@ -18,7 +23,7 @@ import yaml
 from conftest import Trained, base
 from foreign import build_foreign
 from PIL import Image
-from video_files import write_video
+from video_files import film_entry, write_films, write_video
 
 FLAGS = ("--caption_strategy=filename", "--learning_rate=1e-3")
 
@@ -107,6 +112,46 @@ def test_a_pipeline_without_a_class_trains_on_clips_and_images(media, train, tmp
     assert played.shape == frames.shape and abs(played - frames).mean() < 0.05
     odd = train(tmp_path / "odd", *flags, *sampled, "--validation_num_video_frames=6", code=2)
     assert "CogVideoXPipeline does not sample 64x48@6 px: its clips have a multiple of 4 and one more" in odd.said
+
+
+def test_a_run_trains_on_folders_of_frames_rows_of_a_table_and_addresses_and_goes_on_with_them(
+    media, pipelines, train, tmp_path
+):
+    films, videos = write_films(tmp_path / "films", videos=1, folders=2), media[0]
+    rows = [{"bytes": (videos / name).read_bytes(), "path": name} for name in ("disc 0.mp4", "disc 1.mkv")]
+    (tmp_path / "hub").mkdir()
+    pq.write_table(pa.table({"clip": rows, "text": ["one", "two"]}), tmp_path / "hub" / "train.parquet")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(videos))
+    rules = {"dataset_type": "video", "video": {"num_frames": 9}}
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        table = tmp_path / "urls.csv"
+        table.write_text(f"url,text\n{address}/disc%202.webm,three\n{address}/cover.jpg,none\n")
+        listed = {"type": "csv", "csv_file": str(table), "csv_cache_dir": str(tmp_path / "web")}
+        hub = {
+            "type": "huggingface",
+            "dataset_name": str(tmp_path / "hub"),
+            "video_column": "clip",
+            "caption_column": "text",
+        }
+        file = dataset_file(
+            tmp_path / "data.json",
+            {**film_entry(str(films)), "caption_strategy": "textfile"},
+            {**hub, "caption_strategy": "huggingface", **rules},
+            {**listed, "csv_caption_column": "text", "caption_strategy": "csv", **rules},
+        )
+        flags = (*model(pipelines), "--learning_rate=1e-3", file, "--train_batch_size=3")
+        run = train(tmp_path / "run", *flags, "--max_train_steps=2")
+        server.shutdown()
+    assert "6 in 1 bucket (80x48@9: 6)" in run.said
+    assert "1 address without a video left out" in run.said and "cover.jpg: HTTP 404" in run.said
+    table.write_text(table.read_text().replace(f"{address}/cover.jpg,none\n", ""))
+    again = train(tmp_path / "run", *flags, "--max_train_steps=3")
+    assert "encoding" not in again.said and len({*measured(again, "loss")}) == 3
+    (films / "frames 0" / "0004.png").unlink()
+    last = train(tmp_path / "run", *flags, "--max_train_steps=4", "--allow_dataset_oversubscription")
+    assert "films/frames 0/: lacks frame 4 of 0 to 8" in last.said
 
 
 def test_validation_clips_are_those_of_the_pipeline_and_play_everywhere(media, pipelines, train, starter, tmp_path):

@@ -55,6 +55,28 @@ def write_video(
     return path
 
 
+def write_films(folder: Path, videos: int, folders: int, frames: int = 9) -> Path:
+    """Write videos and folders of frames, each with a caption."""
+    folder.mkdir()
+    for number in range(videos):
+        path = folder / f"film {number}{('.mp4', '.mkv', '.webm')[number % 3]}"
+        write_video(path, frames + number % 2, rate=16)
+        path.with_suffix(".txt").write_text(f"a film that brightens, {number}\n")
+    for number in range(folders):
+        own = folder / f"frames {number}"
+        own.mkdir()
+        own.with_suffix(".txt").write_text(f"frames that brighten, {number}\n")
+        for place in range(frames):
+            Image.fromarray(frame_of(place + number)).save(own / f"{place:04}.png")
+    return folder
+
+
+def film_entry(folder: str) -> dict[str, Any]:
+    """Return the entry of a dataset file for a folder of `write_films`."""
+    video = {"num_frames": 9, "min_frames": 9, "frame_folders_fps": 16}
+    return {"id": "films", "dataset_type": "video", "instance_data_dir": folder, "video": video}
+
+
 def numbers_of(images: Sequence[Image.Image]) -> list[int]:
     """Return which frame each image is, by the grey of its right lower corner."""
     return [round(np.asarray(image)[-4:, -4:].mean() / STEP) for image in images]

@@ -6,8 +6,11 @@ Such a folder is known by its name with a slash at the end, which no file has.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import BinaryIO
 
@@ -65,19 +68,45 @@ def read_folder_header(names: Sequence[str], open_file: Opener) -> ImageHeader:
 
 
 def read_folder_frames(
-    names: Sequence[str], open_file: Opener, numbers: Sequence[int], original: Shape, smallest: tuple[int, int]
+    names: Sequence[str],
+    open_file: Opener,
+    numbers: Sequence[int],
+    original: Shape,
+    smallest: tuple[int, int],
+    at_once: int = 1,
 ) -> Iterator[Image.Image]:
-    """Yield the frames with these numbers, counted from 0, as `read_rgb` does. Raises one of DECODE_ERRORS."""
+    """Yield the frames with these numbers, counted from 0, as `read_rgb` does; `at_once` are opened at the same time.
+
+    Raises one of DECODE_ERRORS.
+    """
     frames = in_order(names)
     if len(frames) != original.frames:
         raise ValueError(f"has {len(frames)} frames, not {original.frames}: the table is wrong, or the folder changed")
-    for number in numbers:
-        with opened(frames[number], open_file) as file:
-            if (size := read_header(file).size) != original.size:
-                raise ValueError("has {}x{} px, and the folder {}x{}".format(*size, *original.size))
-            file.seek(0)
-            image = read_rgb(file, smallest)
-        yield image
+    chosen = [frames[number] for number in numbers]
+    with opened_ahead(chosen, open_file, at_once) as open_next:
+        for frame in chosen:
+            with opened(frame, open_next) as file:
+                if (size := read_header(file).size) != original.size:
+                    raise ValueError("has {}x{} px, and the folder {}x{}".format(*size, *original.size))
+                file.seek(0)
+                image = read_rgb(file, smallest)
+            yield image
+
+
+@contextmanager
+def opened_ahead(frames: Sequence[str], open_file: Opener, at_once: int) -> Iterator[Opener]:
+    """Return what opens these frames one after the other, while the next ones are opened in threads."""
+    if at_once == 1:
+        yield open_file
+        return
+    left, running = iter(frames), deque[Future[BinaryIO]]()
+    with ThreadPoolExecutor(at_once, thread_name_prefix="frame") as pool:
+
+        def open_next(_: str) -> BinaryIO:
+            running.extend(pool.submit(open_file, each) for each in islice(left, at_once - len(running)))
+            return running.popleft().result()
+
+        yield open_next
 
 
 @contextmanager

@@ -33,6 +33,9 @@ from simpletuner.data.scan.captions import captions_of
 from simpletuner.data.storage.storage import Storage
 from simpletuner.settings.values.shape import SampleShape
 
+FRAMES_AT_ONCE = 4
+"""Requests for the frames of one clip in a bucket; several clips are read at the same time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -86,7 +89,8 @@ class Sample:
         numbers = g.clip.frame_numbers(g.target.frames)
         numbers = numbers if places is None else [numbers[place] for place in places]
         if is_frame_folder(self.name):
-            yield from read_folder_frames(self.files(), self.storage.open, numbers, g.original, smallest)
+            at_once = min(FRAMES_AT_ONCE, self.storage.concurrent_reads)
+            yield from read_folder_frames(self.files(), self.storage.open, numbers, g.original, smallest, at_once)
             return
         with self.open() as file:
             yield from read_frames(file, numbers, g.original)

@@ -1,4 +1,5 @@
-"""The sizes that occur among the images of a scan: their buckets, and which one each image has."""
+"""The sizes that occur among images and videos, the bucket of each, and which one each image has."""
+
 
 # pyright: basic, reportAttributeAccessIssue=false
 # pyarrow comes without types.
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.config.videos import VideoSettings
 from simpletuner.data.images.clips import are_long_enough, clip_frames, strides_of
 from simpletuner.data.images.geometry import bucket_sizes, resized_sizes
 from simpletuner.data.sampler.stable_choice import hash_names
@@ -20,6 +22,7 @@ from simpletuner.system.processes.threads import map_in_threads
 
 BLOCK_SIZES = 1 << 15
 """Sizes for which a bucket is computed at once, within the caches of a core: twice as fast as all together."""
+LOW = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -84,52 +87,56 @@ def sizes_of(
     if len(rows) < len(table):
         width, height = width[rows], height[rows]
     codes, index = different_sizes(width, height)
-    lengths, rates = np.ones(len(codes), np.int32), np.zeros(len(codes))
-    if video := dataset.clips:
-        frames, fps = (table[name].to_numpy()[rows] for name in ("frames", "fps"))
-        if video.frame_folders_fps:
-            is_folder = pc.ends_with(table["name"], "/").to_numpy()[rows]
-            fps = np.where(is_folder & (fps == 0), video.frame_folders_fps, fps)
-        codes, lengths, rates, index = different_lengths(codes, frames, fps, index)
     choices = None
     if dataset.crop and dataset.crop_aspect == "random":
         count = np.uint64(len(dataset.aspects))
         drawn = hash_names(table["name"], seed, dataset.id, "aspect")[rows] % count
         of_both, index = np.unique(index.astype(np.uint64) * count + drawn, return_inverse=True)
-        of_sizes = of_both // count
-        codes, lengths, rates = codes[of_sizes], lengths[of_sizes], rates[of_sizes]
-        choices, index = of_both % count, index.astype(np.int32)
+        codes, choices, index = codes[of_both // count], of_both % count, index.astype(np.int32)
 
     def block(start: int) -> tuple[np.ndarray, ...]:
         part = slice(start, start + BLOCK_SIZES)
-        originals = np.stack([codes[part] >> 32, codes[part] & 0xFFFFFFFF], axis=1)
+        originals = np.stack([codes[part] >> 32, codes[part] & LOW], axis=1)
         targets = bucket_sizes(dataset, originals, alignment.width, None if choices is None else choices[part])
         resized = resized_sizes(dataset, originals, targets)
         return tuple(each.astype(np.int32) for each in (originals, resized, targets))
 
     blocks = map_in_threads(block, range(0, max(len(codes), 1), BLOCK_SIZES))
     originals, resized, targets = map(np.concatenate, zip(*blocks, strict=True))
-    frames, strides, is_long_enough = lengths, np.ones(len(codes)), np.ones(len(codes), bool)
-    if video:
-        is_long_enough = are_long_enough(video, lengths, rates, alignment.frames)
-        frames, strides = clip_frames(video, lengths, rates, alignment.frames), strides_of(video, rates)
-    return Sizes(originals, resized, targets, lengths, frames.astype(np.int32), strides, index), is_long_enough
+    if not (video := dataset.clips):
+        ones = np.ones(len(codes), np.int32)
+        sizes = Sizes(originals, resized, targets, ones, ones, np.ones(len(codes)), index)
+        return sizes, np.ones(len(codes), bool)
+    of_sizes, lengths, rates, index = different_lengths(index, *lengths_of(video, table, rows))
+    frames, strides = clip_frames(video, lengths, rates, alignment.frames), strides_of(video, rates)
+    originals, resized, targets = (each[of_sizes] for each in (originals, resized, targets))
+    sizes = Sizes(originals, resized, targets, lengths, frames.astype(np.int32), strides, index)
+    return sizes, are_long_enough(video, lengths, rates, alignment.frames)
 
 
-def different_lengths(
-    codes: np.ndarray, lengths: np.ndarray, rates: np.ndarray, index: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    """Tell sizes with other lengths or rates apart: codes, lengths and rates of sizes, and which one each video has."""
-    known, of_rates = np.unique(rates, return_inverse=True)
-    longest = int(lengths.max(initial=0)) + 1
-    keys = (index.astype(np.int64) * longest + lengths) * max(1, len(known)) + of_rates
-    found, index = different_values(keys)
-    of_sizes, lengths = np.divmod(found // max(1, len(known)), longest)
-    return codes[of_sizes], lengths.astype(np.int32), known[found % max(1, len(known))].astype(np.float64), index
+def lengths_of(video: VideoSettings, table: pa.Table, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the frames of each video, and how many of them are shown per second."""
+    frames, fps = (table[name].to_numpy()[rows] for name in ("frames", "fps"))
+    if video.frame_folders_fps:
+        is_folder = pc.ends_with(table["name"], "/").to_numpy()[rows]
+        fps = np.where(is_folder & (fps == 0), video.frame_folders_fps, fps)
+    return frames, fps
+
+
+def different_lengths(index: np.ndarray, lengths: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Tell sizes, by their `index`, with other lengths or rates apart.
+
+    Return which size each of these has, its length and rate, and which of them each video has.
+    """
+    known, of_rates = different_values(rates)
+    pairs, of_pairs = different_sizes(lengths, of_rates)
+    found, of_videos = different_sizes(index, of_pairs)
+    own = pairs[found & LOW]
+    return found >> 32, (own >> 32).astype(np.int32), known[own & LOW].astype(np.float64), of_videos
 
 
 def different_sizes(width: np.ndarray, height: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sizes that occur, as width << 32 | height, and which of them each image has."""
+    """Return the sizes that occur, as width << 32 | height, and which of them each image has; also of other pairs."""
     if not len(width):
         return np.zeros(0, np.int64), np.zeros(0, np.int32)
     (left, right), (low, high) = ((int(each.min()), int(each.max())) for each in (width, height))

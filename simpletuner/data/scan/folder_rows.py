@@ -47,10 +47,10 @@ def with_folder_rows(
         yield from leave(name)
         if name != open_folders[-1].name:
             open_folders.append(OpenFolder(name))
-        if file.suffix in suffixes:
+        if (suffix := file.suffix) in suffixes:
             open_folders[-1].frames.append(file)
             continue
-        open_folders[-1].has_videos |= file.suffix in VIDEO_SUFFIXES
+        open_folders[-1].has_videos |= suffix in VIDEO_SUFFIXES
         yield file
     for folder in reversed(open_folders):
         yield from row_of(folder)

@@ -131,6 +131,7 @@ def test_folders_of_frames_in_a_bucket_are_clips_and_the_scan_reads_one_frame_of
     for dataset, storage in ((local, LocalStorage(films)), (far, open_bucket(far))):
         found = discover([scanning.scanned(dataset, storage)], Shape(1, 64, 64), 0)
         assert not requests_for(proxy, "/2.png")
+        proxy.latency_seconds, proxy.most_at_once = 0.02, 0
         folders[dataset] = [(each.name, each.captions, decode_image(each)) for each in found.samples]
         versions = [each.version for each in found.samples]
     assert [name for name, _, _ in folders[local]] == ["a/walk/", "a-b/é x%20+/", "clip.v2/"]
@@ -138,6 +139,7 @@ def test_folders_of_frames_in_a_bucket_are_clips_and_the_scan_reads_one_frame_of
         assert (name, captions) == own[:2] and captions == (f"of {name[:-1]}",)
         assert np.array_equal(pixels, own[2]), name
     assert folders[far][0][2] == "frame 3.png: is not an image in a known format, or is damaged"
+    assert proxy.most_at_once > 1 and len(requests_for(proxy, "clip.v2/5.png")) == 1
     far = images_at(proxy, "changed", **values)
     again = discover([scanning.scanned(far, open_bucket(far))], Shape(1, 64, 64), 0).samples
     assert [each.version == old for each, old in zip(again, versions, strict=True)] == [True, True, False]
