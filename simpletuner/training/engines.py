@@ -13,6 +13,7 @@ from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import check_heads
 from simpletuner.models.family.adapter import adapter_parameters, base_weights, freeze
+from simpletuner.models.family.adapter_types import measure_lengths
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.weights import weights_files
 from simpletuner.models.opening.lora_file import check_lora_init, load_lora, lora_file
@@ -81,6 +82,8 @@ def open_engine(settings: Settings, mesh: Mesh, family: ModelFamily, checkpoint:
 
     def load_weights(tensors: NamedTensors) -> None:
         read_tensors(files, base_weights(tensors), str(folder))
+        if checkpoint is None and settings.lora.lora_init is None:
+            measure_lengths(tensors)
 
     model = family.denoiser()
     blocks = recommended_blocks(model)

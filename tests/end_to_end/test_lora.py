@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import engines
 import pytest
 import torch
 from conftest import base
+from lora_runs import checkpoint, numbers, predictions_of_flux, same_tensors
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -18,30 +18,6 @@ LORA = ("--model_type=lora", "--lora_rank=4", "--lora_alpha=8", "--learning_rate
 DRAWN = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")
 FILE = "pipeline_lora_weights/pytorch_lora_weights.safetensors"
 KOHYA = "pipeline_lora_weights/lora_for_kohya.safetensors"
-
-
-def checkpoint(output: Path, step: int, group: str) -> dict[str, torch.Tensor]:
-    files = (output / "checkpoints" / f"checkpoint-{step:06d}" / group).glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def predictions_of_flux(transformer: Any) -> torch.Tensor:
-    torch.manual_seed(0)
-    config = transformer.config
-    with torch.no_grad():
-        return transformer(
-            hidden_states=torch.randn(1, 4, config.in_channels),
-            timestep=torch.full((1,), 0.5),
-            guidance=torch.ones(1) if config.guidance_embeds else None,
-            pooled_projections=torch.randn(1, config.pooled_projection_dim),
-            encoder_hidden_states=torch.randn(1, 8, config.joint_attention_dim),
-            txt_ids=torch.zeros(8, 3),
-            img_ids=torch.zeros(4, 3),
-        ).sample
 
 
 def test_a_run_resumes_bit_for_bit_and_its_file_is_opened_and_trained_on(flux, shapes, train, tmp_path):
@@ -158,10 +134,6 @@ def test_a_quantized_base_gives_the_same_losses_sharded_and_its_bytes_are_shared
         sharded, share = two[f"{name} fsdp2"]
         assert numbers(sharded) == pytest.approx(numbers(steps), rel=1e-5), name
         assert share == pytest.approx(held / 2, rel=0.01), name
-
-
-def numbers(steps: list[list[float]]) -> list[float]:
-    return [number for step in steps for number in step]
 
 
 def test_regularisation_data_is_trained_towards_the_base_model_on_any_number_of_ranks(

@@ -80,8 +80,10 @@ class Model(Section):
 class Lora(Section):
     """LoRA"""
 
-    lora_rank: int = knob(16, "Rank of each pair of matrices that model_type=lora trains.", ge=1)
+    lora_type: Literal["lora", "dora", "loha", "lokr", "oft"] = knob("lora", "Kind of adapter that model_type=lora trains: LoRA; DoRA, which trains the length of each row, too; LoHa, LoKr and OFT, which peft and LyCORIS have.")  # fmt: skip
+    lora_rank: int = knob(16, "Rank of each pair of matrices that model_type=lora trains; of lora_type=oft the inputs that one block rotates.", ge=1)
     lora_alpha: float | None = knob(None, "Adapters are scaled by lora_alpha / lora_rank; empty: lora_rank, so by 1.", gt=0)
+    lokr_factor: int = knob(-1, "Factors of lora_type=lokr: the size of the smaller one; -1: both near the root of a layer's width.", ge=-1)
     lora_dropout: float = knob(0.0, "Fraction of an adapter's input values that are zeroed in training.", ge=0, lt=1)
     lora_target_modules: str = knob("", "Comma-separated names, or ends of names, of the layers to adapt; empty: the attention projections that `simpletuner detect-blocks --lora` shows.")
     lora_init: Path | None = knob(None, "A LoRA to train on: a .safetensors file of diffusers, ComfyUI or kohya's programs, or the folder of a pytorch_lora_weights.safetensors.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.models.catalog.licenses import LICENSES, describe_license, license_of
+from simpletuner.models.family.adapter_types import LABELS
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.knob import kind_of
@@ -67,7 +68,7 @@ def render(settings: Settings, family: ModelFamily, facts: RunFacts, pipeline: P
         ours=OURS,
         name=escaped(facts.name),
         base=escaped(base),
-        lora=lora,
+        lora=lora and with_article(LABELS[settings.lora.lora_type]),
         average=pipeline.name.endswith("-ema"),
         samples=[(file, escaped(prompt) or "(empty prompt)") for file, prompt in prompts],
         sampler=f"{family.pipeline_class.__name__} with {type(family.scheduler()).__name__}",
@@ -82,6 +83,10 @@ def render(settings: Settings, family: ModelFamily, facts: RunFacts, pipeline: P
         fence="`" * max(3, 1 + max(map(len, re.findall("`+", code + command)), default=0)),
     )
     return str(card)
+
+
+def with_article(label: str) -> str:
+    return f"{'An' if label[0] in 'AEIOU' else 'A'} {label}"
 
 
 def front_matter(model: Model, prompts: Iterable[tuple[str, str]]) -> ModelCardData:

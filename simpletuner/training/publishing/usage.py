@@ -10,6 +10,7 @@ from typing import Any
 from simpletuner.models.catalog.registry import revision_of
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.folder.index import MODULAR_INDEX, index_file
+from simpletuner.models.opening.lora_file import LORA_WEIGHTS, OF_PEFT
 from simpletuner.settings import Settings
 from simpletuner.settings.values.shape import Shape
 from simpletuner.training.images.image_files import ImageInfo
@@ -28,12 +29,14 @@ def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> s
     plain = [f"pipeline = {opener}.from_pretrained({', '.join(source)})"]
     lines = opening_blocks(family, source) if is_modular else plain
     if family.adapter is not None:
-        lines.append(f"pipeline.load_lora_weights({', '.join(lora_source(family.settings, export))})")
+        lines.append(loading_adapter(family, export))
     call = ['prompt="a prompt"'] if sample is None else sampling_arguments(family, sample)
     if is_modular:
         lines += guiding(family, call)
     image = "frames[0][0]" if any(each.startswith("num_frames") for each in call) else "images[0]"
     head = ["import torch", f"from diffusers import {opener}"]
+    if any("PeftModel" in line for line in lines):
+        head.append("from peft import PeftModel")
     if any("snapshot_download" in line for line in lines):
         head.append("from huggingface_hub import snapshot_download")
     lines.append('pipeline.to("cuda" if torch.cuda.is_available() else "cpu")')
@@ -83,6 +86,17 @@ def full_source(settings: Settings, export: Path) -> str:
         return quoted(shown_repository(settings))
     # `from_pretrained` of a whole pipeline has no argument `subfolder`.
     return f'snapshot_download({quoted(shown_repository(settings))}, allow_patterns="ema/*") + "/ema"'
+
+
+def loading_adapter(family: ModelFamily, export: Path) -> str:
+    """Return the line that loads an adapter: diffusers' pipelines do LoRA and DoRA, denoisers LoKr, peft the rest."""
+    source, name = ", ".join(lora_source(family.settings, export)), family.denoiser_name
+    kind = family.settings.lora.lora_type
+    if kind in OF_PEFT:
+        return f"pipeline.{name} = PeftModel.from_pretrained(pipeline.{name}, {source}).merge_and_unload()"
+    if kind == "lokr":
+        return f"pipeline.{name}.load_lora_adapter({source}, weight_name={quoted(LORA_WEIGHTS)}, prefix={quoted(name)})"
+    return f"pipeline.load_lora_weights({source})"
 
 
 def lora_source(settings: Settings, export: Path) -> list[str]:

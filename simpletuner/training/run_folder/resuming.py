@@ -78,8 +78,8 @@ def check_fits(checkpoint: Checkpoint, family: ModelFamily, world: World, verifi
 
 def refuse_other_adapter(checkpoint: Checkpoint, adapter: Adapter) -> None:
     """Raise SettingsError unless a checkpoint's adapter has the rank, alpha and layers that the settings ask for."""
-    held = checkpoint.state["lora"]
-    for name, wanted in adapter.as_settings().items():
+    held, wants = ({"lora_type": "lora", **each} for each in (checkpoint.state["lora"], adapter.as_settings()))
+    for name, wanted in wants.items():
         if (value := held.get(name)) != wanted:
             raise SettingsError(
                 f"{checkpoint.folder} has {name} = {value}, but now it is {wanted}",

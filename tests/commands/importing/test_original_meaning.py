@@ -54,7 +54,6 @@ def imported(capsys) -> Callable[..., tuple[int, str]]:
 
 LOST: dict[str, tuple[dict[str, Any], str]] = {
     "lycoris": ({**LORA, "lora_type": "lycoris"}, "lora_type = 'lycoris' "),
-    "dora": ({**LORA, "use_dora": True}, "use_dora = true "),
     "pissa": ({**LORA, "lora_init_type": "pissa"}, "lora_init_type = 'pissa' "),
     "loss": ({"loss_type": "huber"}, "loss_type = 'huber' "),
     "z_image turbo": ({**LORA, "model_family": "z-image", "model_flavour": "turbo"}, "on top of an assistant LoRA"),

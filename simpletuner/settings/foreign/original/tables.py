@@ -23,6 +23,7 @@ RENAMED: dict[str, str] = {
     "gradient_checkpointing": "use_gradient_checkpointing fsdp_activation_checkpointing=false|no|off|0",
     "lora_init": "init_lora",
     "lora_target_modules": "peft_lora_target_modules",
+    "lora_type": "use_dora=false",
     "lr_scheduler": "lr_schedule",
     "max_train_steps": "max_num_steps",
     "num_train_epochs": "num_epochs",
@@ -33,7 +34,7 @@ RENAMED: dict[str, str] = {
 """Other names of settings, those of the original's config.env included."""
 
 ASKS_FOR_NOTHING: dict[str, str] = {
-    "used only with lora_type=lycoris, which is refused": "lycoris_config init_lokr_norm validation_lycoris_strength",
+    "lora_type says the algorithm that lycoris_config has": "lycoris_config init_lokr_norm validation_lycoris_strength",
     "used only with another peft_lora_mode, slider or assistant_lora_path, which are refused": (
         "singlora_ramp_up_steps assistant_lora_strength assistant_lora_inference_strength disable_assistant_lora"
     ),
