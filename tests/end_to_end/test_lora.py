@@ -184,3 +184,38 @@ def test_dropout_differs_between_ranks_steps_and_seeds_but_not_within_a_sequence
     assert one == other == tuple(first for first, _ in drawn["whole"])
     alone = [tuple(rank) for name in ("whole", "above") for step in drawn[name] for rank in step]
     assert len(alone) == len(set(alone)) == 8
+
+
+def test_an_assistant_is_a_base_with_its_weights_merged_and_is_not_exported(flux, shapes, train, tmp_path):
+    from diffusers import FluxPipeline
+
+    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
+    flags = (*base("flux", flux, shapes), *caches, *LORA)
+    helper = train(tmp_path / "helper", *flags, "--max_train_steps=3", "--train_batch_size=4", "--export_format=kohya")
+    pipeline = FluxPipeline.from_pretrained(flux)
+    pipeline.load_lora_weights(helper.output / "pipeline_lora_weights")
+    pipeline.fuse_lora(lora_scale=0.5)
+    pipeline.unload_lora_weights()
+    pipeline.save_pretrained(tmp_path / "merged")
+
+    flags = (*flags, "--lora_target_modules=to_q,to_out.0", "--max_train_steps=3")
+    whole = train(tmp_path / "whole", *flags, "--train_batch_size=4")
+    merged = (*flags, f"--pretrained_model_name_or_path={tmp_path / 'merged'}", "--train_batch_size=4")
+    expected = train(tmp_path / "of-merged", *merged)
+    assisted = (*flags, f"--assistant_lora={helper.output / KOHYA}", "--assistant_lora_strength=0.5")
+    run = train(tmp_path / "run", *assisted, "--train_batch_size=4")
+    sharded = train(tmp_path / "sharded", *assisted, "--train_batch_size=2", "--fsdp_enable", world=2)
+    assert run.losses == pytest.approx(expected.losses, rel=1e-6) != whole.losses
+    assert sharded.losses == pytest.approx(expected.losses, rel=1e-5)
+    for group in ("model", "exp_avg"):  # the moments are those of the gradients
+        ours, theirs = (checkpoint(each.output, 3, group) for each in (run, expected))
+        assert ours.keys() == theirs.keys() and not [name for name in ours if "to_k" in name]
+        for name, value in ours.items():
+            assert (value - theirs[name]).norm() < 1e-4 * theirs[name].norm(), (group, name)
+    assert load_file(run.output / FILE).keys() == {f"transformer.{name}" for name in checkpoint(run.output, 3, "model")}
+    for more, said in (
+        (("--assistant_lora_strength=1",), "has assistant_lora_strength = 0.5, but now it is 1"),
+        (("--assistant_lora=nowhere.safetensors",), "nowhere.safetensors: there is no such file or folder"),
+    ):
+        refused = train(tmp_path / "run", *assisted, "--train_batch_size=4", "--max_train_steps=4", *more, code=2)
+        assert said in " ".join(refused.said.split())

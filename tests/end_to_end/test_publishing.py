@@ -136,10 +136,18 @@ def test_the_code_of_a_lora_s_card_samples_its_first_image(
 ):
     flags = (*base(family, pipelines(family), shapes), "--model_type=lora", "--lora_rank=4", "--learning_rate=1e-2")
     flags = (*flags, f"--lora_type={kind}")
+    if family == "flux":
+        assistant = train(tmp_path / "assistant", *flags, "--max_train_steps=2").output
+        file = (assistant / "pipeline_lora_weights/pytorch_lora_weights.safetensors").rename(
+            tmp_path / "helper.safetensors"
+        )
+        # The LoRA is of other layers: diffusers merges and unloads the assistant before it loads it.
+        flags = (*flags, f"--assistant_lora={file}", "--assistant_lora_strength=0.5", "--lora_target_modules=to_q")
     sampling = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")
     output = train(tmp_path / "run", *flags, *sampling, "--max_train_steps=2").output
     card = output / "pipeline_lora_weights" / "README.md"
     assert re.search(f"An? {label} for", card.read_text())
+    assert ("the assistant LoRA helper.safetensors merged" in card.read_text()) == (family == "flux")
     assert_same_image(run_code(card), card.parent / "samples/00.png")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +59,9 @@ class Adapter:
     kind: str = "lora"
     """The value of lora_type."""
     factor: int = -1
+    assistants: tuple[str, ...] = ()
+    """Names of the files that assistant_lora merges into the base."""
+    assistant_strength: float = 1.0
 
     @classmethod
     def of(cls, model: nn.Module, settings: Settings, unused: tuple[str, ...]) -> Adapter:
@@ -85,12 +89,16 @@ class Adapter:
             seed=settings.training.seed,
             kind=own.lora_type,
             factor=own.lokr_factor,
+            assistants=tuple(Path(name).name for name in own.assistant_lora),
+            assistant_strength=own.assistant_lora_strength,
         )
 
     def as_settings(self) -> dict[str, Any]:
         """Return the settings that a checkpoint's weights depend on, by name."""
         targets = ",".join(self.targets)
         own = {} if self.kind == "lora" else {"lora_type": self.kind, "lokr_factor": self.factor}
+        if self.assistants:
+            own |= {"assistant_lora": ",".join(self.assistants), "assistant_lora_strength": self.assistant_strength}
         return {"lora_rank": self.rank, "lora_alpha": float(self.alpha), "lora_target_modules": targets} | own
 
     def peft_arguments(self) -> tuple[str, dict[str, Any]]:

@@ -123,7 +123,9 @@ def check_kind(kind: str, adapter: Adapter, path: Path) -> None:
         )
 
 
-def read_header(path: Path, family: ModelFamily) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+def read_header(
+    path: Path, family: ModelFamily, setting: str = "lora_init"
+) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
     """Return the shapes of an adapter's tensors by our names, and its config.
 
     The config is empty for a file without one, whose names may be those of any program. Raises EnvironmentNotReady for
@@ -135,7 +137,7 @@ def read_header(path: Path, family: ModelFamily) -> tuple[dict[str, tuple[int, .
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             config = json.loads((file.metadata() or {}).get(METADATA, "{}"))
     except (OSError, SafetensorError, ValueError) as error:
-        raise EnvironmentNotReady(f"lora_init: cannot read {path}: {without_errno(error)}", "copy it again") from None
+        raise EnvironmentNotReady(f"{setting}: cannot read {path}: {without_errno(error)}", "copy it again") from None
     prefix = f"{family.denoiser_name}."
     known = config if isinstance(config, dict) and f"{prefix}r" in config else {}
     own = {name.removeprefix(prefix): value for name, value in known.items()}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from simpletuner.models.catalog.licenses import LICENSES, describe_license, license_of
 from simpletuner.models.family.adapter_types import LABELS
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.opening.assistant_lora import assistant_files
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.knob import kind_of
 from simpletuner.settings.declared.sections import Model, setting_fields
@@ -69,6 +70,7 @@ def render(settings: Settings, family: ModelFamily, facts: RunFacts, pipeline: P
         name=escaped(facts.name),
         base=escaped(base),
         lora=lora and with_article(LABELS[settings.lora.lora_type]),
+        assistants=", ".join(escaped(path.name) for path in assistant_files(settings)),
         average=pipeline.name.endswith("-ema"),
         samples=[(file, escaped(prompt) or "(empty prompt)") for file, prompt in prompts],
         sampler=f"{family.pipeline_class.__name__} with {type(family.scheduler()).__name__}",

@@ -10,6 +10,7 @@ from typing import Any
 from simpletuner.models.catalog.registry import revision_of
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.folder.index import MODULAR_INDEX, index_file
+from simpletuner.models.opening.assistant_lora import assistant_files
 from simpletuner.models.opening.lora_file import LORA_WEIGHTS, OF_PEFT
 from simpletuner.settings import Settings
 from simpletuner.settings.values.shape import Shape
@@ -29,7 +30,7 @@ def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> s
     plain = [f"pipeline = {opener}.from_pretrained({', '.join(source)})"]
     lines = opening_blocks(family, source) if is_modular else plain
     if family.adapter is not None:
-        lines.append(loading_adapter(family, export))
+        lines += [*merging_assistants(family), loading_adapter(family, export)]
     call = ['prompt="a prompt"'] if sample is None else sampling_arguments(family, sample)
     if is_modular:
         lines += guiding(family, call)
@@ -86,6 +87,19 @@ def full_source(settings: Settings, export: Path) -> str:
         return quoted(shown_repository(settings))
     # `from_pretrained` of a whole pipeline has no argument `subfolder`.
     return f'snapshot_download({quoted(shown_repository(settings))}, allow_patterns="ema/*") + "/ema"'
+
+
+def merging_assistants(family: ModelFamily) -> list[str]:
+    """Return the lines that merge the assistants into the base, as in training and validation."""
+    own, lines = family.settings.lora, []
+    for path in assistant_files(family.settings):
+        shown = path.name if family.settings.hub.push_to_hub else str(path)
+        lines += [
+            f"pipeline.load_lora_weights({quoted(shown)})",
+            f"pipeline.fuse_lora(lora_scale={own.assistant_lora_strength:g})",
+            "pipeline.unload_lora_weights()",
+        ]
+    return lines
 
 
 def loading_adapter(family: ModelFamily, export: Path) -> str:
