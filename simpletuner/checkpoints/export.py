@@ -24,7 +24,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.index import INDEX, MODULAR_INDEX, component_source, index_file, source_of
 from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, belongs_to_component, weights_files
-from simpletuner.models.opening.lora_file import LORA_WEIGHTS, write_lora
+from simpletuner.models.opening.lora_file import write_lora
 from simpletuner.models.opening.lora_formats import write_formats
 from simpletuner.models.single_file.ldm_layout import original_reads
 from simpletuner.parallel.optimizer_state import NamedTensors
@@ -90,7 +90,7 @@ def export_lora(
     whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in weights.items()}
 
     def write(hidden: Path) -> None:
-        write_lora(hidden / LORA_WEIGHTS, family, adapter, whole)
+        write_lora(hidden, family, adapter, whole)
         write_formats(hidden, family, adapter, whole)
 
     replace_export(target, world, steps, lambda _: {}, write, write_card)

@@ -13,8 +13,10 @@ from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import check_heads
 from simpletuner.models.family.adapter import adapter_parameters, base_weights, freeze
+from simpletuner.models.family.adapter_types import measure_lengths
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.weights import weights_files
+from simpletuner.models.opening.assistant_lora import merge_assistants, read_assistants
 from simpletuner.models.opening.lora_file import check_lora_init, load_lora, lora_file
 from simpletuner.models.opening.lora_formats import check_formats
 from simpletuner.parallel.context.context_parallel import SequencePlan
@@ -41,6 +43,7 @@ def check_engine(session: Session, family: ModelFamily) -> None:
     if family.adapter is not None:
         check_lora_init(family)
         check_formats(family)
+        read_assistants(family)
     precision_of(settings).check(session.world.device)
     if settings.parallel.context_parallel_size > 1:
         check_sequence_plan(family)
@@ -79,8 +82,13 @@ def open_engine(settings: Settings, mesh: Mesh, family: ModelFamily, checkpoint:
         folder = family.folder / family.denoiser_name
         files = weights_files(folder, settings.model.variant)
 
+    assistants = read_assistants(family) if is_lora else {}
+
     def load_weights(tensors: NamedTensors) -> None:
         read_tensors(files, base_weights(tensors), str(folder))
+        merge_assistants(base_weights(tensors), assistants)
+        if checkpoint is None and settings.lora.lora_init is None:
+            measure_lengths(tensors)
 
     model = family.denoiser()
     blocks = recommended_blocks(model)

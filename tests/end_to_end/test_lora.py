@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import engines
 import pytest
 import torch
 from conftest import base
+from lora_runs import checkpoint, numbers, predictions_of_flux, same_tensors
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -18,30 +18,6 @@ LORA = ("--model_type=lora", "--lora_rank=4", "--lora_alpha=8", "--learning_rate
 DRAWN = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")
 FILE = "pipeline_lora_weights/pytorch_lora_weights.safetensors"
 KOHYA = "pipeline_lora_weights/lora_for_kohya.safetensors"
-
-
-def checkpoint(output: Path, step: int, group: str) -> dict[str, torch.Tensor]:
-    files = (output / "checkpoints" / f"checkpoint-{step:06d}" / group).glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def predictions_of_flux(transformer: Any) -> torch.Tensor:
-    torch.manual_seed(0)
-    config = transformer.config
-    with torch.no_grad():
-        return transformer(
-            hidden_states=torch.randn(1, 4, config.in_channels),
-            timestep=torch.full((1,), 0.5),
-            guidance=torch.ones(1) if config.guidance_embeds else None,
-            pooled_projections=torch.randn(1, config.pooled_projection_dim),
-            encoder_hidden_states=torch.randn(1, 8, config.joint_attention_dim),
-            txt_ids=torch.zeros(8, 3),
-            img_ids=torch.zeros(4, 3),
-        ).sample
 
 
 def test_a_run_resumes_bit_for_bit_and_its_file_is_opened_and_trained_on(flux, shapes, train, tmp_path):
@@ -160,10 +136,6 @@ def test_a_quantized_base_gives_the_same_losses_sharded_and_its_bytes_are_shared
         assert share == pytest.approx(held / 2, rel=0.01), name
 
 
-def numbers(steps: list[list[float]]) -> list[float]:
-    return [number for step in steps for number in step]
-
-
 def test_regularisation_data_is_trained_towards_the_base_model_on_any_number_of_ranks(
     sdxl_flags, shapes, train, tmp_path
 ):
@@ -212,3 +184,38 @@ def test_dropout_differs_between_ranks_steps_and_seeds_but_not_within_a_sequence
     assert one == other == tuple(first for first, _ in drawn["whole"])
     alone = [tuple(rank) for name in ("whole", "above") for step in drawn[name] for rank in step]
     assert len(alone) == len(set(alone)) == 8
+
+
+def test_an_assistant_is_a_base_with_its_weights_merged_and_is_not_exported(flux, shapes, train, tmp_path):
+    from diffusers import FluxPipeline
+
+    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
+    flags = (*base("flux", flux, shapes), *caches, *LORA)
+    helper = train(tmp_path / "helper", *flags, "--max_train_steps=3", "--train_batch_size=4", "--export_format=kohya")
+    pipeline = FluxPipeline.from_pretrained(flux)
+    pipeline.load_lora_weights(helper.output / "pipeline_lora_weights")
+    pipeline.fuse_lora(lora_scale=0.5)
+    pipeline.unload_lora_weights()
+    pipeline.save_pretrained(tmp_path / "merged")
+
+    flags = (*flags, "--lora_target_modules=to_q,to_out.0", "--max_train_steps=3")
+    whole = train(tmp_path / "whole", *flags, "--train_batch_size=4")
+    merged = (*flags, f"--pretrained_model_name_or_path={tmp_path / 'merged'}", "--train_batch_size=4")
+    expected = train(tmp_path / "of-merged", *merged)
+    assisted = (*flags, f"--assistant_lora={helper.output / KOHYA}", "--assistant_lora_strength=0.5")
+    run = train(tmp_path / "run", *assisted, "--train_batch_size=4")
+    sharded = train(tmp_path / "sharded", *assisted, "--train_batch_size=2", "--fsdp_enable", world=2)
+    assert run.losses == pytest.approx(expected.losses, rel=1e-6) != whole.losses
+    assert sharded.losses == pytest.approx(expected.losses, rel=1e-5)
+    for group in ("model", "exp_avg"):  # the moments are those of the gradients
+        ours, theirs = (checkpoint(each.output, 3, group) for each in (run, expected))
+        assert ours.keys() == theirs.keys() and not [name for name in ours if "to_k" in name]
+        for name, value in ours.items():
+            assert (value - theirs[name]).norm() < 1e-4 * theirs[name].norm(), (group, name)
+    assert load_file(run.output / FILE).keys() == {f"transformer.{name}" for name in checkpoint(run.output, 3, "model")}
+    for more, said in (
+        (("--assistant_lora_strength=1",), "has assistant_lora_strength = 0.5, but now it is 1"),
+        (("--assistant_lora=nowhere.safetensors",), "nowhere.safetensors: there is no such file or folder"),
+    ):
+        refused = train(tmp_path / "run", *assisted, "--train_batch_size=4", "--max_train_steps=4", *more, code=2)
+        assert said in " ".join(refused.said.split())

@@ -94,6 +94,12 @@ ENGINES: dict[str, dict[str, Any]] = {
 BASES = ("int8", "float8", "nf4")
 """Precisions of a LoRA's base, as words before an engine's name."""
 
+KINDS = ("dora", "loha", "lokr", "oft")
+"""Values of lora_type, as words before `lora`."""
+
+LABELS = {"dora": "DoRA", "loha": "LoHa", "lokr": "LoKr", "oft": "OFT"}
+"""Their names in a summary."""
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "split": {"state_layout": "split"},
     "bf16": {"state_layout": "bf16"},
@@ -101,7 +107,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{name: {"optimizer": name} for name in ("adam", "adagrad", "lion", "adafactor", "muon", "adamw_schedulefree")},
     "ema": {},
     "lora": {},
-    **{name: {} for name in BASES},
+    **{name: {} for name in (*BASES, *KINDS)},
 }
 """Settings of the optimizer by the words that may stand before an engine's name, as in `split fsdp2`."""
 
@@ -121,7 +127,8 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
             pretrained_model_name_or_path=arguments["base"],
         ),
         lora=Lora(
-            lora_rank=64,
+            lora_rank=16 if set(words) & {*KINDS} else 64,
+            lora_type=next((word for word in words if word in KINDS), "lora"),
             base_model_precision=next((word for word in words if word in BASES), "no_change"),
         ),
         data=Data(

@@ -99,6 +99,10 @@ def check_lora(settings: Settings) -> None:
         message = f"export_format={','.join(sorted(unknown))} is not for model_family={model.model_family}"
         hint = f"leave it out, or set export_format={','.join(known)}"
         raise SettingsError(mistakes=[broken(message, "export_format", "model_family")], hint=hint)
+    if missing := [name for name in settings.lora.assistant_lora if not Path(name).expanduser().exists()]:
+        message = f"assistant_lora = {missing[0]}: there is no such file or folder"
+        hint = "name a .safetensors file; `hf download` fetches published ones"
+        raise SettingsError(mistakes=[broken(message, "assistant_lora")], hint=hint)
     if start is not None and not start.exists():
         message = f"lora_init = {start}: there is no such file or folder"
         hint = "name a pytorch_lora_weights.safetensors or its folder; `hf download` fetches published ones"

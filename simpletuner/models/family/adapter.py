@@ -1,7 +1,8 @@
 """LoRA by peft (Hu et al. 2021, arXiv:2106.09685): which layers are adapted, and the tensors that are trained.
 
-peft adds a pair of matrices to each adapted layer of the denoiser. Checkpoints and exported files name them as peft
-does: `<layer>.lora_A.weight` (rank x in) and `<layer>.lora_B.weight` (out x rank).
+peft adds a pair of matrices to each adapted layer of the denoiser, or what another lora_type has (adapter_types.py).
+Checkpoints and exported files name them as peft does: `<layer>.lora_A.weight` (rank x in) and `<layer>.lora_B.weight`
+(out x rank).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,16 @@ from torch import Tensor, nn
 
 from simpletuner.data.sampler.permutation import hash_key
 from simpletuner.errors import SettingsError
+from simpletuner.models.family.adapter_types import (
+    ADAPTER,
+    allocate_on_cpu,
+    check_layers,
+    draw_first_values,
+    file_name,
+    is_adapter,
+    peft_arguments,
+    peft_config,
+)
 from simpletuner.private_api.of_diffusers import modules_in_float32
 from simpletuner.settings.declared.errors import nearest
 from simpletuner.settings.declared.sections import Settings
@@ -33,9 +45,6 @@ ATTENTION = (
 )
 """Names of attention projections in diffusers; the last one is FLUX.2's, which also holds the MLP."""
 
-ADAPTER = "default"
-"""peft's name of the adapter in the names of parameters; files leave it out."""
-
 
 @dataclass(frozen=True)
 class Adapter:
@@ -47,6 +56,12 @@ class Adapter:
     targets: tuple[str, ...]
     modules: tuple[str, ...]
     seed: int
+    kind: str = "lora"
+    """The value of lora_type."""
+    factor: int = -1
+    assistants: tuple[str, ...] = ()
+    """Names of the files that assistant_lora merges into the base."""
+    assistant_strength: float = 1.0
 
     @classmethod
     def of(cls, model: nn.Module, settings: Settings, unused: tuple[str, ...]) -> Adapter:
@@ -64,6 +79,7 @@ class Adapter:
                 f"name the layers to adapt with lora_target_modules: it has {', '.join(ends_of_layers(model))}",
             )
         modules = [name for name in layers_named(model, targets) if not f"{name}.weight".startswith(unused)]
+        check_layers(own.lora_type, own.lora_rank, model, modules)
         return cls(
             rank=own.lora_rank,
             alpha=own.lora_rank if own.lora_alpha is None else own.lora_alpha,
@@ -71,20 +87,29 @@ class Adapter:
             targets=targets,
             modules=tuple(modules),
             seed=settings.training.seed,
+            kind=own.lora_type,
+            factor=own.lokr_factor,
+            assistants=tuple(Path(name).name for name in own.assistant_lora),
+            assistant_strength=own.assistant_lora_strength,
         )
 
     def as_settings(self) -> dict[str, Any]:
         """Return the settings that a checkpoint's weights depend on, by name."""
         targets = ",".join(self.targets)
-        return {"lora_rank": self.rank, "lora_alpha": float(self.alpha), "lora_target_modules": targets}
+        own = {} if self.kind == "lora" else {"lora_type": self.kind, "lokr_factor": self.factor}
+        if self.assistants:
+            own |= {"assistant_lora": ",".join(self.assistants), "assistant_lora_strength": self.assistant_strength}
+        return {"lora_rank": self.rank, "lora_alpha": float(self.alpha), "lora_target_modules": targets} | own
+
+    def peft_arguments(self) -> tuple[str, dict[str, Any]]:
+        """Return peft's name of this kind of adapter, and the arguments of its config."""
+        return peft_arguments(self.kind, self.rank, self.alpha, self.dropout, self.factor)
 
     def attach(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Insert the matrices, in float32 on the meta device, and return them by name."""
-        from peft import LoraConfig, inject_adapter_in_model
+        from peft import inject_adapter_in_model
 
-        config = LoraConfig(
-            r=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=list(self.modules)
-        )
+        config = peft_config(*self.peft_arguments(), self.modules)
         inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
         trained = adapter_parameters(model)
         for each in trained.values():
@@ -95,15 +120,15 @@ class Adapter:
     def attach_new(self, model: nn.Module) -> None:
         """Insert the matrices, in host memory. A is random, B is 0, so the output does not change yet.
 
-        The values depend on the seed alone, so they are the same on all ranks.
+        The values depend on the seed alone, so they are the same on all ranks. DoRA's lengths are measured later, when
+        the base has its weights.
         """
         self.attach(model)
+        allocate_on_cpu(model)
         # Hashed: on a CPU torch's generator keeps the lower 32 bits of a seed only.
         torch.default_generator.manual_seed(hash_key(self.seed, "lora"))
         for layer in adapted_layers(model):
-            layer.lora_A[ADAPTER].to_empty(device="cpu")
-            layer.lora_B[ADAPTER].to_empty(device="cpu")
-            layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+            draw_first_values(layer)
 
 
 def attention_projections(model: nn.Module) -> tuple[str, ...]:
@@ -161,16 +186,6 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return those of a model's tensors that the base model has, by its names for them."""
     return {name.replace(".base_layer.", "."): each for name, each in tensors.items() if not is_adapter(name)}
-
-
-def is_adapter(name: str) -> bool:
-    return f".{ADAPTER}." in name and ".lora_" in name
-
-
-def file_name(name: str) -> str:
-    """Return a parameter's name in files: `to_q.lora_A.default.weight` -> `to_q.lora_A.weight`."""
-    layer, _, weight = name.rpartition(f".{ADAPTER}.")
-    return f"{layer}.{weight}"
 
 
 def freeze(model: nn.Module, dtype: torch.dtype) -> None:

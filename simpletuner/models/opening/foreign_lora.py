@@ -36,12 +36,12 @@ class LoraPair:
         return down, up if alpha is None else up * (alpha.item() / down.shape[0])
 
 
-def read_foreign(path: Path, family: ModelFamily) -> dict[str, Tensor]:
+def read_foreign(path: Path, family: ModelFamily, setting: str = "lora_init") -> dict[str, Tensor]:
     """Return a LoRA's matrices by our names, with each layer's scale in lora_B.
 
     Raises SettingsError for a file that adapts what is no layer of the denoiser.
     """
-    pairs = pairs_of(safetensors.torch.load_file(path), path)
+    pairs = pairs_of(safetensors.torch.load_file(path), path, setting)
     used: set[str] = set()
     found: dict[str, Tensor] = {}
     for layer in layers_ending_with(family.meta_denoiser, ""):
@@ -57,13 +57,13 @@ def read_foreign(path: Path, family: ModelFamily) -> dict[str, Tensor]:
             found |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
     if unknown := sorted(pairs.keys() - used):
         raise SettingsError(
-            f"lora_init: {path} adapts {unknown[0]}, which is no layer of {type(family.meta_denoiser).__name__}",
+            f"{setting}: {path} adapts {unknown[0]}, which is no layer of {type(family.meta_denoiser).__name__}",
             "take a LoRA of the same model, without text encoders",
         )
     return found
 
 
-def pairs_of(tensors: Mapping[str, Tensor], path: Path) -> dict[str, LoraPair]:
+def pairs_of(tensors: Mapping[str, Tensor], path: Path, setting: str) -> dict[str, LoraPair]:
     """Sort a file's tensors by layer, whose names have underscores for dots as in kohya's files."""
     from diffusers.utils import convert_unet_state_dict_to_peft
 
@@ -72,13 +72,13 @@ def pairs_of(tensors: Mapping[str, Tensor], path: Path) -> dict[str, LoraPair]:
     for name, tensor in convert_unet_state_dict_to_peft(dict(tensors)).items():
         if (match := NAME.fullmatch(name)) is None:
             raise SettingsError(
-                f"lora_init: {path} is no LoRA that is known here: it has {name}",
+                f"{setting}: {path} is no LoRA that is known here: it has {name}",
                 "open it by the pipeline's load_lora_weights, and write it by save_lora_weights",
             )
         kind = "down" if match["down"] else "up" if match["up"] else "alpha"
         pairs.setdefault(flat(match["layer"]), LoraPair()).tensors[kind] = tensor
     if broken := [name for name, pair in pairs.items() if not {"down", "up"} <= pair.tensors.keys()]:
-        raise SettingsError(f"lora_init: {path} has one matrix of two for {broken[0]}", "copy it again")
+        raise SettingsError(f"{setting}: {path} has one matrix of two for {broken[0]}", "copy it again")
     return pairs
 
 

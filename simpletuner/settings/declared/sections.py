@@ -80,11 +80,15 @@ class Model(Section):
 class Lora(Section):
     """LoRA"""
 
-    lora_rank: int = knob(16, "Rank of each pair of matrices that model_type=lora trains.", ge=1)
+    lora_type: Literal["lora", "dora", "loha", "lokr", "oft"] = knob("lora", "Kind of adapter that model_type=lora trains: LoRA; DoRA, which trains the length of each row, too; LoHa, LoKr and OFT, which peft and LyCORIS have.")  # fmt: skip
+    lora_rank: int = knob(16, "Rank of each pair of matrices that model_type=lora trains; of lora_type=oft the inputs that one block rotates.", ge=1)
     lora_alpha: float | None = knob(None, "Adapters are scaled by lora_alpha / lora_rank; empty: lora_rank, so by 1.", gt=0)
+    lokr_factor: int = knob(-1, "Factors of lora_type=lokr: the size of the smaller one; -1: both near the root of a layer's width.", ge=-1)
     lora_dropout: float = knob(0.0, "Fraction of an adapter's input values that are zeroed in training.", ge=0, lt=1)
     lora_target_modules: str = knob("", "Comma-separated names, or ends of names, of the layers to adapt; empty: the attention projections that `simpletuner detect-blocks --lora` shows.")
     lora_init: Path | None = knob(None, "A LoRA to train on: a .safetensors file of diffusers, ComfyUI or kohya's programs, or the folder of a pytorch_lora_weights.safetensors.")
+    assistant_lora: list[str] = knob([], "A LoRA that is merged into the frozen base and not exported, such as one for training a distilled model; give it several times for several.")
+    assistant_lora_strength: float = knob(1.0, "Scale of assistant_lora.")
     export_format: Annotated[str, AfterValidator(normalize_formats)] = knob("diffusers", "Programs to write a LoRA for, separated by commas: diffusers always, comfyui, kohya (sd-scripts, musubi-tuner).")
     base_model_precision: Literal["no_change", "int8", "float8", "nf4"] = knob("no_change", "How a LoRA's frozen base is held: in the precision of mixed_precision, or in 8 or 4 bits (torchao).")
 

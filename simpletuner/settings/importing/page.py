@@ -48,6 +48,7 @@ NULL = """\
 In a file of the original null is a setting that is not set. So is 0 for `num_train_epochs`, `max_train_steps`,
 `minimum_image_size`, `snr_gamma` and `tokenizer_max_length`. `flow_schedule_shift` = 0 is off, which is 1 here;
 `flow_schedule_auto_shift` takes its place as there, but another number beside it, which wins there, is refused here.
+`lora_type` = standard is LoRA.
 `validation_step_interval` = 0 validates only before the first step and after the last; `resume_from_checkpoint` = null
 is `latest`.
 

@@ -160,9 +160,12 @@ def only_there(there: There) -> Iterator[tuple[str, Any, str]]:
         reason = "with FSDP2 the original trains with adamw_schedulefree in its place: name the one that you mean"
         yield "optimizer", there.given["optimizer"], reason
     is_distilled = there.word("model_flavour") in ASSISTED.get(there.family_name, ())
-    is_named = any(map(there.asks_for, ("disable_assistant_lora", "assistant_lora_path")))  # the path is refused itself
+    is_named = any(map(there.asks_for, ("disable_assistant_lora", "assistant_lora_path")))
     if is_distilled and there.word("model_type") == "lora" and not is_named:
-        reason = "the original trains a LoRA of a distilled model on top of an assistant LoRA, which is not loaded here"
+        reason = (
+            "the original trains a LoRA of a distilled model on top of an assistant LoRA: name its file as "
+            "assistant_lora_path"
+        )
         yield "disable_assistant_lora", False, reason
 
 

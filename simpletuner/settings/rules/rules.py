@@ -30,6 +30,7 @@ from simpletuner.settings.rules.optimizer_rules import (
     split_state_is_possible,
     warmup_ends,
 )
+from simpletuner.settings.values.export_formats import DIFFUSERS
 from simpletuner.settings.values.step_ranges import parse_step_range
 
 Rule = Callable[[Settings], Iterator[BrokenRule]]
@@ -184,6 +185,32 @@ def lora_is_for_whole_denoisers(settings: Settings) -> Iterator[BrokenRule]:
         yield broken(message, "model_type", "zero_stage", "deepspeed_config")
 
 
+def adapters_have_their_own_settings(settings: Settings) -> Iterator[BrokenRule]:
+    """Refuse what a kind of adapter does not have, or peft does not do."""
+    own, kind = settings.lora, settings.lora.lora_type
+    if settings.model.model_type != "lora":
+        return
+    if kind == "dora" and own.base_model_precision != "no_change":
+        message = (
+            f"base_model_precision = {own.base_model_precision}, but lora_type = dora measures the rows of the base's "
+            "weights in each step, and peft does not know the quantized ones: take lora, loha, lokr or oft"
+        )
+        yield broken(message, "base_model_precision", "lora_type")
+    if kind == "oft" and own.lora_alpha is not None:
+        message = "lora_type=oft rotates, and has nothing to scale: leave lora_alpha out"
+        yield broken(message, "lora_alpha", "lora_type")
+    if kind not in ("lora", "dora") and own.lora_dropout:
+        message = (
+            f"lora_dropout zeroes the inputs of LoRA's matrices, which lora_type = {kind} does not have: leave it out"
+        )
+        yield broken(message, "lora_dropout", "lora_type")
+    if kind != "lokr" and own.lokr_factor != -1:
+        yield broken(f"lokr_factor is for lora_type=lokr, not {kind}: leave it out", "lokr_factor", "lora_type")
+    if kind != "lora" and own.export_format != DIFFUSERS:
+        message = f"export_format = {own.export_format} writes LoRA alone for other programs, not {kind}: leave it out"
+        yield broken(message, "export_format", "lora_type")
+
+
 def single_files_have_a_known_layout(settings: Settings) -> Iterator[BrokenRule]:
     model, name = settings.model, "export_single_file"
     if not settings.checkpoints.export_single_file:
@@ -211,6 +238,7 @@ RULES: tuple[Rule, ...] = (
     one_shift_is_meant,
     images_have_one_source,
     lora_is_for_whole_denoisers,
+    adapters_have_their_own_settings,
     one_engine_shards,
     split_state_is_possible,
     schedule_free_replaces_schedule_and_average,

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.models.catalog.licenses import LICENSES, describe_license, license_of
+from simpletuner.models.family.adapter_types import LABELS
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.opening.assistant_lora import assistant_files
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.knob import kind_of
 from simpletuner.settings.declared.sections import Model, setting_fields
@@ -83,7 +85,8 @@ def render(
         ours=OURS,
         name=escaped(facts.name),
         base=escaped(base),
-        lora=lora,
+        lora=lora and with_article(LABELS[settings.lora.lora_type]),
+        assistants=", ".join(escaped(path.name) for path in assistant_files(settings)),
         average=pipeline.name.endswith("-ema"),
         samples=[(each.moving or each.image, each.clip, escaped(each.prompt) or "(empty prompt)") for each in samples],
         noun="clip" if samples and samples[0].clip else "image",
@@ -99,6 +102,10 @@ def render(
         fence="`" * max(3, 1 + max(map(len, re.findall("`+", code + command)), default=0)),
     )
     return str(card)
+
+
+def with_article(label: str) -> str:
+    return f"{'An' if label[0] in 'AEIOU' else 'A'} {label}"
 
 
 def front_matter(model: Model, samples: Iterable[CardSample], has_clips: bool = False) -> ModelCardData:

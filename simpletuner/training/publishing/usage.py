@@ -10,6 +10,8 @@ from typing import Any
 from simpletuner.models.catalog.registry import revision_of
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.folder.index import MODULAR_INDEX, index_file
+from simpletuner.models.opening.assistant_lora import assistant_files
+from simpletuner.models.opening.lora_file import LORA_WEIGHTS, OF_PEFT
 from simpletuner.settings import Settings
 from simpletuner.settings.values.shape import Shape
 from simpletuner.training.images.image_files import ImageInfo
@@ -28,8 +30,7 @@ def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> s
     plain = [f"pipeline = {opener}.from_pretrained({', '.join(source)})"]
     lines = opening_blocks(family, source) if is_modular else plain
     if family.adapter is not None:
-        source = [*lora_source(family.settings, export), *as_python(dict(family.lora_options))]
-        lines.append(f"pipeline.load_lora_weights({', '.join(source)})")
+        lines += [*merging_assistants(family), loading_adapter(family, export)]
     call = ['prompt="a prompt"'] if sample is None else sampling_arguments(family, sample)
     if is_modular:
         lines += guiding(family, call)
@@ -37,6 +38,8 @@ def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> s
     is_clip = sample is not None and sample.frames > 1
     if is_clip:
         head.append("from diffusers.utils import encode_video")
+    if any("PeftModel" in line for line in lines):
+        head.append("from peft import PeftModel")
     if any("snapshot_download" in line for line in lines):
         head.append("from huggingface_hub import snapshot_download")
     lines.append('pipeline.to("cuda" if torch.cuda.is_available() else "cpu")')
@@ -94,6 +97,31 @@ def full_source(settings: Settings, export: Path) -> str:
         return quoted(shown_repository(settings))
     # `from_pretrained` of a whole pipeline has no argument `subfolder`.
     return f'snapshot_download({quoted(shown_repository(settings))}, allow_patterns="ema/*") + "/ema"'
+
+
+def merging_assistants(family: ModelFamily) -> list[str]:
+    """Return the lines that merge the assistants into the base, as in training and validation."""
+    own, lines = family.settings.lora, []
+    for path in assistant_files(family.settings):
+        shown = path.name if family.settings.hub.push_to_hub else str(path)
+        lines += [
+            f"pipeline.load_lora_weights({quoted(shown)})",
+            f"pipeline.fuse_lora(lora_scale={own.assistant_lora_strength:g})",
+            "pipeline.unload_lora_weights()",
+        ]
+    return lines
+
+
+def loading_adapter(family: ModelFamily, export: Path) -> str:
+    """Return the line that loads an adapter: diffusers' pipelines do LoRA and DoRA, denoisers LoKr, peft the rest."""
+    source, name = ", ".join(lora_source(family.settings, export)), family.denoiser_name
+    kind = family.settings.lora.lora_type
+    if kind in OF_PEFT:
+        return f"pipeline.{name} = PeftModel.from_pretrained(pipeline.{name}, {source}).merge_and_unload()"
+    if kind == "lokr":
+        return f"pipeline.{name}.load_lora_adapter({source}, weight_name={quoted(LORA_WEIGHTS)}, prefix={quoted(family.lora_prefix)})"
+    options = as_python(dict(family.lora_options))
+    return f"pipeline.load_lora_weights({', '.join([source, *options])})"
 
 
 def lora_source(settings: Settings, export: Path) -> list[str]:

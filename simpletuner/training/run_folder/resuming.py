@@ -12,6 +12,7 @@ from simpletuner.checkpoints.verification import Verification, find_newest
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.opening.assistant_lora import assistant_files
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -84,8 +85,9 @@ def check_fits(checkpoint: Checkpoint, family: ModelFamily, world: World, verifi
 
 def refuse_other_adapter(checkpoint: Checkpoint, adapter: Adapter) -> None:
     """Raise SettingsError unless a checkpoint's adapter has the rank, alpha and layers that the settings ask for."""
-    held = checkpoint.state["lora"]
-    for name, wanted in adapter.as_settings().items():
+    usual = {"lora_type": "lora", "lokr_factor": -1, "assistant_lora": "", "assistant_lora_strength": 1.0}
+    held, wants = ({**usual, **each} for each in (checkpoint.state["lora"], adapter.as_settings()))
+    for name, wanted in wants.items():
         if (value := held.get(name)) != wanted:
             raise SettingsError(
                 f"{checkpoint.folder} has {name} = {value}, but now it is {wanted}",
@@ -115,6 +117,7 @@ def base_fingerprints(family: ModelFamily) -> dict[str, str]:
     files = [path for path in sorted(family.folder.glob("*/*")) if path.is_file()]
     weights = f"{family.denoiser_name}/"
     names = {path.relative_to(family.folder).as_posix(): path for path in files if path.parent.name in family.index}
+    names |= {f"assistant_lora {path.name}": path for path in assistant_files(family.settings)}
     return {
         name: file_fingerprint(path)
         for name, path in names.items()

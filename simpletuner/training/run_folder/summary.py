@@ -6,6 +6,7 @@ from pathlib import Path
 
 from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, summarize
+from simpletuner.models.family.adapter_types import LABELS
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.fsdp2 import format_units
 from simpletuner.parallel.gpu import describe_device
@@ -76,7 +77,8 @@ def format_trained(family: ModelFamily, parameters: int) -> str:
         return f"{parameters:,} parameters"
     base, precision = count_parameters(family.meta_denoiser), family.settings.lora.base_model_precision
     frozen = f"{base:,} frozen{'' if precision == 'no_change' else f' in {precision}'}"
-    return f"LoRA of rank {adapter.rank} on {len(adapter.modules)} layers: {parameters:,} parameters over {frozen}"
+    label = f"{LABELS[adapter.kind]} of {'blocks' if adapter.kind == 'oft' else 'rank'} {adapter.rank}"
+    return f"{label} on {len(adapter.modules)} layers: {parameters:,} parameters over {frozen}"
 
 
 def format_engine(settings: Settings, world_size: int) -> str:

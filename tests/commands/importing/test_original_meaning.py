@@ -54,12 +54,10 @@ def imported(capsys) -> Callable[..., tuple[int, str]]:
 
 LOST: dict[str, tuple[dict[str, Any], str]] = {
     "lycoris": ({**LORA, "lora_type": "lycoris"}, "lora_type = 'lycoris' "),
-    "dora": ({**LORA, "use_dora": True}, "use_dora = true "),
     "pissa": ({**LORA, "lora_init_type": "pissa"}, "lora_init_type = 'pissa' "),
     "loss": ({"loss_type": "huber"}, "loss_type = 'huber' "),
     "z_image turbo": ({**LORA, "model_family": "z-image", "model_flavour": "turbo"}, "on top of an assistant LoRA"),
     "schnell": ({**LORA, "model_family": "flux", "model_flavour": "schnell"}, "on top of an assistant LoRA"),
-    "named assistant": ({**LORA, "assistant_lora_path": "a/b"}, "assistant_lora_path = 'a/b' "),
     "cosine": ({"lr_scheduler": "cosine"}, "lr_scheduler = 'cosine' "),
     "sine": ({"lr_scheduler": "sine"}, "lr_scheduler = 'sine' "),
     "prodigy": ({"optimizer": "prodigy"}, "optimizer = 'prodigy' "),

@@ -53,7 +53,7 @@ def random_weights(family: ModelFamily) -> dict[str, torch.Tensor]:
 
 def written(family: ModelFamily, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     weights = random_weights(family)
-    write_lora(folder / LORA_WEIGHTS, family, adapter_of(family), weights)
+    write_lora(folder, family, adapter_of(family), weights)
     return folder / LORA_WEIGHTS, weights
 
 
@@ -204,7 +204,8 @@ def test_a_lora_that_diffusers_own_script_for_sdxl_has_written_is_gone_on_from(s
         assert found.keys() == weights.keys()
         # Without metadata its alpha is its rank, as diffusers reads it: it computes here what it does there.
         scales = {name: RANK / ALPHA if "lora_B" in name else 1 for name in found}
-        assert all(torch.equal(value, weights[name].float() * scales[name]) for name, value in found.items())
+        for name, value in found.items():
+            torch.testing.assert_close(value, weights[name].float() * scales[name], msg=name)
 
 
 def test_a_lora_of_another_model_and_files_of_other_kinds_are_refused(sdxl, tmp_path):
@@ -270,3 +271,23 @@ def test_new_matrices_depend_on_the_whole_seed(pipelines):
     first, again, above = (matrices(seed) for seed in (42, 42, 42 + (1 << 32)))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
     assert not any(torch.equal(one, other) for one, other in zip(first, above, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"lora_type": "oft", "lora_rank": 5}, "rotates inputs in blocks of lora_rank = 5, which do not divide"),
+        (
+            {"lora_type": "oft", "lora_target_modules": "conv1"},
+            "is for linear layers, and down_blocks.0.resnets.0.conv1 is",
+        ),
+        (
+            {"lora_type": "dora", "lora_target_modules": "conv1"},
+            "is for linear layers, and down_blocks.0.resnets.0.conv1 is",
+        ),
+    ],
+)
+def test_a_layer_that_a_kind_of_adapter_cannot_adapt_is_refused(lora, said, sdxl):
+    with pytest.raises(SettingsError) as caught:
+        _ = opened("sdxl", sdxl, **{"lora_alpha": None, **lora}).adapter
+    assert said in caught.value.message

@@ -17,7 +17,7 @@ from simpletuner.models.family.adapter import layers_ending_with
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.opening.foreign_lora import read_foreign
-from simpletuner.models.opening.lora_file import LORA_WEIGHTS, check_lora_init, load_lora, write_lora
+from simpletuner.models.opening.lora_file import check_lora_init, load_lora, write_lora
 from simpletuner.models.opening.lora_formats import check_formats, file_of, write_formats
 from simpletuner.settings.declared.sections import Lora, Model, Settings
 
@@ -72,7 +72,7 @@ def written(family: ModelFamily, folder: Path) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     weights = {name: torch.randn(shape, generator=generator) / 8 for name, shape in family.trained_shapes().items()}
     assert family.adapter is not None
-    write_lora(folder / LORA_WEIGHTS, family, family.adapter, weights)
+    write_lora(folder, family, family.adapter, weights)
     write_formats(folder, family, family.adapter, weights)
     return weights
 

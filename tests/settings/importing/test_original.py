@@ -71,7 +71,7 @@ def test_every_key_of_the_original_is_answered_as_the_table_says():
 
 def test_each_name_has_one_answer_and_is_not_one_of_our_own():
     names = [name for texts in (RENAMED, ASKS_FOR_NOTHING, REFUSED) for _, name, _ in names_of(texts)]
-    assert len(names) == len(set(names)) == 482
+    assert len(names) == len(set(names)) == 481
     assert [name for name in names if canonical_name(name)] == []
     assert set(RENAMED) <= {*SECTION_OF, "accelerate_config"}
     assert all(len(reason) > 10 for reason in (*ASKS_FOR_NOTHING, *REFUSED))
@@ -147,7 +147,7 @@ def test_a_run_refuses_a_file_of_the_original_in_one_sentence(tmp_path):
     names = {
         "seed": 5,
         "lr_schedule": "cosine",
-        "lora_type": "standard",
+        "peft_lora_mode": "standard",
         "push_checkpoints_to_hub": False,
         "hub_model_name": "",
     }
@@ -155,7 +155,7 @@ def test_a_run_refuses_a_file_of_the_original_in_one_sentence(tmp_path):
         load_file(tmp_path, names)
     file = f"{tmp_path}/c.json"
     assert caught.value.message == (
-        f"{file} is a file of the original SimpleTuner: it has lr_schedule (here lr_scheduler), lora_type, "
+        f"{file} is a file of the original SimpleTuner: it has lr_schedule (here lr_scheduler), peft_lora_mode, "
         "push_checkpoints_to_hub and 1 more"
     )
     assert f"`simpletuner config import {file} --output=run.toml`" in caught.value.hint

@@ -66,6 +66,13 @@ def zero_as(here: Any) -> Callable[[Any], Any]:
     return lambda value: here if not isinstance(value, bool) and value in ZERO else value
 
 
+def adapter_here(value: Any) -> Any:
+    """Return a kind of adapter, also for use_dora. Raises ValueError for LyCORIS, whose algorithm has its own file."""
+    if normalize_name(value) == "lycoris":
+        raise ValueError("set lora_type to the algorithm of lycoris_config (loha, lokr; lora for locon), and its sizes")
+    return "dora" if normalize_name(value) == "true" else value
+
+
 ATTENTION = {"flash_attn": "flash", "flash_attn_3": "flash3"}
 """The original's attention_mechanism, where attention_backend calls it otherwise."""
 
@@ -75,6 +82,7 @@ VALUES: dict[str, Maps] = {
     "offload_activations": Maps("offload_activations", lambda value: value == "unsloth" or value),
     "optimizer": Maps("optimizer", optimizer_here),
     "lora_target_modules": Maps("lora_target_modules", target_names),
+    "lora_type": Maps("lora_type", adapter_here, neutral=("standard",)),
     "flow_schedule_shift": Maps("flow_schedule_shift", zero_as(1)),  # off, which 1 is
     **{
         name: Maps(name, zero_as(None))

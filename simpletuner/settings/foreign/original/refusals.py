@@ -21,10 +21,9 @@ DECIDES: dict[str, str] = {
     "all weights are trained; leave it out": "layer_freeze_strategy use_bitfit",
     "the text encoder's usual layers are used; leave it out": "custom_text_encoder_intermediary_layers",
     # LoRA.
-    "adapters are LoRA as peft has it; leave it out": "lora_type=standard peft_lora_mode=standard use_dora",
+    "adapters are those of peft; leave it out": "peft_lora_mode=standard",
     "the first matrix is drawn from a uniform distribution, the second is 0; leave it out": "lora_init_type=default",
     "set lora_target_modules; without it the attention projections are adapted": "flux_lora_target=all",
-    "no other adapter is loaded while one is trained; leave it out": "assistant_lora_path",
     # The objective.
     "the objective is the mean squared error; leave it out": "loss_type=l2 use_soft_min_snr snr_weight=1",
     "the base model's scheduler decides: set rescale_betas_zero_snr in its scheduler_config.json": (

@@ -6,6 +6,7 @@ Names stand in one text per answer. `name=value|value` adds values that ask for 
 from __future__ import annotations
 
 RENAMED: dict[str, str] = {
+    "assistant_lora": "assistant_lora_path",
     "accelerate_config": "accelerate_config_path",
     "adam_beta1": "optimizer_beta1",
     "adam_beta2": "optimizer_beta2",
@@ -23,6 +24,7 @@ RENAMED: dict[str, str] = {
     "gradient_checkpointing": "use_gradient_checkpointing fsdp_activation_checkpointing=false|no|off|0",
     "lora_init": "init_lora",
     "lora_target_modules": "peft_lora_target_modules",
+    "lora_type": "use_dora=false",
     "lr_scheduler": "lr_schedule",
     "max_train_steps": "max_num_steps",
     "num_train_epochs": "num_epochs",
@@ -33,10 +35,10 @@ RENAMED: dict[str, str] = {
 """Other names of settings, those of the original's config.env included."""
 
 ASKS_FOR_NOTHING: dict[str, str] = {
-    "used only with lora_type=lycoris, which is refused": "lycoris_config init_lokr_norm validation_lycoris_strength",
-    "used only with another peft_lora_mode, slider or assistant_lora_path, which are refused": (
-        "singlora_ramp_up_steps assistant_lora_strength assistant_lora_inference_strength disable_assistant_lora"
-    ),
+    "lora_type says the algorithm that lycoris_config has": "lycoris_config init_lokr_norm validation_lycoris_strength",
+    "used only with another peft_lora_mode, which is refused": "singlora_ramp_up_steps",
+    "validation samples with what is trained on, assistant_lora included": "assistant_lora_inference_strength",
+    "no assistant is merged but by assistant_lora": "disable_assistant_lora",
     "lora_init names the file to go on from, of whichever step or average": "init_lora_step init_lora_ema",
     "used only with a family that this version does not train": "acestep_lora_target",
     "lora_rank is the rank": "network_rank",
