@@ -1,4 +1,4 @@
-"""What each round of validation draws: prompts with their shapes and references, from files and from pairs."""
+"""Prompts that each round of validation draws, with their shapes and references, from files and from pairs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Images = tuple[Image.Image, ...]
 
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """What is drawn from one prompt in one shape; `number` counts prompts, `name` is unique."""
+    """A prompt to draw in one shape; `number` counts prompts, `name` is unique."""
 
     number: int
     name: str

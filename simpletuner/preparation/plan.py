@@ -1,4 +1,4 @@
-"""What a run trains on, before anything is encoded."""
+"""The data of a run, before anything is encoded."""
 
 from __future__ import annotations
 

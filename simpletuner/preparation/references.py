@@ -1,4 +1,4 @@
-"""Whether references of datasets and of prompts fit the model."""
+"""Checks that references of datasets and of prompts fit the model."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
 
     @property
     def partner_noun(self) -> str:
-        """What a dataset of type conditioning has for each image."""
+        """Noun for the files of a dataset of type conditioning."""
         return "mask" if self.are_masks else "reference"
 
     @property

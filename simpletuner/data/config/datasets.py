@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from simpletuner.data.config.dataset_types import (
     TextEmbeds,
 )
 from simpletuner.data.config.folders import find_nested_ids, id_of_folder
+from simpletuner.data.config.pairs import mistakes_of_pairs, paired
 from simpletuner.data.config.tables import (
     BLOCK,
     TABLE_RULES,
@@ -86,19 +86,6 @@ def load_datasets(data: Data, model_type: str = "lora") -> tuple[list[ImageDatas
         for dataset in parsed.of_kind(ImageDataset)
     ]
     return paired(datasets), texts or [default_texts(data)]
-
-
-def paired(datasets: Sequence[ImageDataset]) -> list[ImageDataset]:
-    """Return the datasets that are trained on or held out, with those of masks and references that they name."""
-    by_id = {dataset.id: dataset for dataset in datasets if dataset.conditioning_type}
-    own = [dataset for dataset in datasets if not dataset.conditioning_type]
-    return [each.paired_with([by_id[name] for name in conditioning_of(each, datasets)]) for each in own]
-
-
-def conditioning_of(dataset: ImageDataset, datasets: Iterable[ImageDataset]) -> list[str]:
-    """Return the ids that a dataset names in `conditioning_data`, and of those that name it themselves."""
-    named_by = [each.id for each in datasets if each.source_dataset_id == dataset.id]
-    return list(dict.fromkeys((*dataset.conditioning_data, *named_by)))
 
 
 def default_texts(data: Data) -> TextEmbeds:
@@ -169,36 +156,10 @@ def mistakes_between(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
     for problem in find_nested_ids(own):
         yield Mistake("id", problem, name)
     yield from mistakes_of_embeds(parsed, name)
-    yield from mistakes_of_pairs(parsed)
+    entries = [(dataset, entry) for dataset, entry in parsed.datasets if isinstance(dataset, ImageDataset)]
+    yield from mistakes_of_pairs(entries, parsed.refused, parsed.unused)
     if all(dataset.dataset_type in ("eval", "conditioning") for dataset in images) and not parsed.mistakes:
         yield BrokenRule("data_backend_config", f"{name} names no dataset of images or videos to train on")
-
-
-def mistakes_of_pairs(parsed: DatasetFile) -> Iterator[Mistake]:
-    """Yield what is wrong between datasets of images and those of their masks and references."""
-    images = parsed.of_kind(ImageDataset)
-    by_id = {dataset.id: dataset for dataset in images if dataset.conditioning_type}
-    own = [dataset.id for dataset in images if not dataset.conditioning_type]
-    entries = [(dataset, entry) for dataset, entry in parsed.datasets if isinstance(dataset, ImageDataset)]
-    for dataset, entry in entries:
-        for wanted in dataset.conditioning_data:
-            if wanted not in (*by_id, *parsed.refused):
-                message = "no dataset of dataset_type conditioning has this id"
-                yield entry.mistake("conditioning_data", message, did_you_mean(wanted, by_id))
-        if (source := dataset.source_dataset_id) is not None and source not in (*own, *parsed.refused):
-            message = "no dataset of images has this id"
-            yield entry.mistake("source_dataset_id", message, did_you_mean(source, own))
-        masks = [name for name in conditioning_of(dataset, images) if name in by_id and by_id[name].are_masks]
-        if len(masks) > 1:
-            yield entry.mistake("conditioning_data", "it names more than one dataset of masks")
-    named = Counter(name for dataset in images for name in conditioning_of(dataset, images))
-    for dataset, entry in entries:
-        if dataset.conditioning_type and not named[dataset.id]:
-            why = f"{dataset.id} has no effect: no dataset names it in conditioning_data"
-            parsed.unused.setdefault(why, []).append(entry.place())
-        if dataset.are_references and named[dataset.id] > 1:  # its latents are cached as one dataset's
-            message = f"{named[dataset.id]} datasets of images name it as theirs: write an entry with an id for each"
-            yield entry.mistake("id", message)
 
 
 def mistakes_of_embeds(parsed: DatasetFile, name: str) -> Iterator[Mistake]:

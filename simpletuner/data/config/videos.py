@@ -29,7 +29,7 @@ class VideoSettings(Section):
     """Folders of numbered images are clips, too, of so many frames per second. None: they are not."""
     clip_position: Literal["start", "middle", "random"] = "start"
     is_i2v: bool | None = None
-    """Whether models are given the first frame of a clip; None: where they always are."""
+    """True if the model is given the first frame of a clip; None: where it always is."""
 
     @model_validator(mode="after")
     def check_lengths(self) -> VideoSettings:

@@ -57,7 +57,7 @@ class Sample:
 
     @property
     def given(self) -> tuple[Sample, ...]:
-        """What the model is given beside the caption: references, or the first frame."""
+        """Images that the model is given beside the caption: references, or the first frame."""
         if not self.continues:
             return self.references
         first = replace(self.geometry, target=self.geometry.target._replace(frames=1))
@@ -65,7 +65,7 @@ class Sample:
 
     @property
     def shape(self) -> SampleShape:
-        """What the samples of a batch have in common."""
+        """Shapes that the samples of a batch have in common."""
         return SampleShape(self.geometry.target, tuple(each.geometry.target for each in self.references))
 
     def open(self) -> BinaryIO:

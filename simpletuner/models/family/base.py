@@ -57,7 +57,7 @@ class SamplingParams:
     fps: float = 0.0
     """Of a clip."""
     references: tuple[Image, ...] = ()
-    """What the pipeline is given beside the prompt, in the size in which it is encoded."""
+    """Images that the pipeline is given beside the prompt, in the size in which it is encoded."""
 
     def kwargs(self) -> dict[str, Any]:
         """Arguments that every pipeline of diffusers takes, so that it returns latents."""

@@ -119,9 +119,9 @@ def loading_adapter(family: ModelFamily, export: Path) -> str:
     if kind in OF_PEFT:
         return f"pipeline.{name} = PeftModel.from_pretrained(pipeline.{name}, {source}).merge_and_unload()"
     if kind == "lokr":
-        return f"pipeline.{name}.load_lora_adapter({source}, weight_name={quoted(LORA_WEIGHTS)}, prefix={quoted(family.lora_prefix)})"
-    options = as_python(dict(family.lora_options))
-    return f"pipeline.load_lora_weights({', '.join([source, *options])})"
+        options = f"weight_name={quoted(LORA_WEIGHTS)}, prefix={quoted(family.lora_prefix)}"
+        return f"pipeline.{name}.load_lora_adapter({source}, {options})"
+    return f"pipeline.load_lora_weights({', '.join([source, *as_python(dict(family.lora_options))])})"
 
 
 def lora_source(settings: Settings, export: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which images and clips each round of validation generates, with their sampling parameters."""
+"""Images and clips that each round of validation generates, with their sampling parameters."""
 
 from __future__ import annotations
 
