@@ -9,11 +9,14 @@ import pytest
 import torch
 from conftest import base
 from models import test_inputs
-from models.test_inputs import CLIP, SHAPE, opened
+from models.test_inputs import CLIP, SHAPE, opened, recorded_call
 from safetensors.torch import load_file, save_file
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.catalog.registry import flavours_of
 from simpletuner.models.opening.completeness import check_complete
+from simpletuner.models.opening.published import open_without_weights
+from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import Shape
 
 VAE_OF_2_2 = {"in_channels": 12, "out_channels": 12, "patch_size": 2, "is_residual": True, "scale_factor_spatial": 16}
@@ -48,6 +51,23 @@ def test_a_picture_of_ti2v_is_the_one_that_the_pipeline_draws(ti2v):
 @pytest.mark.parametrize("shape", [SHAPE, CLIP])
 def test_latents_of_ti2v_come_back_as_the_vae_alone_would_bring_them(ti2v, shape):
     test_inputs.test_latents_come_back_as_the_vae_alone_would_bring_them("wan", shape, lambda _: ti2v)
+
+
+def test_plan_counts_a_time_for_each_token_and_both_denoisers_as_published(tmp_path):
+    (times := tmp_path / "times").mkdir()
+    settings = Settings(model=Model(model_family="wan", model_flavour="ti2v-5b-2.2"))
+    family = open_without_weights(flavours_of("wan")["ti2v-5b-2.2"].architecture, settings, times)
+    noised, text = torch.empty(1, 48, 5, 8, 12, device="meta"), torch.empty(1, 512, 4096, device="meta")
+    model = family.meta_denoiser
+    given = recorded_call(
+        model, lambda: family.predict(model, noised, torch.empty(1, device="meta"), {"prompt_embeds": text})
+    )
+    assert given["timestep"].shape == (1, 5 * 4 * 6)
+    (both := tmp_path / "both").mkdir()
+    settings = Settings(model=Model(model_family="wan", model_flavour=LOW))
+    family = open_without_weights(flavours_of("wan")[LOW].architecture, settings, both)
+    assert (family.denoiser_name, family.other_denoiser) == ("transformer_2", "transformer")
+    assert family.sigma_range == (0, BOUNDARY)
 
 
 BOUNDARY = 0.875
