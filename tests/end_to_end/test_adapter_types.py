@@ -16,6 +16,7 @@ from PIL import Image
 KINDS = engines.KINDS
 
 
+@pytest.mark.long
 def test_each_kind_gives_the_losses_of_one_rank_on_all_engines_and_resumes_on_the_others(run_on, arguments_of):
     arguments = arguments_of("flux", gradient_checkpointing=True)
     words = [f"{kind} lora" for kind in KINDS]
