@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.catalog.registry import flavour_of, flavours_of
+from simpletuner.models.catalog.registry import flavour_of, flavours_of, load_preset
 from simpletuner.models.folder.diffusers_io import cast_always, diffusers_class
 from simpletuner.models.folder.malformed import opening, read_json
 from simpletuner.models.folder.weights import weights_files
@@ -32,7 +32,10 @@ def chosen_denoiser(folder: Path, index: Mapping[str, Any], model: Model) -> tup
             raise SettingsError(f"{folder} has no {SECOND}, which {named(model)} trains", "leave model_flavour out")
         return FIRST, ""
     if not asked or index.get("boundary_ratio") is None:
-        names = [name for name, each in flavours_of(model.model_family).items() if each.denoiser]
+        preset, pipeline = load_preset(model.model_family), index.get("_class_name")
+        first = preset.pipelines[0] if preset else ""
+        two = {name: each for name, each in flavours_of(model.model_family).items() if each.denoiser}
+        names = [name for name, each in two.items() if each.index.get("_class_name", first) == pipeline]
         raise SettingsError(
             f"{folder} has two denoisers, {FIRST} and {SECOND}, and a run trains one of them"
             if not asked
