@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import engines
@@ -207,6 +208,13 @@ def test_an_assistant_is_a_base_with_its_weights_merged_and_is_not_exported(flux
     sharded = train(tmp_path / "sharded", *assisted, "--train_batch_size=2", "--fsdp_enable", world=2)
     assert run.losses == pytest.approx(expected.losses, rel=1e-6) != whole.losses
     assert sharded.losses == pytest.approx(expected.losses, rel=1e-5)
+    if find_spec("torchao"):
+        int8 = (merged, (*assisted, "--train_batch_size=4"))
+        one, other = (
+            train(tmp_path / f"int8-{i}", *each, "--base_model_precision=int8") for i, each in enumerate(int8)
+        )
+        assert one.losses == pytest.approx(other.losses, rel=1e-5), "merged before it is quantized"
+        assert one.losses != expected.losses != whole.losses
     for group in ("model", "exp_avg"):  # the moments are those of the gradients
         ours, theirs = (checkpoint(each.output, 3, group) for each in (run, expected))
         assert ours.keys() == theirs.keys() and not [name for name in ours if "to_k" in name]

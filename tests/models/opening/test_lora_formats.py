@@ -16,8 +16,9 @@ from simpletuner.models.catalog.registry import presets
 from simpletuner.models.family.adapter import layers_ending_with
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
+from simpletuner.models.opening.assistant_lora import merge_assistants, read_assistants
 from simpletuner.models.opening.foreign_lora import read_foreign
-from simpletuner.models.opening.lora_file import check_lora_init, load_lora, write_lora
+from simpletuner.models.opening.lora_file import LORA_WEIGHTS, check_lora_init, load_lora, write_lora
 from simpletuner.models.opening.lora_formats import check_formats, file_of, write_formats
 from simpletuner.settings.declared.sections import Lora, Model, Settings
 
@@ -219,3 +220,30 @@ def test_a_layer_without_a_known_name_is_refused_before_training(pipelines):
         SettingsError, match=r"export_format=kohya: (x_embedder|proj_out) has no name there that is known"
     ):
         check_formats(opened("flux", pipelines("flux"), **lora))
+
+
+def test_an_assistant_must_be_a_lora_of_the_same_model(pipelines, tmp_path):
+    family = opened("flux", pipelines("flux"))
+    weights = written(family, tmp_path)
+    file = tmp_path / LORA_WEIGHTS
+    deltas = read_assistants(
+        opened("flux", pipelines("flux"), assistant_lora=[str(file)] * 2, assistant_lora_strength=2)
+    )
+    assert deltas.keys() == {name.replace("lora_A.", "") for name in weights if "lora_A" in name}
+    name = "transformer_blocks.0.attn.to_q"
+    merged = {f"{name}.weight": torch.zeros(family.meta_denoiser.get_parameter(f"{name}.weight").shape)}
+    merge_assistants(merged, deltas)
+    product = weights[f"{name}.lora_B.weight"] @ weights[f"{name}.lora_A.weight"]
+    torch.testing.assert_close(merged[f"{name}.weight"], 2 * 2 * ALPHA / RANK * product)
+    bad = tmp_path / "bad.safetensors"
+    pair = {"lora_A.weight": torch.ones(2, 3), "lora_B.weight": torch.ones(3, 2)}
+    for layer, said in (
+        (f"transformer.{name}", "is of another model: transformer_blocks.0.attn.to_q.lora_A.weight does not fit"),
+        ("text_encoder.text_model.fc1", "adapts text_encoder_text_model_fc1, which is no layer of"),
+    ):
+        save_file({f"{layer}.{end}": each for end, each in pair.items()}, bad)
+        with pytest.raises(SettingsError, match=said):
+            read_assistants(opened("flux", pipelines("flux"), assistant_lora=[str(bad)]))
+    save_file({f"transformer.{name}.lokr_w1": torch.ones(2, 2)}, bad)
+    with pytest.raises(SettingsError, match="is of lora_type lokr, which is not merged"):
+        read_assistants(opened("flux", pipelines("flux"), assistant_lora=[str(bad)]))
