@@ -44,10 +44,11 @@ def check_references(
     family: ModelFamily, settings: Settings, datasets: Sequence[ImageDataset], prompts: Sequence[ValidationPrompt]
 ) -> None:
     """Raise SettingsError for more or fewer references than the pipeline takes."""
-    given = [(f"dataset `{dataset.id}`", len(dataset.encoded) - 1) for dataset in datasets]
-    given += [("validation_images", len(prompt.images)) for prompt in prompts if prompt.images]
-    pipeline, least, most = family.pipeline_class.__name__, family.least_references, family.most_references
-    for name, count in given:
+    pipeline, least, taken = family.pipeline_class.__name__, family.least_references, family.most_references
+    given = [(f"dataset `{dataset.id}`", len(dataset.encoded) - 1, taken) for dataset in datasets]
+    first = 1 if family.continues else 0
+    given += [("validation_images", len(prompt.images), max(taken, first)) for prompt in prompts if prompt.images]
+    for name, count, most in given:
         if count > most:
             says = f"{name}: {count_noun(count, 'reference image')}, and {pipeline} takes "
             raise SettingsError(says + (f"at most {most}" if most else "none"), f"leave them out, or {EDITS}")

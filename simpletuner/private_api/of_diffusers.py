@@ -8,7 +8,7 @@ from typing import Any
 def context_parallel_splits(model: Any) -> Any:
     """Return what of a denoiser's inputs and outputs is split over the sequence, by module, as its class says.
 
-    The values have the attributes of TokenSplit.
+    The values have `split_dim` and `expected_dims`.
     """
     return model._cp_plan
 

@@ -50,6 +50,30 @@ def test_clips_continue_their_first_frame_on_any_engine(case, clips, pipelines, 
         assert all(abs(one / two - 1) > 1e-3 for one, two in zip(plain.losses, alone.losses, strict=True))
 
 
+def test_clips_and_images_in_one_run_of_ltx_video(clips, pipelines, train, tmp_path):
+    """A sample without a first frame has one time for all tokens, one with it a time for each: both are split."""
+    (tmp_path / "images").mkdir()
+    for number in range(4):
+        pixels = np.random.default_rng(number).integers(0, 255, (48, 80, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / f"noise {number}.png")
+    video = {"dataset_type": "video", "instance_data_dir": str(clips)}
+    images = {"instance_data_dir": str(tmp_path / "images")}
+    block, plain = {"num_frames": 9, "is_i2v": True}, {"num_frames": 9}
+    given = dataset_file(tmp_path / "given.json", {**video, "video": block}, images)
+    flags = (*base("ltxvideo", pipelines("ltxvideo"), Path("unused"))[:2], *FLAGS, "--train_batch_size=2")
+    flags += ("--max_train_steps=4", "--aspect_bucket_alignment=32")
+    prompt = ("--validation_prompt=disc", f"--validation_images={tmp_path / 'images' / 'noise 0.png'}")
+    size = ("--validation_resolution=96x64", "--validation_num_video_frames=9")
+    alone = train(tmp_path / "alone", *flags, given, *VALIDATION, *prompt, *size)
+    files = {path.name for path in (tmp_path / "alone" / "validation" / "step-000004").iterdir()}
+    assert {"reference-00.png", "trained-00.mp4"} <= files
+    split = train(tmp_path / "split", *flags, given, "--fsdp_enable", "--context_parallel_size=2", world=2)
+    assert split.losses == pytest.approx(alone.losses, rel=1e-5)
+    other = dataset_file(tmp_path / "plain.json", {**video, "video": plain}, images)
+    without = train(tmp_path / "plain", *flags, other)
+    assert max(abs(one / two - 1) for one, two in zip(without.losses, alone.losses, strict=True)) > 1e-3
+
+
 def test_a_given_image_is_continued_and_what_cannot_be_is_refused(clips, pipelines, train, tmp_path):
     folder = save_wan(pipelines("wan"), tmp_path / "model", "2.2-14b")
     flags = (*base("wan", folder, Path("unused"))[:2], *FLAGS, "--max_train_steps=1", "--train_batch_size=1")

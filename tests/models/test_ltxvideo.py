@@ -42,19 +42,22 @@ SCHEDULER_OF_0_9_0 = {
 }
 
 
-@pytest.fixture(scope="module")
-def first(pipelines, tmp_path_factory) -> Path:
-    """Return a pipeline as that of 0.9.0: an LTXPipeline, a VAE without a timestep, a scheduler with a shift."""
+def save_0_9_0(base: Path, folder: Path) -> Path:
+    """Make a pipeline as that of 0.9.0: an LTXPipeline, a VAE without a timestep, a scheduler with a shift."""
     from diffusers import AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXPipeline
 
     from simpletuner.models.tiny.build import fixed_seed
 
-    folder = tmp_path_factory.mktemp("ltx-0.9.0")
     with fixed_seed():
         vae = AutoencoderKLLTXVideo(**VAE_OF_0_9_0)
     scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER_OF_0_9_0)
-    LTXPipeline.from_pretrained(pipelines("ltxvideo"), vae=vae, scheduler=scheduler).save_pretrained(folder)
+    LTXPipeline.from_pretrained(base, vae=vae, scheduler=scheduler).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def first(pipelines, tmp_path_factory) -> Path:
+    return save_0_9_0(pipelines("ltxvideo"), tmp_path_factory.mktemp("ltx-0.9.0"))
 
 
 @pytest.mark.parametrize("shape", [SHAPE, CLIP])

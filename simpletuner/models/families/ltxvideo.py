@@ -5,19 +5,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from simpletuner.data.batches.references import FIRST_FRAME
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.text_encoding import Conditioning
-from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
+from simpletuner.models.folder.diffusers_io import diffusers_class
+from simpletuner.parallel.context.context_parallel import TIMES, TOKENS, SequencePlan
 from simpletuner.settings.values.shape import Shape
 
 FRAME_RATE = 25
 """Frames per second of a clip: the default of both pipelines."""
+NOISE_OF_FIRST = 0.15
+"""Noise in a first frame, times the square of the noise level: the default of LTXConditionPipeline."""
 
 
 class LTXVideo(ModelFamily):
@@ -34,13 +39,13 @@ class LTXVideo(ModelFamily):
         attention={"transformer_blocks.*.attn1": ("hidden_states",)},
         gathered={"proj_out": "hidden_states"},
         splits={
-            "": {"hidden_states": TOKENS},
+            "": {"hidden_states": TOKENS, "timestep": TIMES},
             "rope": {0: TOKENS, 1: TOKENS},
         },
     )
 
     def default_max_length(self) -> int:
-        return 256 if self.index["_class_name"] == "LTXConditionPipeline" else 128
+        return 256 if self.is_conditioned else 128
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, max_length, D) and prompt_attention_mask (B, max_length)."""
@@ -50,19 +55,40 @@ class LTXVideo(ModelFamily):
         return {"prompt_embeds": embeds, "prompt_attention_mask": mask}
 
     def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as LTXConditionPipeline does."""
-        shape = Shape.of_axes(noised.shape[2:])
+        """Call the transformer as LTXConditionPipeline does, or as `continuing_class` with a first frame."""
+        shape, timesteps = Shape.of_axes(noised.shape[2:]), timesteps_B[:, None] * 1000
+        if FIRST_FRAME in conditioning:
+            first = self.first_shown(conditioning[FIRST_FRAME], noised[:, :, :1], timesteps_B)
+            noised = torch.cat([first, noised[:, :, 1:]], dim=2)
+            timesteps = timesteps.repeat(1, math.prod(shape))
+            timesteps[:, : shape.height * shape.width] = 0
         # LTXPipeline gives frames, rows, columns and a scale, which are the same numbers.
-        coords = video_coords(shape, self.cell, self.has_short_first_frame, noised.device)
+        coords = video_coords(shape, self.cell, self.is_conditioned, noised.device)
         tokens = model(
             hidden_states=noised.flatten(2).transpose(1, 2),
             encoder_hidden_states=conditioning["prompt_embeds"].to(noised.dtype),
-            timestep=timesteps_B[:, None] * 1000,
+            timestep=timesteps,
             encoder_attention_mask=conditioning["prompt_attention_mask"],
             video_coords=coords.expand(len(noised), -1, -1),
             return_dict=False,
         )[0]
         return self.unpack_latents(tokens, shape)
+
+    @property
+    def continues(self) -> Literal["", "may", "must"]:
+        return "may"
+
+    @property
+    def continuing_class(self) -> Any:
+        return self.pipeline_class if self.is_conditioned else diffusers_class("LTXImageToVideoPipeline")
+
+    def first_shown(self, clean: Tensor, noised: Tensor, sigmas_B: Tensor) -> Tensor:
+        """Return the first latent frame as the pipeline shows it: clean, or with a little of the clip's own noise."""
+        if not self.is_conditioned:
+            return clean.to(noised.dtype)
+        sigma = sigmas_B.view(-1, 1, 1, 1, 1)
+        share_of_noise = noised.float() - (1 - sigma) * clean
+        return (clean + NOISE_OF_FIRST * sigma * share_of_noise).to(noised.dtype)
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
@@ -78,8 +104,8 @@ class LTXVideo(ModelFamily):
         return video_BCFHW.squeeze(2) if shape.frames == 1 else video_BCFHW
 
     @property
-    def has_short_first_frame(self) -> bool:
-        """True where the pipeline counts the first latent frame as the one frame that it is made of."""
+    def is_conditioned(self) -> bool:
+        """True of 0.9.5, whose pipeline counts the first latent frame as the one frame that it is made of."""
         return self.index["_class_name"] == "LTXConditionPipeline"
 
 

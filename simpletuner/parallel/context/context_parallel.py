@@ -33,9 +33,13 @@ class TokenSplit:
 
     split_dim: int
     expected_dims: int | None = None
+    shared_if_one: bool = False
+    """True if an axis of length 1 holds what all tokens share."""
 
 
 TOKENS = TokenSplit(split_dim=1, expected_dims=3)
+TIMES = TokenSplit(split_dim=1, expected_dims=2, shared_if_one=True)
+"""Of times, (B, tokens) or (B, 1)."""
 
 Splits = Mapping[str, Mapping[str | int, TokenSplit]]
 
@@ -55,8 +59,13 @@ class SequencePlan:
     splits: Splits | None = None
 
     def splits_of(self, model: Any) -> Splits:
-        own = self.splits if self.splits is not None else context_parallel_splits(model)
-        return {name: parts for name, parts in own.items() if isinstance(parts, Mapping)}
+        if self.splits is not None:
+            return self.splits
+        return {
+            name: {key: TokenSplit(each.split_dim, each.expected_dims) for key, each in parts.items()}
+            for name, parts in context_parallel_splits(model).items()
+            if isinstance(parts, Mapping)
+        }
 
 
 @dataclass
@@ -70,6 +79,8 @@ class SplitModel:
     def part(self, name: str, tensor: Any, split: TokenSplit) -> Any:
         """Return this rank's part of a tensor; one with other dimensions, such as a timestep, is returned unchanged."""
         if tensor is None or split.expected_dims not in (None, tensor.ndim):
+            return tensor
+        if split.shared_if_one and tensor.shape[split.split_dim] == 1:
             return tensor
         self.lengths[name] = tensor.shape[split.split_dim]
         # A copy, so that the autograd graph does not keep the whole tensor in memory.
