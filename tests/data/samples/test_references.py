@@ -113,7 +113,7 @@ def test_pairs_that_do_not_fit_together_are_refused(tmp_path):
     images, more, first, second = (tmp_path / name for name in ("images", "more", "first", "second"))
     mask = {"conditioning_type": "mask", "dataset_type": "conditioning"}
     entries = [
-        entry(images, conditioning_data=["first", "second", "thrid"]),
+        entry(images, conditioning_data=["first", "second", "fourth"]),
         entry(more, conditioning_data="third"),
         entry(first, **mask),
         entry(second, **mask, source_dataset_id="image"),
