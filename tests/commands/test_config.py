@@ -156,7 +156,7 @@ def test_init_writes_a_file_that_loads_and_validates(run, family, count, flavour
 
 def test_init_says_which_flavours_can_be_trained_where_the_default_cannot(run):
     code, _, err = run("config", "init", "--model_family=z_image")
-    assert code == 2 and "use base, or turbo" in err
+    assert code == 2 and "use turbo, and name the adapter's file with assistant_lora" in err
     assert not Path("config").exists()
 
 

@@ -99,7 +99,7 @@ def check_lora(settings: Settings) -> None:
         message = f"export_format={','.join(sorted(unknown))} is not for model_family={model.model_family}"
         hint = f"leave it out, or set export_format={','.join(known)}"
         raise SettingsError(mistakes=[broken(message, "export_format", "model_family")], hint=hint)
-    if missing := [name for name in settings.lora.assistant_lora if not Path(name).expanduser().exists()]:
+    if missing := [name for name in settings.lora.assistant_lora if not name.exists()]:
         message = f"assistant_lora = {missing[0]}: there is no such file or folder"
         hint = "name a .safetensors file; `hf download` fetches published ones"
         raise SettingsError(mistakes=[broken(message, "assistant_lora")], hint=hint)

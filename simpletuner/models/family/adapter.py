@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,7 +88,7 @@ class Adapter:
             seed=settings.training.seed,
             kind=own.lora_type,
             factor=own.lokr_factor,
-            assistants=tuple(Path(name).name for name in own.assistant_lora),
+            assistants=tuple(path.name for path in own.assistant_lora),
             assistant_strength=own.assistant_lora_strength,
         )
 

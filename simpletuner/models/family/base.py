@@ -28,7 +28,7 @@ from simpletuner.models.family.objectives import EVERY_SIGMA, Objective, keep_fl
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae, cell_of
 from simpletuner.models.folder.diffusers_io import (
-    TEXT_PARTS,
+    ENCODING_PARTS,
     build_on_meta,
     cast_inputs,
     component_class,
@@ -432,8 +432,8 @@ class ModelFamily(ABC):
         # `from_pretrained` loads every component that is not passed, so all that is not wanted is passed as None.
         parts: dict[str, Any] = {name: None for name, value in self.index.items() if isinstance(value, list)}
         if with_text:
-            parts = {name: None for name in parts if not name.startswith(TEXT_PARTS)}
-            require_packages(self.index[name] for name in self.index if name.startswith(TEXT_PARTS))
+            parts = {name: None for name in parts if not name.startswith(ENCODING_PARTS)}
+            require_packages(self.index[name] for name in self.index if name.startswith(ENCODING_PARTS))
         parts |= {"vae": vae, self.denoiser_name: model, "scheduler": self.scheduler(), **others}
         variant = self.settings.model.variant
         return (cls or self.pipeline_class).from_pretrained(

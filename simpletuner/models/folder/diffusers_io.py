@@ -23,17 +23,11 @@ from simpletuner.models.folder.index import index_file
 from simpletuner.models.folder.malformed import CHECK_COPY
 from simpletuner.run_log import start_run_log, stop_run_log, take_over
 
-TEXT_PARTS = (
-    "tokenizer",
-    "text_encoder",
-    "t5_tokenizer",
-    "text_conditioner",
-    "processor",
-    "connectors",
-    "image_encoder",
-    "image_processor",
-)
-"""Prefixes of the components that turn captions, and images beside them, into tensors."""
+TEXT_PARTS = ("tokenizer", "text_encoder", "t5_tokenizer", "text_conditioner", "processor", "connectors")
+"""Prefixes of the components that turn captions into tensors."""
+
+ENCODING_PARTS = (*TEXT_PARTS, "image_encoder", "image_processor")
+"""Those, and what turns an image beside a caption into tensors (Wan 2.1 I2V)."""
 
 
 def choose_accelerator() -> None:
@@ -71,7 +65,7 @@ def libraries_silenced() -> Iterator[None]:
 
 def text_folders(folder: Path) -> list[Path]:
     """The folders that decide what a caption's embedding is."""
-    return sorted(path for path in folder.iterdir() if path.name.startswith(TEXT_PARTS))
+    return sorted(path for path in folder.iterdir() if path.name.startswith(ENCODING_PARTS))
 
 
 def refuse_second_denoiser(folder: Path, index: Mapping[str, Any], name: str) -> None:

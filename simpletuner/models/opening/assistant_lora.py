@@ -23,7 +23,7 @@ Deltas = Mapping[str, list[tuple[Tensor, Tensor]]]
 
 def assistant_files(settings: Settings) -> list[Path]:
     """Return the files that assistant_lora names."""
-    return [lora_file(Path(name).expanduser()) for name in settings.lora.assistant_lora]
+    return [lora_file(name) for name in settings.lora.assistant_lora]
 
 
 def read_assistants(family: ModelFamily) -> Deltas:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.folder.diffusers_io import TEXT_PARTS, component_class, require_packages
+from simpletuner.models.folder.diffusers_io import ENCODING_PARTS, component_class, require_packages
 from simpletuner.models.folder.malformed import CHECK_COPY, opening, read_config
 from simpletuner.models.folder.weights import any_weights_files, variant_of, weights_files
 
@@ -62,7 +62,7 @@ def text_parts(family: ModelFamily) -> list[str]:
     Raises EnvironmentNotReady where one half of a pair is missing, or all are.
     """
     # Not Krea 2's text_encoder_select_layers, which are numbers.
-    named = [name for name, value in family.index.items() if name.startswith(TEXT_PARTS) and not has_numbers(value)]
+    named = [name for name, value in family.index.items() if name.startswith(ENCODING_PARTS) and not has_numbers(value)]
     present = [name for name in named if family.index[name] != [None, None]]
     encoders = [name for name in present if name.startswith("text_encoder")]
     for encoder in encoders:

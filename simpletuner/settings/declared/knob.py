@@ -89,8 +89,10 @@ class Section(BaseModel):
     @classmethod
     def expand_path(cls, value: Any, info: ValidationInfo) -> Any:
         """Expand `~` and `{env:NAME}` wherever a path comes from: flag, file, variable."""
-        is_path = kind_of(cls.model_fields[str(info.field_name)].annotation) is Path
-        return expand_path(value) if is_path and isinstance(value, str | Path) else value
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if annotation == list[Path] and isinstance(value, list):
+            return [expand_path(each) if isinstance(each, str | Path) else each for each in value]
+        return expand_path(value) if kind_of(annotation) is Path and isinstance(value, str | Path) else value
 
     @field_validator("*", mode="after")
     @classmethod

@@ -87,7 +87,7 @@ class Lora(Section):
     lora_dropout: float = knob(0.0, "Fraction of an adapter's input values that are zeroed in training.", ge=0, lt=1)
     lora_target_modules: str = knob("", "Comma-separated names, or ends of names, of the layers to adapt; empty: the attention projections that `simpletuner detect-blocks --lora` shows.")
     lora_init: Path | None = knob(None, "A LoRA to train on: a .safetensors file of diffusers, ComfyUI or kohya's programs, or the folder of a pytorch_lora_weights.safetensors.")
-    assistant_lora: list[str] = knob([], "A LoRA that is merged into the frozen base and not exported, such as one for training a distilled model; give it several times for several.")
+    assistant_lora: list[Path] = knob([], "A LoRA that is merged into the frozen base and not exported, such as one for training a distilled model; give it several times for several.")
     assistant_lora_strength: float = knob(1.0, "Scale of assistant_lora.")
     export_format: Annotated[str, AfterValidator(normalize_formats)] = knob("diffusers", "Programs to write a LoRA for, separated by commas: diffusers always, comfyui, kohya (sd-scripts, musubi-tuner).")
     base_model_precision: Literal["no_change", "int8", "float8", "nf4"] = knob("no_change", "How a LoRA's frozen base is held: in the precision of mixed_precision, or in 8 or 4 bits (torchao).")

@@ -149,6 +149,27 @@ REFUSED = [
         "bf16 already; leave state_layout out",
     ),
     (
+        {"model_type": "lora", "lora_type": "dora", "base_model_precision": "int8"},
+        "base_model_precision = int8, but lora_type = dora measures the rows of the base's weights in each step, and "
+        "peft does not know the quantized ones: take lora, loha, lokr or oft",
+    ),
+    (
+        {"model_type": "lora", "lora_type": "oft", "lora_alpha": 8},
+        "lora_type=oft rotates, and has nothing to scale: leave lora_alpha out",
+    ),
+    (
+        {"model_type": "lora", "lora_type": "loha", "lora_dropout": 0.1},
+        "lora_dropout zeroes the inputs of LoRA's matrices, which lora_type = loha does not have: leave it out",
+    ),
+    (
+        {"model_type": "lora", "lora_type": "loha", "lokr_factor": 4},
+        "lokr_factor is for lora_type=lokr, not loha: leave it out",
+    ),
+    (
+        {"model_type": "lora", "lora_type": "lokr", "export_format": "diffusers,kohya"},
+        "export_format = diffusers,kohya writes LoRA alone for other programs, not lokr: leave it out",
+    ),
+    (
         {"zero_stage": 2, "offload_param": "cpu"},
         "offload_param = cpu, but zero_stage = 2: below stage 3 every rank keeps all weights at hand; set "
         "zero_stage=3, or offload_param=none",
