@@ -29,10 +29,8 @@ from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precisio
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, report_first_failure
-from simpletuner.preparation.drawn_prompts import DrawnPrompt, drawn_prompts
 from simpletuner.preparation.plan import Plan, samples_by_shape
-from simpletuner.preparation.prepare import Prepared, folders_of, plan_data, prepare, shared_prompts
-from simpletuner.preparation.references import check_references, with_first_frames
+from simpletuner.preparation.prepare import Prepared, fit_to_model, folders_of, plan_data, prepare
 from simpletuner.preparation.same_folder import verify_same_folders
 from simpletuner.private_api.of_diffusers import leave_out_peft
 from simpletuner.report import Report
@@ -188,6 +186,8 @@ def train(
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     session.world.activity.begin("proving the pipeline", watched=False)
     plan, drawn = fit_to_model(session, plan, family)
+    trained = sorted({shape.target for shape in samples_by_shape(plan)})
+    family.prove(trained, session.world.device, sorted({each.shape for each in drawn}))
     verify_same_facts(family.facts(), session.world)
     session.world.activity.begin("reading the base model", watched=False)
     check_export(family, pipelines_of(session.settings))
@@ -224,20 +224,6 @@ def train(
             with trainer.durations.timed(EXPORTING):
                 export(session, family, state, partial(write_card, session.settings, family, facts))
             trainer.durations.write()
-
-
-def fit_to_model(session: Session, plan: Plan, family: ModelFamily) -> tuple[Plan, list[DrawnPrompt]]:
-    """Return the plan with what the model is given of each sample, and what validation draws.
-
-    Raises SettingsError where the data, the prompts and the model do not fit together.
-    """
-    plan = with_first_frames(plan, family)
-    prompts = shared_prompts(session)
-    check_references(family, session.settings, plan.datasets, prompts)
-    drawn = drawn_prompts(session.settings, plan, prompts)
-    trained = sorted({shape.target for shape in samples_by_shape(plan)})
-    family.prove(trained, session.world.device, sorted({each.shape for each in drawn}))
-    return plan, drawn
 
 
 def verify_same_facts(facts: Mapping[str, str], world: World) -> None:

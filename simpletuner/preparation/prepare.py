@@ -31,8 +31,9 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.world import World
 from simpletuner.preparation.alignment import bucket_alignment
-from simpletuner.preparation.drawn_prompts import DrawnPrompt
+from simpletuner.preparation.drawn_prompts import DrawnPrompt, drawn_prompts
 from simpletuner.preparation.plan import Plan
+from simpletuner.preparation.references import check_references, with_first_frames
 from simpletuner.preparation.shared_arrays import share_arrays
 from simpletuner.preparation.shared_download import download_datasets
 from simpletuner.preparation.shared_scan import scan_datasets
@@ -178,6 +179,17 @@ def check_participation(settings: Settings, sampler: GlobalBatchSampler) -> None
         sampler.count_steps(epochs, settings.effective_batch_size)
 
 
+def fit_to_model(session: Session, plan: Plan, family: ModelFamily) -> tuple[Plan, list[DrawnPrompt]]:
+    """Return the plan with what the model is given of each sample, and what validation draws. Collective.
+
+    Raises SettingsError where the data, the prompts and the model do not fit together.
+    """
+    plan = with_first_frames(plan, family)
+    prompts = shared_prompts(session)
+    check_references(family, session.settings, plan.datasets, prompts)
+    return plan, drawn_prompts(session.settings, plan, prompts)
+
+
 def prepare(
     session: Session, plan: Plan, family: ModelFamily, writers: ExitStack, drawn: Sequence[DrawnPrompt]
 ) -> Prepared:
@@ -186,7 +198,7 @@ def prepare(
     Caches that grow while training are written until `writers` is closed.
     """
     settings, report, stop = session.settings, session.report, session.stop.check
-    prompts = texts_of(drawn) if not family.reads_references else []
+    prompts = texts_of(drawn, family)
     sources = open_sources(settings, plan.samples, plan.texts, prompts, family, session.world, writers)
     # Text encoders are freed before the VAE is loaded, so a GPU holds one of them at a time.
     for each in sources.all_texts:
@@ -257,8 +269,13 @@ def shared_prompts(session: Session) -> list[ValidationPrompt]:
     return prompts
 
 
-def texts_of(drawn: Sequence[DrawnPrompt]) -> list[str]:
-    """Return the texts to encode for validation, and the empty caption, by which dropped captions are replaced."""
+def texts_of(drawn: Sequence[DrawnPrompt], family: ModelFamily) -> list[str]:
+    """Return the texts to cache for validation, and the empty caption, by which dropped captions are replaced.
+
+    There are none where text encoders read references: those of validation are encoded at each start.
+    """
+    if family.reads_references:
+        return []
     own = [text for each in drawn for text in (each.prompt.prompt, each.negative_prompt)]
     return [*dict.fromkeys(own), ""]
 

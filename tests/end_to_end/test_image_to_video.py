@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import base
+from conftest import SMALL, base
 from end_to_end.test_videos import FLAGS, dataset_file
 from models.test_image_to_video import save_wan
 from PIL import Image
+from ranks import command_line
 from video_files import write_video
 
+PAIR = ("--validation_pairs=1",)
 VALIDATION = ("--validation_num_inference_steps=2", "--validation_step_interval=0", "--validation_guidance=1")
 
 
@@ -29,12 +32,12 @@ def clips_file(path: Path, clips: Path, **video: object) -> str:
 
 
 @pytest.mark.parametrize("case", ["2.1-14b", "2.2-5b"])
-def test_clips_continue_their_first_frame_on_any_engine(case, clips, pipelines, train, tmp_path):
+def test_clips_continue_their_first_frame_on_any_engine(case, clips, pipelines, train, starter, tmp_path):
     folder = save_wan(pipelines("wan"), tmp_path / "model", case)
     flags = (*base("wan", folder, Path("unused"))[:2], *FLAGS, "--max_train_steps=3", "--eval_split=0.2")
     asked = {"is_i2v": True} if case == "2.2-5b" else {}
     file = clips_file(tmp_path / "clips.json", clips, **asked)
-    alone = train(tmp_path / "alone", *flags, file, *VALIDATION, "--validation_pairs=1", "--train_batch_size=2")
+    alone = train(tmp_path / "alone", *flags, file, *VALIDATION, *PAIR, "--train_batch_size=2")
     files = {path.name for path in (tmp_path / "alone" / "validation" / "step-000003").iterdir()}
     assert files == {"reference-00.png", "trained-00.png", "trained-00.mp4", "trained-00.webp"}
     sharded = (*flags, file, "--train_batch_size=1", "--fsdp_enable")
@@ -43,6 +46,15 @@ def test_clips_continue_their_first_frame_on_any_engine(case, clips, pipelines, 
     assert "encoding" not in again.said and again.losses == pytest.approx(alone.losses, rel=1e-5)
     uncached = train(tmp_path / "uncached", *flags, file, "--train_batch_size=2", "--vae_cache_disable")
     assert uncached.losses == pytest.approx(alone.losses, rel=1e-4)
+    if case == "2.1-14b":  # first frames, and texts with their embedding, are used by the run
+        same = (f"--output_dir={tmp_path / 'alone'}", *SMALL, *flags, file, *PAIR, "--train_batch_size=2")
+        cleared = starter.start(command_line, 1, ["cache", "clear", "--unused", "--yes", *same])
+        assert cleared.wait() == [0] and "there is nothing to remove" in cleared.said, cleared.said
+        listed = starter.start(command_line, 1, ["cache", "list", "--json", *same])
+        assert listed.wait() == [0]
+        items, _ = json.JSONDecoder().raw_decode(listed.said[listed.said.index("[\n") :])
+        found = {Path(each["path"]).parent.name: each for each in items}
+        assert found["text-with-references"]["datasets"] == ["set0"]
     split = ("--train_batch_size=2", "--fsdp_enable", "--context_parallel_size=2")
     assert train(tmp_path / "split", *flags, file, *split, world=2).losses == pytest.approx(alone.losses, rel=1e-5)
     if case == "2.2-5b":  # without a first frame it is another task

@@ -23,8 +23,7 @@ from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.precision.quantized import QuantizedLinear
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.preparation.drawn_prompts import drawn_prompts
-from simpletuner.preparation.prepare import Prepared, plan_data, prepare, shared_prompts
+from simpletuner.preparation.prepare import Prepared, fit_to_model, plan_data, prepare
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
@@ -167,8 +166,7 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
 def prepared_by(world: World, settings: Settings) -> Prepared:
     """Encode the pictures, or find them encoded."""
     session, family = session_of(world, settings)
-    plan = plan_data(session)
-    drawn = drawn_prompts(session.settings, plan, shared_prompts(session))
+    plan, drawn = fit_to_model(session, plan_data(session), family)
     return prepare(session, plan, family, ExitStack(), drawn)
 
 

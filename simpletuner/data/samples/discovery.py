@@ -71,7 +71,8 @@ class Discovery:
         """Yield what ends a run: a dataset without a usable image, and captions that are missing or unreadable."""
         for scan, part in zip(self.scans, self.samples.parts, strict=True):
             dataset = scan.dataset
-            if not len(part):
+            # Images without a mask or a reference are left out, too, which is said below.
+            if not len(part) and not any(name == dataset.id for name, _ in self.unpaired):
                 yield nothing_usable_error(scan, self)
             if unreadable := self.unreadable_captions[dataset.id]:
                 yield unreadable_error(dataset, unreadable)

@@ -98,7 +98,14 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     # Imported here: `cache list` must know the kinds for its help, but needs datasets only now.
     from simpletuner.data.config.dataset_types import BucketTextEmbeds
     from simpletuner.data.config.datasets import default_texts, load_datasets
-    from simpletuner.data.config.folders import default_folder, latents_folder, latents_root, paired_root, text_folder
+    from simpletuner.data.config.folders import (
+        default_folder,
+        latents_folder,
+        latents_root,
+        paired_folder,
+        paired_root,
+        text_folder,
+    )
 
     named = settings.data.data_backend_config is not None or settings.data.instance_data_dir is not None
     datasets, texts = load_datasets(settings.data) if named else ([], [default_texts(settings.data)])
@@ -110,18 +117,20 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     latents = find_shards(CacheKind.LATENTS, folders.values(), roots, not_in=text_folders.values())
     buckets = {folders[each.id]: each.latents_bucket.address for each in encoded if each.latents_bucket}
     buckets |= {text_folders[each.id]: each.address for each in texts if isinstance(each, BucketTextEmbeds)}
-    roots = [paired_root(each, settings) for each in texts]
-    found = find_shards(CacheKind.TEXT, text_folders.values(), filter(Path.is_dir, roots))
+    own = {each.id: each for each in texts}
+    of_paired = {each.id: paired_folder(own[each.text_embeds or texts[0].id], each, settings) for each in datasets}
+    paired = [root for each in texts if (root := paired_root(each, settings)).is_dir()]
+    found = find_shards(CacheKind.TEXT, text_folders.values(), paired)
     return (
-        [with_names(item, folders, buckets) for item in latents],
-        [with_names(item, of_texts, buckets) for item in found],
+        [with_names(item, folders.items(), buckets) for item in latents],
+        [with_names(item, [*of_texts.items(), *of_paired.items()], buckets) for item in found],
     )
 
 
-def with_names(item: CacheItem, folders: Mapping[str, Path], buckets: Mapping[Path, str]) -> CacheItem:
+def with_names(item: CacheItem, folders: Iterable[tuple[str, Path]], buckets: Mapping[Path, str]) -> CacheItem:
     """Add the datasets that keep records in this folder, and the bucket that it is a copy of."""
     path = item.path.resolve()
-    datasets = tuple(name for name, folder in folders.items() if folder.resolve() == path)
+    datasets = tuple(name for name, folder in folders if folder.resolve() == path)
     return replace(item, datasets=datasets, bucket=buckets.get(item.path, ""))
 
 

@@ -62,8 +62,7 @@ def needed_by(loaded: Loaded) -> Needed:
     from simpletuner.models.opening.loading import load_family
     from simpletuner.parallel.mesh import Mesh
     from simpletuner.parallel.world import joined_world
-    from simpletuner.preparation.drawn_prompts import drawn_prompts
-    from simpletuner.preparation.prepare import plan_data, shared_prompts, texts_of
+    from simpletuner.preparation.prepare import fit_to_model, plan_data, texts_of
     from simpletuner.report import Report
     from simpletuner.session import Session
     from simpletuner.system.processes.signals import StopRequest
@@ -76,7 +75,8 @@ def needed_by(loaded: Loaded) -> Needed:
             shutil.copytree(kept, scans)
         plan = plan_data(session, scans)
         family = load_family(session.settings, world, session.stop.check)
-        prompts = texts_of(drawn_prompts(session.settings, plan, shared_prompts(session)))
+        plan, drawn = fit_to_model(session, plan, family)  # on which the keys of records depend
+        prompts = texts_of(drawn, family)
         sources = open_sources(session.settings, plan.samples, plan.texts, prompts, family, world, ExitStack())
     needed: dict[Path, Iterable[CacheRequest]] = {}
     for cache in sources.caches:

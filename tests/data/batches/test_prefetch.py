@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from patience import PATIENCE
 from simpletuner.data.batches.prefetch import Batch, RankSlice, SampleReader, StepBatch, prefetch, reading_threads
 from simpletuner.data.batches.references import named_references, references_in
 from simpletuner.data.config.dataset_types import LocalImages
+from simpletuner.data.config.videos import VideoSettings
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
 from simpletuner.data.samples.samples import Sample
@@ -277,3 +279,26 @@ def test_references_and_masks_are_left_out_in_some_steps_of_all_ranks_alike():
     assert first == second and len(set(first)) == 4
     assert 30 < sum(has for has, _ in first) < 54 and 24 < sum(has for _, has in first) < 48
     assert seen(0) == [(True, True)] * 60
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_the_first_latent_frame_has_no_loss_where_it_is_given_without_noise(skips):
+    given = PLAIN.model_copy(update={"video": VideoSettings(is_i2v=True)})
+    samples = [replace(sample(number), continues=number % 2 == 0) for number in range(COUNT)]
+    clips = source(
+        samples=samples,
+        dataset=lambda number: given,
+        latents=lambda each: latents(each)[:, None].repeat(1, 3, 1, 1),
+        skips_first_frame=skips,
+    )
+    for step in islice(prefetch(clips, order(), order().start(8), 0, RankSlice(0, 1, 1, 5), steps_ahead=1), 4):
+        (batch,) = step.micro_batches
+        if not skips:
+            assert batch.loss_mask is None
+            continue
+        assert batch.loss_mask is not None and batch.loss_mask.shape == (8, 1, *batch.latents.shape[2:])
+        first = torch.tensor([0.0 if int(name[2:]) % 2 == 0 else 1.0 for name in batch.ids])
+        assert torch.equal(batch.loss_mask[:, 0, 0].amax((1, 2)), first)
+        assert torch.equal(batch.loss_mask[:, 0, 0].amin((1, 2)), first) and bool(
+            (batch.loss_mask[:, :, 1:] == 1).all()
+        )

@@ -109,6 +109,15 @@ def test_captions_come_from_either_side(tmp_path):
     assert [sample.captions for sample in discovery.samples] == [("of the image",), ("of the reference",)]
 
 
+def test_without_any_reference_it_is_references_that_are_missing(tmp_path):
+    images = tmp_path / "images"
+    add(images, "a.png", (64, 64), "a caption")
+    (tmp_path / "empty").mkdir()
+    discovery = found([entry(images, conditioning_data="empty"), reference(tmp_path / "empty")], tmp_path)
+    (error,) = discovery.errors()
+    assert str(error).startswith("dataset `images`: 1 image without a reference in `empty`:\n  a.png")
+
+
 def test_pairs_that_do_not_fit_together_are_refused(tmp_path):
     images, more, first, second = (tmp_path / name for name in ("images", "more", "first", "second"))
     mask = {"conditioning_type": "mask", "dataset_type": "conditioning"}

@@ -1,0 +1,87 @@
+"""References and first frames fit the model, or a sentence says why not; files become references of the right size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from scanning import drawn
+
+from simpletuner.data.config.dataset_types import LocalImages
+from simpletuner.data.config.validation_prompts import ValidationPrompt
+from simpletuner.data.config.videos import VideoSettings
+from simpletuner.errors import SettingsError
+from simpletuner.preparation.drawn_prompts import read_reference
+from simpletuner.preparation.references import check_references, with_first_frames
+from simpletuner.settings import Settings
+from simpletuner.settings.declared.sections import Data
+from simpletuner.settings.values.shape import Shape
+
+
+def family(least: int = 0, most: int = 0, continues: str = "") -> Any:
+    """Return what is asked of a family here."""
+    return SimpleNamespace(pipeline_class=Shape, least_references=least, most_references=most, continues=continues)
+
+
+def dataset(references: int, **keys: Any) -> LocalImages:
+    place = {"instance_data_dir": Path(), "dataset_type": "conditioning", "conditioning_type": "reference_strict"}
+    others = [LocalImages(id=f"r{number}", **place) for number in range(references)]
+    return LocalImages(id="images", instance_data_dir=Path(), **keys).paired_with(others)
+
+
+def refusal(model: Any, datasets: list[Any], prompts: list[ValidationPrompt], **data: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        check_references(model, Settings(data=Data(**data)), datasets, prompts)
+    return caught.value.message
+
+
+def test_as_many_references_are_taken_as_the_pipeline_takes(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    given = ValidationPrompt(prompt="x", images=[tmp_path / "a.png"] * 2)
+    check_references(family(1, 2), Settings(), [dataset(1), dataset(2)], [given, ValidationPrompt(prompt="y")])
+    assert "`images`: 2 reference images, and Shape takes at most 1" in refusal(family(1, 1), [dataset(2)], [])
+    assert "`images`: 1 reference image, and Shape takes none" in refusal(family(), [dataset(1)], [])
+    assert "`images`: no reference image, and Shape edits images" in refusal(family(1, 2), [dataset(0)], [])
+    assert "validation_images: 2 reference images" in refusal(family(0, 1), [dataset(0)], [given])
+    said = refusal(family(1, 1), [dataset(1)], [], reference_dropout_probability=0.1)
+    assert "reference_dropout_probability: Shape makes no image without a reference" in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "continues", "frames", "said"),
+    [
+        (True, "", 9, "video.is_i2v, but Shape is given no first frame"),
+        (False, "must", 9, "Shape continues the first frame of clips"),
+        (None, "must", 1, "some clips have one frame, after which nothing follows"),
+        (True, "may", 1, "some clips have one frame, after which nothing follows"),
+        (True, "may", 9, ""),
+        (None, "may", 1, ""),
+    ],
+)
+def test_first_frames_are_given_where_model_and_dataset_agree(asked, continues, frames, said):
+    part = drawn((64, 64), video=VideoSettings(is_i2v=asked), dataset_type="video")
+    part.sizes.frames[:] = frames
+    plan: Any = SimpleNamespace(samples=SimpleNamespace(parts=[part]))
+    if not said:
+        assert with_first_frames(plan, family(continues=continues)) is plan
+        return
+    with pytest.raises(SettingsError, match=said):
+        with_first_frames(plan, family(continues=continues))
+
+
+@pytest.mark.parametrize(("multiple", "size"), [(None, (64, 32)), (16, (16, 128))])
+def test_a_file_is_cropped_to_the_result_or_keeps_its_aspect(multiple, size, tmp_path):
+    pixels = np.zeros((160, 20, 3), np.uint8)
+    pixels[75:85] = 255
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    image = read_reference(tmp_path / "a.png", Shape(1, 32, 64), multiple)
+    assert image.size == size
+    shown = np.asarray(image.convert("L"), float)
+    assert shown[shown.shape[0] // 2].mean() > 200, "its middle is kept"
+    (tmp_path / "a.png").write_bytes(b"no image")
+    with pytest.raises(SettingsError, match="cannot be decoded"):
+        read_reference(tmp_path / "a.png", Shape(1, 32, 64), multiple)
