@@ -185,9 +185,9 @@ def train(
         family = load_family(session.settings, session.world, session.stop.check, skips_checked=True)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     session.world.activity.begin("proving the pipeline", watched=False)
-    plan, drawn = fit_to_model(session, plan, family)
+    plan, sampled = fit_to_model(session, plan, family)
     trained = sorted({shape.target for shape in samples_by_shape(plan)})
-    family.prove(trained, session.world.device, sorted({each.shape for each in drawn}))
+    family.prove(trained, session.world.device, sorted({each.shape for each in sampled}))
     verify_same_facts(family.facts(), session.world)
     session.world.activity.begin("reading the base model", watched=False)
     check_export(family, pipelines_of(session.settings))
@@ -195,7 +195,7 @@ def train(
     check_engine(session, family)
     if checkpoint is not None:
         check_fits(checkpoint, family, session.world, verification)
-    prepared = prepare(session, plan, family, writers, drawn)
+    prepared = prepare(session, plan, family, writers, sampled)
     if verification is not None:
         session.world.activity.begin("verifying the checkpoint")
         verification.wait()

@@ -23,7 +23,7 @@ from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.shards import ShardReader
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, resize_and_crop
-from simpletuner.data.samples.partners import Mask
+from simpletuner.data.samples.conditioning_files import Mask
 from simpletuner.data.samples.references import References
 from simpletuner.data.samples.samples import DatasetSamples, Sample
 from simpletuner.errors import DataError, SettingsError
@@ -59,7 +59,7 @@ class LatentsCache:
         # By content, not by path: a base model that was moved or downloaded again leaves the cache valid.
         self.fingerprint, self.dtype = folder_fingerprint([family.folder / "vae"]), latents_dtype(family.settings)
         self.facts = dict(family.cache_facts)
-        self.encodes_first_frame = family.encodes_first_frame and samples.dataset.continues
+        self.encodes_first_frame = family.encodes_first_frame and samples.dataset.is_i2v
         if self.encodes_first_frame:
             self.facts["first frame"] = "encoded once more, before grey ones"
         self.stored_dtype = DTYPES[family.settings.data.vae_cache_dtype]

@@ -113,30 +113,49 @@ def open_sources(
         mirror, stack = open_mirror(embeds, folder), writers if grows else None
         return TextCache(folder, own, own_prompts, encoder, family, world, dtype, compress, mirror, stack)
 
-    def paired_of(part: DatasetSamples) -> PairedTexts:
-        embeds = texts[number_of[part.dataset.text_embeds or texts[0].id]]
-        folder = paired_folder(embeds, part.dataset, settings)
-        return PairedTexts(folder, part, encoder, family, world, dtype, embeds.compress_cache, writers)
-
     def text_of(given: ImageDataset | Data) -> TextSource:
         if given.text_cache_disable:
             return on_demand
         named = given.text_embeds if isinstance(given, ImageDataset) else None
         return cache_of(number_of[named or texts[0].id], given.text_cache_ondemand)
 
-    paired = [part for part in samples.parts if family.reads_references and (part.references or part.dataset.continues)]
-    plain = [part for part in samples.parts if part not in paired]
+    plain = [part for part in samples.parts if not reads_images(family, part)]
     on_demand = TextOnDemand(encoder, family)
     number_of = {each.id: number for number, each in enumerate(texts)}
     return Sources(
         latents={each.dataset.id: latents_of(each) for part in samples.parts for each in (part, *references_of(part))},
         texts={part.dataset.id: text_of(part.dataset) for part in plain},
-        paired={part.dataset.id: paired_of(part) for part in paired},
+        paired=open_paired(settings, samples, texts, encoder, family, world, writers),
         prompts=text_of(data),
         family=family,
         vae=vae,
         encoder=encoder,
     )
+
+
+def open_paired(
+    settings: Settings,
+    samples: Samples,
+    texts: Sequence[TextEmbeds],
+    encoder: Encoder[TextEncoder],
+    family: ModelFamily,
+    world: World,
+    writers: ExitStack,
+) -> dict[str, PairedTexts]:
+    """Return the texts of datasets whose images the text encoders read, by dataset, before they are filled."""
+    by_id, dtype, paired = {each.id: each for each in texts}, compute_dtype(settings), dict[str, PairedTexts]()
+    for part in samples.parts:
+        if reads_images(family, part):
+            dataset = part.dataset
+            embeds = by_id[dataset.text_embeds or texts[0].id]
+            folder, compress = paired_folder(embeds, dataset, settings), embeds.compress_cache
+            paired[dataset.id] = PairedTexts(folder, part, encoder, family, world, dtype, compress, writers)
+    return paired
+
+
+def reads_images(family: ModelFamily, part: DatasetSamples) -> bool:
+    """Return whether text encoders read the references, or the first frames, of a dataset."""
+    return family.reads_references and bool(part.references or part.dataset.is_i2v)
 
 
 def without_caption(family: ModelFamily, empty: Conditioning) -> Conditioning:

@@ -32,11 +32,11 @@ class Plan:
 
     def with_first_frames(self) -> Plan:
         """Return the same plan of clips whose first frame the model is given."""
-        parts = [part.of(continuing(part.dataset)) for part in self.samples.parts]
-        return replace(self, datasets=list(map(continuing, self.datasets)), samples=Samples(parts))
+        parts = [part.of(as_i2v(part.dataset)) for part in self.samples.parts]
+        return replace(self, datasets=list(map(as_i2v, self.datasets)), samples=Samples(parts))
 
 
-def continuing(dataset: ImageDataset) -> ImageDataset:
+def as_i2v(dataset: ImageDataset) -> ImageDataset:
     assert dataset.clips is not None
     return dataset.model_copy(update={"video": dataset.clips.model_copy(update={"is_i2v": True})})
 

@@ -31,9 +31,9 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.world import World
 from simpletuner.preparation.alignment import bucket_alignment
-from simpletuner.preparation.drawn_prompts import DrawnPrompt, drawn_prompts
 from simpletuner.preparation.plan import Plan
 from simpletuner.preparation.references import check_references, with_first_frames
+from simpletuner.preparation.sampled_prompts import SampledPrompt, sampled_prompts
 from simpletuner.preparation.shared_arrays import share_arrays
 from simpletuner.preparation.shared_download import download_datasets
 from simpletuner.preparation.shared_scan import scan_datasets
@@ -56,7 +56,7 @@ class Prepared:
 
     plan: Plan
     reader: SampleReader
-    validation: list[DrawnPrompt]
+    validation: list[SampledPrompt]
 
 
 @dataclass(frozen=True)
@@ -179,26 +179,26 @@ def check_participation(settings: Settings, sampler: GlobalBatchSampler) -> None
         sampler.count_steps(epochs, settings.effective_batch_size)
 
 
-def fit_to_model(session: Session, plan: Plan, family: ModelFamily) -> tuple[Plan, list[DrawnPrompt]]:
-    """Return the plan with what the model is given of each sample, and what validation draws. Collective.
+def fit_to_model(session: Session, plan: Plan, family: ModelFamily) -> tuple[Plan, list[SampledPrompt]]:
+    """Return the plan with what the model is given of each sample, and what validation samples. Collective.
 
     Raises SettingsError where the data, the prompts and the model do not fit together.
     """
     plan = with_first_frames(plan, family)
     prompts = shared_prompts(session)
     check_references(family, session.settings, plan.datasets, prompts)
-    return plan, drawn_prompts(session.settings, plan, prompts)
+    return plan, sampled_prompts(session.settings, plan, prompts)
 
 
 def prepare(
-    session: Session, plan: Plan, family: ModelFamily, writers: ExitStack, drawn: Sequence[DrawnPrompt]
+    session: Session, plan: Plan, family: ModelFamily, writers: ExitStack, sampled: Sequence[SampledPrompt]
 ) -> Prepared:
     """Collective: encode the captions, images and prompts that are not cached yet, on all ranks.
 
     Caches that grow while training are written until `writers` is closed.
     """
     settings, report, stop = session.settings, session.report, session.stop.check
-    prompts = texts_of(drawn, family)
+    prompts = texts_of(sampled, family)
     sources = open_sources(settings, plan.samples, plan.texts, prompts, family, session.world, writers)
     # Text encoders are freed before the VAE is loaded, so a GPU holds one of them at a time.
     for each in sources.all_texts:
@@ -206,7 +206,7 @@ def prepare(
     broken: dict[str, str] = {}
     for paired in sources.paired.values():
         broken |= paired.fill(report, stop)
-    drawn = encode_drawn(drawn, family, sources)
+    sampled = encode_sampled(sampled, family, sources)
     sources.encoder.free()
     for part in plan.samples.parts:
         broken |= sources.latents[part.dataset.id].fill(part.dataset.vae_batch_size, report, stop)
@@ -230,7 +230,7 @@ def prepare(
         image=lambda sample: {
             **family.size_conditioning(sample.geometry),
             **named_references(sources.latents[each.dataset].read(each) for each in sample.references),
-            **({FIRST_FRAME: sources.latents[sample.dataset].read_first_frame(sample)} if sample.continues else {}),
+            **({FIRST_FRAME: sources.latents[sample.dataset].read_first_frame(sample)} if sample.is_i2v else {}),
         },
         text=sources.text,
         no_caption=sources.no_caption,
@@ -240,23 +240,23 @@ def prepare(
         # Threads pay where each read waits for a network; a local cache is read without their overhead.
         map_samples=reading_threads(at_once, "samples").map if at_once > 1 else map,
     )
-    return Prepared(plan, reader, drawn)
+    return Prepared(plan, reader, sampled)
 
 
-def encode_drawn(drawn: Sequence[DrawnPrompt], family: ModelFamily, sources: Sources) -> list[DrawnPrompt]:
-    """Return what is drawn with its embeddings: cached ones, or where text encoders read references, in memory."""
+def encode_sampled(sampled: Sequence[SampledPrompt], family: ModelFamily, sources: Sources) -> list[SampledPrompt]:
+    """Return what is sampled with its embeddings: cached ones, or where text encoders read references, in memory."""
 
-    def read(each: DrawnPrompt, text: str) -> Conditioning:
+    def read(each: SampledPrompt, text: str) -> Conditioning:
         if not family.reads_references:
             return sources.prompts.read(text)
         with sources.encoder.use() as encoder:
             return {name: value[0] for name, value in encoder.encode([text], each.references).items()}
 
-    def negative(each: DrawnPrompt) -> Conditioning:
+    def negative(each: SampledPrompt) -> Conditioning:
         text = each.negative_prompt
         return read(each, text) if text else without_caption(family, read(each, text))
 
-    return [each.encoded(read(each, each.prompt.prompt), negative(each)) for each in drawn]
+    return [each.encoded(read(each, each.prompt.prompt), negative(each)) for each in sampled]
 
 
 def shared_prompts(session: Session) -> list[ValidationPrompt]:
@@ -269,14 +269,14 @@ def shared_prompts(session: Session) -> list[ValidationPrompt]:
     return prompts
 
 
-def texts_of(drawn: Sequence[DrawnPrompt], family: ModelFamily) -> list[str]:
+def texts_of(sampled: Sequence[SampledPrompt], family: ModelFamily) -> list[str]:
     """Return the texts to cache for validation, and the empty caption, by which dropped captions are replaced.
 
     There are none where text encoders read references: those of validation are encoded at each start.
     """
     if family.reads_references:
         return []
-    own = [text for each in drawn for text in (each.prompt.prompt, each.negative_prompt)]
+    own = [text for each in sampled for text in (each.prompt.prompt, each.negative_prompt)]
     return [*dict.fromkeys(own), ""]
 
 

@@ -18,16 +18,16 @@ def with_first_frames(plan: Plan, family: ModelFamily) -> Plan:
 
     Raises SettingsError where they do not agree.
     """
-    pipeline, given = family.pipeline_class.__name__, family.continues
+    pipeline, mode = family.pipeline_class.__name__, family.image_to_video
     for part in plan.samples.parts:
         dataset, asked = part.dataset, part.dataset.clips.is_i2v if part.dataset.clips else False
-        if asked and not given:
+        if asked and mode == "never":
             raise refused(dataset, f"video.is_i2v, but {pipeline} is given no first frame")
-        if given == "must" and asked is False:
+        if mode == "always" and asked is False:
             raise refused(dataset, f"{pipeline} continues the first frame of clips")
-        if (asked or given == "must") and (part.sizes.frames[part.sizes.index] == 1).any():
+        if (asked or mode == "always") and (part.sizes.frames[part.sizes.index] == 1).any():
             raise refused(dataset, "some clips have one frame, after which nothing follows")
-    return plan.with_first_frames() if given == "must" else plan
+    return plan.with_first_frames() if mode == "always" else plan
 
 
 def refused(dataset: ImageDataset, why: str) -> SettingsError:
@@ -46,7 +46,7 @@ def check_references(
     """Raise SettingsError for more or fewer references than the pipeline takes."""
     pipeline, least, taken = family.pipeline_class.__name__, family.least_references, family.most_references
     given = [(f"dataset `{dataset.id}`", len(dataset.encoded) - 1, taken) for dataset in datasets]
-    first = 1 if family.continues else 0
+    first = 0 if family.image_to_video == "never" else 1
     given += [("validation_images", len(prompt.images), max(taken, first)) for prompt in prompts if prompt.images]
     for name, count, most in given:
         if count > most:

@@ -24,8 +24,8 @@ from foreign import build_foreign  # noqa: E402
 
 from simpletuner.data.batches.prefetch import stack_conditioning  # noqa: E402
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily  # noqa: E402
-from simpletuner.models.family.base import SamplingParams  # noqa: E402
 from simpletuner.models.family.objectives import sample_losses  # noqa: E402
+from simpletuner.models.family.sampling import SamplingParams  # noqa: E402
 from simpletuner.models.folder.diffusers_io import silence_libraries  # noqa: E402
 from simpletuner.settings.declared.sections import Data, Model, ObjectiveSettings, Settings, Training  # noqa: E402
 

@@ -109,7 +109,7 @@ def noised_as(family: ModelFamily, theirs: dict[str, Any], clean: torch.Tensor, 
     if isinstance(family, LTXVideo) and family.is_conditioned:
         noise = (noised[:, :, :1] - clean) / (0.15 * sigma**2)
         noised[:, :, :1] = (1 - sigma) * clean + sigma * noise
-    elif family.continues == "may":
+    elif family.image_to_video == "optional":
         noised[:, :, 0] = 7  # what stands there is replaced
     return noised
 
@@ -117,7 +117,7 @@ def noised_as(family: ModelFamily, theirs: dict[str, Any], clean: torch.Tensor, 
 @pytest.mark.parametrize("case", OWN)
 def test_a_first_frame_is_given_as_diffusers_own_pipeline_gives_it(case, folders):
     family, image = opened(key_of(case), folders[case]), first_image()
-    assert family.continues == ("may" if case in ASKED else "must")
+    assert family.image_to_video == ("optional" if case in ASKED else "always")
     pipeline = OWN[case].from_pretrained(folders[case])
     pipeline.set_progress_bar_config(disable=True)
     params = sampling(1.0, SHAPE, (image,))

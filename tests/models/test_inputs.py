@@ -20,9 +20,10 @@ from simpletuner.data.batches.prefetch import stack_conditioning
 from simpletuner.data.batches.references import named_references
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.models.catalog.registry import presets
-from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.family.objectives import FlowMatching
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.vae import pixels_of
 from simpletuner.parallel.model.fused_qkv import fuse_qkv
 from simpletuner.settings.declared.sections import Model, Settings

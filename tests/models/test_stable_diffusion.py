@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.family.objectives import Diffusion
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import Shape
 

@@ -15,16 +15,18 @@ from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.data.config.videos import VideoSettings
 from simpletuner.errors import SettingsError
-from simpletuner.preparation.drawn_prompts import read_reference
 from simpletuner.preparation.references import check_references, with_first_frames
+from simpletuner.preparation.sampled_prompts import read_reference
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import Data
 from simpletuner.settings.values.shape import Shape
 
 
-def family(least: int = 0, most: int = 0, continues: str = "") -> Any:
+def family(least: int = 0, most: int = 0, image_to_video: str = "never") -> Any:
     """Return what is asked of a family here."""
-    return SimpleNamespace(pipeline_class=Shape, least_references=least, most_references=most, continues=continues)
+    return SimpleNamespace(
+        pipeline_class=Shape, least_references=least, most_references=most, image_to_video=image_to_video
+    )
 
 
 def dataset(references: int, **keys: Any) -> LocalImages:
@@ -52,25 +54,25 @@ def test_as_many_references_are_taken_as_the_pipeline_takes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "continues", "frames", "said"),
+    ("asked", "mode", "frames", "said"),
     [
-        (True, "", 9, "video.is_i2v, but Shape is given no first frame"),
-        (False, "must", 9, "Shape continues the first frame of clips"),
-        (None, "must", 1, "some clips have one frame, after which nothing follows"),
-        (True, "may", 1, "some clips have one frame, after which nothing follows"),
-        (True, "may", 9, ""),
-        (None, "may", 1, ""),
+        (True, "never", 9, "video.is_i2v, but Shape is given no first frame"),
+        (False, "always", 9, "Shape continues the first frame of clips"),
+        (None, "always", 1, "some clips have one frame, after which nothing follows"),
+        (True, "optional", 1, "some clips have one frame, after which nothing follows"),
+        (True, "optional", 9, ""),
+        (None, "optional", 1, ""),
     ],
 )
-def test_first_frames_are_given_where_model_and_dataset_agree(asked, continues, frames, said):
+def test_first_frames_are_given_where_model_and_dataset_agree(asked, mode, frames, said):
     part = drawn((64, 64), video=VideoSettings(is_i2v=asked), dataset_type="video")
     part.sizes.frames[:] = frames
     plan: Any = SimpleNamespace(samples=SimpleNamespace(parts=[part]))
     if not said:
-        assert with_first_frames(plan, family(continues=continues)) is plan
+        assert with_first_frames(plan, family(image_to_video=mode)) is plan
         return
     with pytest.raises(SettingsError, match=said):
-        with_first_frames(plan, family(continues=continues))
+        with_first_frames(plan, family(image_to_video=mode))
 
 
 @pytest.mark.parametrize(("multiple", "size", "white"), [(None, (64, 32), 1.0), (16, (16, 128), 1 / 16)])

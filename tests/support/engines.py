@@ -166,8 +166,8 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
 def prepared_by(world: World, settings: Settings) -> Prepared:
     """Encode the pictures, or find them encoded."""
     session, family = session_of(world, settings)
-    plan, drawn = fit_to_model(session, plan_data(session), family)
-    return prepare(session, plan, family, ExitStack(), drawn)
+    plan, sampled = fit_to_model(session, plan_data(session), family)
+    return prepare(session, plan, family, ExitStack(), sampled)
 
 
 def session_of(world: World, settings: Settings) -> tuple[Session, ModelFamily]:

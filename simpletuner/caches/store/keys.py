@@ -40,7 +40,7 @@ def reference_parts(sample: Sample) -> KeyParts:
     return {
         f"reference {number}": f"{each.name} {each.version} {each.geometry.resized} {each.geometry.crop_left_top} "
         f"{each.geometry.target}" + (f" from {each.geometry.clip.start}" if each.geometry.clip else "")
-        for number, each in enumerate(sample.given)
+        for number, each in enumerate(sample.conditioning_samples)
     }
 
 

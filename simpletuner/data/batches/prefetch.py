@@ -202,14 +202,14 @@ def loss_masks(
     """
     has_masks = any(each.are_masks for dataset in datasets for each in dataset.conditioning)
     has_masks = has_masks and happens(rank_slice.masked_loss, rank_slice.seed, step, "masks")
-    skips = reader.skips_first_frame and any(dataset.continues for dataset in datasets)
+    skips = reader.skips_first_frame and any(dataset.is_i2v for dataset in datasets)
     if not (has_masks or skips):
         return None
     masks: list[Tensor] = []
     for sample, clean in zip(samples, latents, strict=True):
         own = reader.mask(sample) if has_masks else None
         mask = torch.ones_like(clean[:1]) if own is None else own
-        if skips and sample.continues:
+        if skips and sample.is_i2v:
             mask[:, 0] = 0  # it is given without noise
         masks.append(mask)
     return torch.stack(masks)

@@ -73,7 +73,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
         return self.conditioning_type is not None and not self.are_masks
 
     @property
-    def partner_noun(self) -> str:
+    def conditioning_noun(self) -> str:
         """Noun for the files of a dataset of type conditioning."""
         return "mask" if self.are_masks else "reference"
 
@@ -113,7 +113,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
         return VideoSettings.model_validate({}) if self.dataset_type == "video" and self.video is None else self.video
 
     @property
-    def continues(self) -> bool:
+    def is_i2v(self) -> bool:
         """Return whether a model is given the first frame of each clip, once it is known which model it is."""
         return self.clips is not None and bool(self.clips.is_i2v)
 

@@ -17,8 +17,8 @@ from simpletuner.data.config.dataset_types import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.config.tables import TABLE_STRATEGIES
 from simpletuner.data.images.geometry import are_within_limits, is_enlarged_within
 from simpletuner.data.sampler.stable_choice import choose_by_name
+from simpletuner.data.samples.conditioning_files import ASPECT_TOLERANCE, ConditioningFiles
 from simpletuner.data.samples.formats_read import formats_read, frames_hint
-from simpletuner.data.samples.partners import ASPECT_TOLERANCE, Partners
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.samples.sizes import sizes_of
 from simpletuner.data.scan.captions import caption_file
@@ -108,8 +108,8 @@ NOT_UTF8 = "its name is not UTF-8: rename it"
 
 def choose_samples(scan: Scan, alignment: Shape, seed: int, found: Discovery) -> DatasetSamples:
     """Return the samples of one dataset, after noting in `found` what is left out."""
-    partners = tuple(pair_with(scan, each, alignment, seed) for each in scan.conditioning)
-    dataset, table = scan.dataset, with_captions_of(scan, partners)
+    conditioning = tuple(pair_with(scan, each, alignment, seed) for each in scan.conditioning)
+    dataset, table = scan.dataset, with_captions_of(scan, conditioning)
     is_read = pc.equal(table["problem"], "").to_numpy()
     has_row = pc.not_equal(table["caption_problem"], NO_ROW).to_numpy()
     for name, problem in zip(*(pick(table[column], ~is_read) for column in ("name", "problem")), strict=True):
@@ -139,17 +139,17 @@ def choose_samples(scan: Scan, alignment: Shape, seed: int, found: Discovery) ->
     names, reasons = (pick(table[column], chosen & is_unreadable) for column in ("name", "caption_problem"))
     found.unreadable_captions[dataset.id] = dict(zip(map(caption_file, names), reasons, strict=True))
     found.animated += [f"{dataset.id}/{name}" for name in pick(table["name"], chosen & table["animated"].to_numpy())]
-    for each in partners:
+    for each in conditioning:
         if missing := pick(table["name"], chosen & (each.rows < 0)):
             found.unpaired[dataset.id, each.dataset.id] = missing
         chosen &= each.rows >= 0
-        for row, why in unusable_partners(table, each, chosen):
+        for row, why in unusable_conditioning(table, each, chosen):
             found.broken[f"{dataset.id}/{table['name'][row]}"] = why
             chosen[row] = False
-    return DatasetSamples(dataset, scan.storage, table, rows, sizes, seed, partners).where(chosen[rows])
+    return DatasetSamples(dataset, scan.storage, table, rows, sizes, seed, conditioning).where(chosen[rows])
 
 
-def pair_with(scan: Scan, conditioning: Scan, alignment: Shape, seed: int) -> Partners:
+def pair_with(scan: Scan, conditioning: Scan, alignment: Shape, seed: int) -> ConditioningFiles:
     """Pair the images of a scan with the masks or references of another one."""
     sizes, others = None, conditioning.table
     if conditioning.dataset.conditioning_type == "reference_loose":
@@ -157,15 +157,15 @@ def pair_with(scan: Scan, conditioning: Scan, alignment: Shape, seed: int) -> Pa
             place = others.schema.get_field_index(side)
             others = others.set_column(place, side, pc.max_element_wise(others[side], 1).cast(pa.int32()))
         sizes, _ = sizes_of(conditioning.dataset, others, np.arange(len(others), dtype=np.int32), alignment, seed)
-    return Partners.pair(scan.table["name"], conditioning, sizes)
+    return ConditioningFiles.pair(scan.table["name"], conditioning, sizes)
 
 
-def with_captions_of(scan: Scan, partners: Sequence[Partners]) -> pa.Table:
+def with_captions_of(scan: Scan, conditioning: Sequence[ConditioningFiles]) -> pa.Table:
     """Return the table of a scan with captions of references for images that have none beside them."""
     table = scan.table
     if scan.dataset.caption_strategy != "textfile":
         return table
-    for each in partners:
+    for each in conditioning:
         own, others = table["captions"].combine_chunks(), each.scan.table["captions"].combine_chunks()
         taken = others.take(pa.array(each.rows, mask=each.rows < 0))
         has_none = pc.equal(pc.list_value_length(own), 0)
@@ -175,16 +175,16 @@ def with_captions_of(scan: Scan, partners: Sequence[Partners]) -> pa.Table:
     return table
 
 
-def unusable_partners(table: pa.Table, partners: Partners, chosen: np.ndarray) -> Iterator[tuple[int, str]]:
+def unusable_conditioning(table: pa.Table, files: ConditioningFiles, chosen: np.ndarray) -> Iterator[tuple[int, str]]:
     """Yield rows of images whose mask or reference cannot be used, and why."""
-    rows, noun = np.flatnonzero(chosen), partners.dataset.partner_noun
-    names, problems = (partners.of(rows, column, "") for column in ("name", "problem"))
-    width, height = (partners.of(rows, side, 1) for side in ("width", "height"))
+    rows, noun = np.flatnonzero(chosen), files.dataset.conditioning_noun
+    names, problems = (files.of(rows, column, "") for column in ("name", "problem"))
+    width, height = (files.of(rows, side, 1) for side in ("width", "height"))
     differs = np.zeros(len(rows), bool)
-    if partners.sizes is None:  # it is cropped as its image
+    if files.sizes is None:  # it is cropped as its image
         own = table["width"].to_numpy()[rows] / table["height"].to_numpy()[rows]
         differs = np.abs(width / np.maximum(1, height) / own - 1) > ASPECT_TOLERANCE
-    loose = " (reference_loose takes it)" * partners.dataset.are_references
+    loose = " (reference_loose takes it)" * files.dataset.are_references
     for place in np.flatnonzero((problems != "") | differs).tolist():
         size = f"has {width[place]}x{height[place]} px, which is another shape{loose}"
         yield int(rows[place]), f"its {noun} {names[place]} {problems[place] or size}"
@@ -217,7 +217,7 @@ def unreadable_error(dataset: ImageDataset, problems: Mapping[str, str]) -> Data
 
 
 def unpaired_error(dataset: ImageDataset, conditioning: ImageDataset, names: Sequence[str]) -> DataError:
-    noun, white = conditioning.partner_noun, "; one that is all white counts everything" * conditioning.are_masks
+    noun, white = conditioning.conditioning_noun, "; one that is all white counts everything" * conditioning.are_masks
     return DataError(
         f"dataset `{dataset.id}`: {count_noun(len(names), 'image')} without a {noun} in `{conditioning.id}`:"
         f"{format_names(names)}",

@@ -20,7 +20,7 @@ class References(Sequence[Sample]):
     """The references of samples in one of their dataset's datasets of references, in the order of the samples."""
 
     def __init__(self, samples: DatasetSamples, number: int) -> None:
-        self.samples, self.number, self.partners = samples, number, samples.references[number]
+        self.samples, self.number, self.files = samples, number, samples.references[number]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -30,11 +30,11 @@ class References(Sequence[Sample]):
 
     @property
     def dataset(self) -> ImageDataset:
-        return self.partners.dataset
+        return self.files.dataset
 
     @property
     def storage(self) -> Storage:
-        return self.partners.scan.storage
+        return self.files.scan.storage
 
     def checksum(self, *columns: str) -> str:
         """Return a checksum of all that the references and their geometry are made of."""
@@ -45,9 +45,9 @@ class References(Sequence[Sample]):
         if not broken:
             return {}
         own = {name.removeprefix(f"{self.dataset.id}/"): why for name, why in broken.items()}
-        is_broken = pc.is_in(self.partners.scan.table["name"], value_set=pa.array(own, pa.large_string())).to_numpy()
-        found = np.flatnonzero(is_broken[self.partners.rows[self.samples.rows]]).tolist()
-        pairs = [(self.samples[index], self.partners.file(int(self.samples.rows[index]))[0]) for index in found]
+        is_broken = pc.is_in(self.files.scan.table["name"], value_set=pa.array(own, pa.large_string())).to_numpy()
+        found = np.flatnonzero(is_broken[self.files.rows[self.samples.rows]]).tolist()
+        pairs = [(self.samples[index], self.files.file(int(self.samples.rows[index]))[0]) for index in found]
         return {sample.id: f"its reference {name}: {own[name]}" for sample, name in pairs}
 
 

@@ -27,7 +27,7 @@ from simpletuner.data.images.geometry import Geometry, compute_geometry
 from simpletuner.data.images.images import cropped, read_rgb
 from simpletuner.data.images.videos import read_frames
 from simpletuner.data.sampler.stable_choice import hash_texts
-from simpletuner.data.samples.partners import Mask, Partners
+from simpletuner.data.samples.conditioning_files import ConditioningFiles, Mask
 from simpletuner.data.samples.sizes import Sizes
 from simpletuner.data.scan.captions import captions_of
 from simpletuner.data.storage.storage import Storage
@@ -52,16 +52,16 @@ class Sample:
     mask: Mask | None = None
     references: tuple[Sample, ...] = ()
     """The images that it is made from, such as those that an edit begins with; without captions."""
-    continues: bool = False
+    is_i2v: bool = False
     """True of a clip whose first frame the model is given."""
 
     @property
-    def given(self) -> tuple[Sample, ...]:
+    def conditioning_samples(self) -> tuple[Sample, ...]:
         """Images that the model is given beside the caption: references, or the first frame."""
-        if not self.continues:
+        if not self.is_i2v:
             return self.references
         first = replace(self.geometry, target=self.geometry.target._replace(frames=1))
-        return (replace(self, geometry=first, continues=False),)
+        return (replace(self, geometry=first, is_i2v=False),)
 
     @property
     def shape(self) -> SampleShape:
@@ -98,7 +98,11 @@ class Sample:
 
 def reference_images(sample: Sample) -> tuple[Image.Image, ...]:
     """Return what a sample's model is given, as training crops it. Raises one of DECODE_ERRORS."""
-    pairs = [(each.geometry, image) for each in sample.given for image in each.images(each.geometry.resized.size)]
+    pairs = [
+        (each.geometry, image)
+        for each in sample.conditioning_samples
+        for image in each.images(each.geometry.resized.size)
+    ]
     return tuple(cropped(image, g.resized.size, g.crop_left_top, g.target.size) for g, image in pairs)
 
 
@@ -126,13 +130,13 @@ class DatasetSamples(Sequence[Sample]):
         rows: np.ndarray,
         sizes: Sizes,
         seed: int,
-        partners: tuple[Partners, ...] = (),
+        conditioning: tuple[ConditioningFiles, ...] = (),
     ) -> None:
-        """`partners` are those of the rows of `table`, in the order of the dataset's `conditioning`."""
+        """`conditioning` are those of the rows of `table`, in the order of the dataset's `conditioning`."""
         self.dataset, self.storage, self.table, self.seed = dataset, storage, table, seed
-        self.rows, self.sizes, self.partners = rows, sizes, partners
-        self.masks = next((each for each in partners if each.dataset.are_masks), None)
-        self.references = tuple(each for each in partners if each.dataset.are_references)
+        self.rows, self.sizes, self.conditioning = rows, sizes, conditioning
+        self.masks = next((each for each in conditioning if each.dataset.are_masks), None)
+        self.references = tuple(each for each in conditioning if each.dataset.are_references)
         self._reader = RowReader(table, ("name", "version", "captions"))
 
     def __len__(self) -> int:
@@ -147,10 +151,10 @@ class DatasetSamples(Sequence[Sample]):
         row = int(self.rows[index])
         mask = self.masks and self.masks.mask(row)
         references = tuple(self._reference(each, row, geometry) for each in self.references)
-        more = mask, references, self.dataset.continues
+        more = mask, references, self.dataset.is_i2v
         return Sample(sample_id, self.dataset.id, self.storage, name, version, geometry, captions, *more)
 
-    def _reference(self, references: Partners, row: int, target: Geometry) -> Sample:
+    def _reference(self, references: ConditioningFiles, row: int, target: Geometry) -> Sample:
         name, version = references.file(row)
         sample_id = f"{references.dataset.id}/{name}"
         geometry = references.geometry(row, sample_id, target, self.seed)
@@ -167,7 +171,7 @@ class DatasetSamples(Sequence[Sample]):
         # Without what masks and references brought, so that the digests of caches from before them stay.
         dumped = self.dataset.model_dump_json(exclude={"conditioning_type", "conditioning_data", "source_dataset_id"})
         digest = xxhash.xxh3_128(f"{self.seed} {dumped}".encode())
-        for each in self.partners:
+        for each in self.conditioning:
             each.add_to(digest)
         for name in columns:
             texts = self.table[name]
@@ -187,16 +191,16 @@ class DatasetSamples(Sequence[Sample]):
 
     def with_arrays(self, rows: np.ndarray, *sizes: np.ndarray) -> DatasetSamples:
         """Return the same samples with other memory for `arrays`."""
-        return DatasetSamples(self.dataset, self.storage, self.table, rows, Sizes(*sizes), self.seed, self.partners)
+        return DatasetSamples(self.dataset, self.storage, self.table, rows, Sizes(*sizes), self.seed, self.conditioning)
 
     def of(self, dataset: ImageDataset) -> DatasetSamples:
         """Return the same samples with other keys of their dataset."""
-        return DatasetSamples(dataset, self.storage, self.table, self.rows, self.sizes, self.seed, self.partners)
+        return DatasetSamples(dataset, self.storage, self.table, self.rows, self.sizes, self.seed, self.conditioning)
 
     def where(self, mask: np.ndarray) -> DatasetSamples:
         """Return those for which `mask` is true."""
         rows, sizes = self.rows[mask], self.sizes.where(mask)
-        return DatasetSamples(self.dataset, self.storage, self.table, rows, sizes, self.seed, self.partners)
+        return DatasetSamples(self.dataset, self.storage, self.table, rows, sizes, self.seed, self.conditioning)
 
     def without(self, ids: Collection[str]) -> DatasetSamples:
         """Return all but the samples with these ids."""

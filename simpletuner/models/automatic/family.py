@@ -33,8 +33,9 @@ from simpletuner.models.automatic.prediction import Denoise, Predictor, capture
 from simpletuner.models.automatic.proof import Proof
 from simpletuner.models.automatic.study import Study
 from simpletuner.models.automatic.text import LENGTHS
-from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import Objective, diffusion, flow_matching, samples_by_diffusion
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.folder.diffusers_io import cast_floating
 from simpletuner.parallel.engine import compute_dtype

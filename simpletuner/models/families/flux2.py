@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from simpletuner.data.batches.references import references_in
 from simpletuner.models.families.flux import Flux, guidance_scale
-from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16_times_1000
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.settings.values.shape import Shape
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.data.batches.references import FIRST_FRAME
-from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.folder.diffusers_io import diffusers_class
 from simpletuner.parallel.context.context_parallel import TIMES, TOKENS, SequencePlan
@@ -55,7 +56,7 @@ class LTXVideo(ModelFamily):
         return {"prompt_embeds": embeds, "prompt_attention_mask": mask}
 
     def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as LTXConditionPipeline does, or as `continuing_class` with a first frame."""
+        """Call the transformer as LTXConditionPipeline does, or as `image_to_video_class` with a first frame."""
         shape, timesteps = Shape.of_axes(noised.shape[2:]), timesteps_B[:, None] * 1000
         if FIRST_FRAME in conditioning:
             first = self.first_shown(conditioning[FIRST_FRAME], noised[:, :, :1], timesteps_B)
@@ -75,11 +76,11 @@ class LTXVideo(ModelFamily):
         return self.unpack_latents(tokens, shape)
 
     @property
-    def continues(self) -> Literal["", "may", "must"]:
-        return "may"
+    def image_to_video(self) -> Literal["never", "optional", "always"]:
+        return "optional"
 
     @property
-    def continuing_class(self) -> Any:
+    def image_to_video_class(self) -> Any:
         return self.pipeline_class if self.is_conditioned else diffusers_class("LTXImageToVideoPipeline")
 
     def first_shown(self, clean: Tensor, noised: Tensor, sigmas_B: Tensor) -> Tensor:

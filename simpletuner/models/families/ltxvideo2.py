@@ -7,17 +7,16 @@ Sampling is the pipeline's, which generates both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.folder.diffusers_io import component_class
 from simpletuner.models.folder.malformed import read_json
@@ -154,19 +153,8 @@ class LTXVideo2(ModelFamily):
             self._audio_vae = cls.from_pretrained(self.folder / "audio_vae", use_safetensors=True, variant=variant)
         return {"audio_vae": self._audio_vae}
 
-    def load_pipeline(
-        self,
-        vae: nn.Module | None,
-        model: nn.Module | None = None,
-        dtype: torch.dtype = torch.float32,
-        with_text: bool = False,
-        others: Mapping[str, Any] = MappingProxyType({}),
-        cls: Any = None,
-    ) -> Any:
-        pipeline = super().load_pipeline(vae, model, dtype, with_text, others, cls)
-        if model is not None:
-            pipeline.register_modules(connectors=PassedConnectors(self.conditioning_shapes()["prompt_embeds"][1]))
-        return pipeline
+    def enter_pipeline(self, pipeline: Any, positive: Conditioning) -> None:
+        pipeline.register_modules(connectors=PassedConnectors(self.conditioning_shapes()["prompt_embeds"][1]))
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
         # The transformer has tokens (B, frames * height * width, C), the pipeline returns a video.

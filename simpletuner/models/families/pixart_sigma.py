@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.data.images.geometry import Geometry
-from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import diffusion
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning, encode_with_mask
 from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from simpletuner.data.batches.prefetch import stack_conditioning
 from simpletuner.data.batches.references import references_in
 from simpletuner.models.families.flux import pack, unpack
-from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.values.shape import Shape

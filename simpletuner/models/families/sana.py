@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning, encode_with_mask
 
 

@@ -14,8 +14,9 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from simpletuner.data.batches.references import FIRST_FRAME
-from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.family.two_denoisers import FIRST, SECOND, chosen_denoiser, load_frozen
 from simpletuner.models.folder.diffusers_io import diffusers_class
@@ -80,11 +81,11 @@ class Wan(ModelFamily):
         return {"prompt_embeds": embeds}
 
     @property
-    def continues(self) -> Literal["", "may", "must"]:
-        return "may" if self.index.get("expand_timesteps") else ""
+    def image_to_video(self) -> Literal["never", "optional", "always"]:
+        return "optional" if self.index.get("expand_timesteps") else "never"
 
     @property
-    def continuing_class(self) -> Any:
+    def image_to_video_class(self) -> Any:
         return diffusers_class("WanImageToVideoPipeline")
 
     def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
@@ -138,8 +139,8 @@ class WanImageToVideo(Wan):
     encodes_first_frame = True
 
     @property
-    def continues(self) -> Literal["", "may", "must"]:
-        return "must"
+    def image_to_video(self) -> Literal["never", "optional", "always"]:
+        return "always"
 
     @property
     def reads_references(self) -> bool:

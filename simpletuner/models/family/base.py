@@ -10,7 +10,6 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +24,7 @@ from simpletuner.data.images.geometry import Geometry
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.objectives import EVERY_SIGMA, Objective, keep_float32
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae, cell_of
 from simpletuner.models.folder.diffusers_io import (
@@ -44,32 +44,6 @@ from simpletuner.settings.values.shape import Shape
 
 CLIP_TOKENS = 77
 """Length of every prompt that CLIP encodes."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """Parameters of one sampled image or clip: its shape in px, number of denoising steps, guidance scale, seed."""
-
-    shape: Shape
-    steps: int
-    guidance: float
-    seed: int
-    fps: float = 0.0
-    """Of a clip."""
-    references: tuple[Image, ...] = ()
-    """Images that the pipeline is given beside the prompt, in the size in which it is encoded."""
-
-    def kwargs(self) -> dict[str, Any]:
-        """Arguments that every pipeline of diffusers takes, so that it returns latents."""
-        return {
-            "width": self.shape.width,
-            "height": self.shape.height,
-            "num_inference_steps": self.steps,
-            "guidance_scale": self.guidance,
-            # A generator on the CPU gives the same noise on every device.
-            "generator": torch.Generator().manual_seed(self.seed),
-            "output_type": "latent",
-        }
 
 
 class ModelFamily(ABC):
@@ -304,9 +278,9 @@ class ModelFamily(ABC):
         return False
 
     @property
-    def continues(self) -> Literal["", "may", "must"]:
+    def image_to_video(self) -> Literal["never", "optional", "always"]:
         """Return whether the model is given the first frame of a clip."""
-        return ""
+        return "never"
 
     # What is the same for all families.
 
@@ -388,7 +362,7 @@ class ModelFamily(ABC):
         return diffusers_class(named if named in self.pipelines else self.pipelines[0])
 
     @property
-    def continuing_class(self) -> Any:
+    def image_to_video_class(self) -> Any:
         """Diffusers' class of the pipeline that is given the first frame of a clip."""
         return self.pipeline_class
 
@@ -407,7 +381,9 @@ class ModelFamily(ABC):
         """Sample one image or clip with diffusers' own pipeline and scheduler; return its latents (1CHW or 1CFHW)."""
         dtype = positive["prompt_embeds"].dtype
         others = self.sampling_components(vae.device, dtype)
-        cls = self.continuing_class if self.continues and sampling.references else self.pipeline_class
+        cls = (
+            self.image_to_video_class if self.image_to_video != "never" and sampling.references else self.pipeline_class
+        )
         pipeline = self.load_pipeline(vae=vae.model, model=model, others=others, cls=cls)
         pipeline.set_progress_bar_config(disable=True)
         self.enter_pipeline(pipeline, positive)

@@ -75,8 +75,8 @@ def needed_by(loaded: Loaded) -> Needed:
             shutil.copytree(kept, scans)
         plan = plan_data(session, scans)
         family = load_family(session.settings, world, session.stop.check)
-        plan, drawn = fit_to_model(session, plan, family)  # on which the keys of records depend
-        prompts = texts_of(drawn, family)
+        plan, sampled = fit_to_model(session, plan, family)  # on which the keys of records depend
+        prompts = texts_of(sampled, family)
         sources = open_sources(session.settings, plan.samples, plan.texts, prompts, family, world, ExitStack())
     needed: dict[Path, Iterable[CacheRequest]] = {}
     for cache in sources.caches:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.models.catalog.registry import revision_of
-from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.folder.index import MODULAR_INDEX, index_file
 from simpletuner.models.opening.assistant_lora import assistant_files
 from simpletuner.models.opening.lora_file import LORA_WEIGHTS, OF_PEFT

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simpletuner.models.family.base import ModelFamily, SamplingParams
-from simpletuner.models.family.text_encoding import Conditioning
-from simpletuner.preparation.drawn_prompts import DrawnPrompt
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.sampling import SamplingParams
+from simpletuner.preparation.sampled_prompts import SampledPrompt
 from simpletuner.settings import Settings
 from simpletuner.training.images.clip_files import require_video_writer
 from simpletuner.training.images.image_files import ImageInfo
@@ -17,21 +17,14 @@ from simpletuner.training.images.image_files import ImageInfo
 class PlannedImage:
     """An image of each round: its encoded prompts, and its sampling parameters."""
 
-    name: str
-    """Names the images of one round and set of weights; sorted by name, images of a prompt are neighbours."""
-    number: int
-    """Of its prompt."""
-    prompt: str
-    negative_prompt: str
-    positive: Conditioning
-    negative: Conditioning
+    prompt: SampledPrompt
     sampling: SamplingParams
 
     def info(self, variant: str, step: int) -> ImageInfo:
         params = self.sampling
         return ImageInfo(
-            self.prompt,
-            self.negative_prompt,
+            self.prompt.prompt.prompt,
+            self.prompt.negative_prompt,
             params.seed,
             params.steps,
             params.guidance,
@@ -44,34 +37,25 @@ class PlannedImage:
         )
 
 
-def plan_images(settings: Settings, family: ModelFamily, drawn: Sequence[DrawnPrompt]) -> list[PlannedImage]:
+def plan_images(settings: Settings, family: ModelFamily, sampled: Sequence[SampledPrompt]) -> list[PlannedImage]:
     """Return the images and clips of each round. Each prompt has its own seed, whichever rank samples it.
 
     Raises EnvironmentNotReady for clips where nothing can write them.
     """
-    if any(each.shape.frames > 1 for each in drawn):
+    if any(each.shape.frames > 1 for each in sampled):
         require_video_writer()
-    return [planned_image(settings, family, each) for each in drawn]
+    return [planned_image(settings, family, each) for each in sampled]
 
 
-def planned_image(settings: Settings, family: ModelFamily, drawn: DrawnPrompt) -> PlannedImage:
-    validation, prompt = settings.validation, drawn.prompt
+def planned_image(settings: Settings, family: ModelFamily, sampled: SampledPrompt) -> PlannedImage:
+    validation, prompt = settings.validation, sampled.prompt
     seed = settings.training.seed if validation.validation_seed is None else validation.validation_seed
-    assert drawn.positive is not None and drawn.negative is not None, "prompts are encoded before"
     sampling = SamplingParams(
-        shape=drawn.shape,
+        shape=sampled.shape,
         steps=prompt.num_inference_steps or validation.validation_num_inference_steps,
         guidance=validation.validation_guidance if prompt.guidance is None else prompt.guidance,
-        seed=seed + drawn.number if prompt.seed is None else prompt.seed,
+        seed=seed + sampled.number if prompt.seed is None else prompt.seed,
         fps=validation.framerate or family.frame_rate,
-        references=drawn.references,
+        references=sampled.references,
     )
-    return PlannedImage(
-        drawn.name,
-        drawn.number,
-        prompt.prompt,
-        drawn.negative_prompt,
-        drawn.positive,
-        drawn.negative,
-        sampling,
-    )
+    return PlannedImage(sampled, sampling)

@@ -87,14 +87,14 @@ class Validator:
         return self.folder / f"grid-{step:06d}.png"
 
     def _path(self, folder: Path, variant: str, planned: PlannedImage) -> Path:
-        return folder / f"{variant}-{planned.name}.png"
+        return folder / f"{variant}-{planned.prompt.name}.png"
 
     def _references(self, step: int) -> Iterator[tuple[PlannedImage, Path, Image, ImageInfo]]:
         """Yield the references of each image with their files."""
         for planned in self.images:
             several = len(planned.sampling.references) > 1
             for place, image in enumerate(planned.sampling.references):
-                name = f"{REFERENCE}-{planned.name}" + f"-{place}" * several
+                name = f"{REFERENCE}-{planned.prompt.name}" + f"-{place}" * several
                 info = replace(planned.info(REFERENCE, step), width=image.width, height=image.height, frames=1)
                 yield planned, round_folder(self.folder, step) / f"{name}.png", image, info
 
@@ -102,11 +102,11 @@ class Validator:
         """Return the images of each prompt below its references, those of each set of weights together."""
         columns: dict[int, list[Cell]] = {}
         for planned, path, _, info in self._references(step):
-            columns.setdefault(planned.number, []).append((path, info))
+            columns.setdefault(planned.prompt.number, []).append((path, info))
         for variant in self.variants:
             for planned in self.images:
                 path = self._path(round_folder(self.folder, step), variant, planned)
-                columns.setdefault(planned.number, []).append((path, planned.info(variant, step)))
+                columns.setdefault(planned.prompt.number, []).append((path, planned.info(variant, step)))
         return list(columns.values())
 
     def _weights(self, variant: str) -> AbstractContextManager[None]:
@@ -138,7 +138,7 @@ class Validator:
         """Run the pipeline for one image."""
         positive, negative = (
             {name: self._as_batch(value) for name, value in conditioning.items()}
-            for conditioning in (planned.positive, planned.negative)
+            for conditioning in (planned.prompt.positive, planned.prompt.negative)
         )
         return self.family.sample(self.engine.module, self.vae, planned.sampling, positive, negative)
 

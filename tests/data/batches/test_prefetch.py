@@ -284,7 +284,7 @@ def test_references_and_masks_are_left_out_in_some_steps_of_all_ranks_alike():
 @pytest.mark.parametrize("skips", [True, False])
 def test_the_first_latent_frame_has_no_loss_where_it_is_given_without_noise(skips):
     given = PLAIN.model_copy(update={"video": VideoSettings(is_i2v=True)})
-    samples = [replace(sample(number), continues=number % 2 == 0) for number in range(COUNT)]
+    samples = [replace(sample(number), is_i2v=number % 2 == 0) for number in range(COUNT)]
     clips = source(
         samples=samples,
         dataset=lambda number: given,

@@ -10,7 +10,7 @@ from PIL import Image
 from simpletuner.caches.latents import decode_mask
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.images.geometry import Geometry
-from simpletuner.data.samples.partners import Mask, Partners
+from simpletuner.data.samples.conditioning_files import ConditioningFiles, Mask
 from simpletuner.data.scan.file_list import OtherFiles
 from simpletuner.data.scan.scan import Scan
 from simpletuner.data.storage.storage import LocalStorage
@@ -21,7 +21,7 @@ def test_masks_are_paired_by_names_without_suffixes(tmp_path):
     found = {"name": ["a/x.webp", "x.png", "x.webp"], "version": ["1", "2", "3"], "problem": ["", "", "broken"]}
     images = LocalImages(id="masks", instance_data_dir=tmp_path, dataset_type="conditioning", conditioning_type="mask")
     scan = Scan(images, LocalStorage(tmp_path), pa.table(found), OtherFiles())
-    masks = Partners.pair(pa.chunked_array([["x.jpg", "b.jpg"], ["a/x.tiff", "c.jpg"]]), scan)
+    masks = ConditioningFiles.pair(pa.chunked_array([["x.jpg", "b.jpg"], ["a/x.tiff", "c.jpg"]]), scan)
     assert masks.rows.tolist() == [1, -1, 0, -1]
     assert [(each.name, each.version) for each in (masks.mask(0), masks.mask(2))] == [("x.png", "2"), ("a/x.webp", "1")]
 

@@ -15,7 +15,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.analysis.step_trace import trace_vae
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
 from simpletuner.models.automatic.seams import ALWAYS, FRAMES
-from simpletuner.models.family.base import SamplingParams
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.folder.diffusers_io import build_on_meta
 from simpletuner.preparation.alignment import step_of_vae
 from simpletuner.settings.declared.sections import Model

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from simpletuner.models.catalog.registry import TINY, presets, published_shift
-from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.flow_shift import sampling_shift
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.family.objectives import FlowMatching, logit_normal, shifted
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.settings import load
 from simpletuner.settings.declared.errors import InvalidSettings
 from simpletuner.settings.declared.sections import Model, ObjectiveSettings, Settings

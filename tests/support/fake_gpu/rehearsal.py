@@ -43,7 +43,7 @@ from simpletuner.parallel.gpu import set_float32_precision
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.world import World
-from simpletuner.preparation.drawn_prompts import drawn_prompts
+from simpletuner.preparation.sampled_prompts import sampled_prompts
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings, load
@@ -343,7 +343,7 @@ def prepared_samples(session: Session, family: ModelFamily, largest: Shape) -> A
         samples=samples, datasets=[], sampler=None, held_out=held_out, buckets={str(largest): samples}
     )
     prompts = [ValidationPrompt(prompt="")] if session.settings.validation.samples_images else []
-    validation = [each.encoded(text, text) for each in drawn_prompts(session.settings, plan, prompts)]
+    validation = [each.encoded(text, text) for each in sampled_prompts(session.settings, plan, prompts)]
     return SimpleNamespace(plan=plan, reader=reader, validation=validation)
 
 

@@ -1,10 +1,10 @@
-"""Prompts that each round of validation draws, with their shapes and references, from files and from pairs."""
+"""Prompts that each round of validation samples, with their shapes and references, from files and from pairs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,8 +24,8 @@ Images = tuple[Image.Image, ...]
 
 
 @dataclass(frozen=True)
-class DrawnPrompt:
-    """A prompt to draw in one shape; `number` counts prompts, `name` is unique."""
+class SampledPrompt:
+    """A prompt to sample in one shape; `number` counts prompts, `name` is unique."""
 
     number: int
     name: str
@@ -33,34 +33,34 @@ class DrawnPrompt:
     negative_prompt: str
     shape: Shape
     references: Images = ()
-    positive: Conditioning | None = None
-    negative: Conditioning | None = None
+    positive: Conditioning = field(default_factory=dict)
+    negative: Conditioning = field(default_factory=dict)
     """Embeddings of both prompts, without a batch axis, once they are encoded."""
 
-    def encoded(self, positive: Conditioning, negative: Conditioning) -> DrawnPrompt:
+    def encoded(self, positive: Conditioning, negative: Conditioning) -> SampledPrompt:
         return replace(self, positive=positive, negative=negative)
 
 
-def drawn_prompts(settings: Settings, plan: Plan, prompts: Sequence[ValidationPrompt]) -> list[DrawnPrompt]:
-    """Return what is drawn, before texts are encoded.
+def sampled_prompts(settings: Settings, plan: Plan, prompts: Sequence[ValidationPrompt]) -> list[SampledPrompt]:
+    """Return what is sampled, before texts are encoded.
 
     Raises SettingsError for a reference that cannot be decoded.
     """
-    drawn: list[DrawnPrompt] = []
+    sampled: list[SampledPrompt] = []
     each = (*of_prompts(settings, plan, prompts), *of_pairs(settings, plan))
     for number, (prompt, shapes, references) in enumerate(each):
         given = prompt.negative_prompt
         negative = settings.validation.validation_negative_prompt if given is None else given
         for shape in shapes:
             name = f"{number:02d}" + (f"-{shape}" if len(shapes) > 1 else "")
-            drawn.append(DrawnPrompt(number, name, prompt, negative, shape, references(shape)))
-    return drawn
+            sampled.append(SampledPrompt(number, name, prompt, negative, shape, references(shape)))
+    return sampled
 
 
-Drawn = tuple[ValidationPrompt, Sequence[Shape], Callable[[Shape], Images]]
+PromptShapes = tuple[ValidationPrompt, Sequence[Shape], Callable[[Shape], Images]]
 
 
-def of_prompts(settings: Settings, plan: Plan, prompts: Sequence[ValidationPrompt]) -> Iterator[Drawn]:
+def of_prompts(settings: Settings, plan: Plan, prompts: Sequence[ValidationPrompt]) -> Iterator[PromptShapes]:
     """Yield prompts with their references: files, or those of a pair where the run trains on pairs."""
     pair = next(pairs_of(plan), None)
     is_loose = any(each.conditioning_type == "reference_loose" for own in plan.datasets for each in own.conditioning)
@@ -76,7 +76,7 @@ def of_prompts(settings: Settings, plan: Plan, prompts: Sequence[ValidationPromp
             yield prompt, shapes, partial(same_for_any_shape, ())
 
 
-def of_pairs(settings: Settings, plan: Plan) -> Iterator[Drawn]:
+def of_pairs(settings: Settings, plan: Plan) -> Iterator[PromptShapes]:
     """Yield as many pairs as validation_pairs says, with their own captions."""
     count = settings.validation.validation_pairs
     for caption, shape, references in islice(pairs_of(plan) if count else (), count):
@@ -92,10 +92,15 @@ def pairs_of(plan: Plan) -> Iterator[tuple[str, Shape, Images]]:
 
     Those that cannot be decoded are not among them.
     """
-    if not any(len(dataset.encoded) > 1 or dataset.continues for dataset in plan.datasets):
+    if not any(len(dataset.encoded) > 1 or dataset.is_i2v for dataset in plan.datasets):
         return
-    held_out = [sample for index in plan.held_out.tolist() if (sample := plan.samples[index]).given]
-    trained = (sample for part in plan.samples.parts for index in range(len(part)) if (sample := part[index]).given)
+    held_out = [sample for index in plan.held_out.tolist() if (sample := plan.samples[index]).conditioning_samples]
+    trained = (
+        sample
+        for part in plan.samples.parts
+        for index in range(len(part))
+        if (sample := part[index]).conditioning_samples
+    )
     for sample in held_out or trained:
         try:
             references = reference_images(sample)

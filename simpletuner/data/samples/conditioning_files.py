@@ -43,7 +43,7 @@ class Mask:
             return read_rgb(file, size).convert("L").resize(size, Image.Resampling.BOX)
 
 
-class Partners:
+class ConditioningFiles:
     """The files of a dataset of type conditioning for the rows of another scan.
 
     `rows` has which row of `scan` each has, -1 for none. `sizes` are those of references that are cropped by
@@ -54,8 +54,8 @@ class Partners:
         self.scan, self.rows, self.sizes = scan, rows, sizes
 
     @classmethod
-    def pair(cls, names: pa.ChunkedArray, scan: Scan, sizes: Sizes | None = None) -> Partners:
-        """Find the partners of images by their names, whatever the suffixes; a readable one of two."""
+    def pair(cls, names: pa.ChunkedArray, scan: Scan, sizes: Sizes | None = None) -> ConditioningFiles:
+        """Find the files of images by their names, whatever the suffixes; a readable one of two."""
         table = scan.table
         order = np.argsort(pc.equal(table["problem"], "").to_numpy(zero_copy_only=False), kind="stable")
         by_stem = {stem(table["name"][row].as_py()): row for row in order.tolist()}
@@ -71,7 +71,7 @@ class Partners:
         return np.append(self.scan.table[column].to_numpy(), missing)[self.rows[rows]]
 
     def file(self, row: int) -> tuple[str, str]:
-        """Return name and version of a row's partner."""
+        """Return name and version of a row's file."""
         return self._value("name", row), self._value("version", row)
 
     def mask(self, row: int) -> Mask:

@@ -1,0 +1,37 @@
+"""Parameters of sampled images and clips."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL.Image import Image
+
+from simpletuner.settings.values.shape import Shape
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Parameters of one sampled image or clip: its shape in px, number of denoising steps, guidance scale, seed."""
+
+    shape: Shape
+    steps: int
+    guidance: float
+    seed: int
+    fps: float = 0.0
+    """Of a clip."""
+    references: tuple[Image, ...] = ()
+    """Images that the pipeline is given beside the prompt, in the size in which it is encoded."""
+
+    def kwargs(self) -> dict[str, Any]:
+        """Arguments that every pipeline of diffusers takes, so that it returns latents."""
+        return {
+            "width": self.shape.width,
+            "height": self.shape.height,
+            "num_inference_steps": self.steps,
+            "guidance_scale": self.guidance,
+            # A generator on the CPU gives the same noise on every device.
+            "generator": torch.Generator().manual_seed(self.seed),
+            "output_type": "latent",
+        }
