@@ -158,7 +158,10 @@ class Plans:
         key = (settings.model.model_dump_json(), settings.lora.model_dump_json(), case.shape)
         if key not in self.known:
             family = self.stack.enter_context(opened_family(settings, Report(quiet=True)))
-            self.known[key] = Workload(family, case.shape), flops_per_sample(family, case.shape)
+            self.known[key] = (
+                Workload(family, SampleShape(case.shape)),
+                flops_per_sample(family, SampleShape(case.shape)),
+            )
         workload, flops = self.known[key]
         return estimate_run(settings, workload, SampleShapes({SampleShape(case.shape): 1}), self.device, flops)
 

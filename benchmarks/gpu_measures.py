@@ -32,6 +32,7 @@ from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.report import Report
 from simpletuner.run_log import silence_torchao
+from simpletuner.settings.values.shape import SampleShape
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.measure import fill_with_noise, random_engine, random_inputs, timed_steps
@@ -135,7 +136,7 @@ def find_waits(case: Case) -> Record:
     with opened_family(settings, Report(quiet=True)) as family, random_engine(settings, family) as (engine, world):
         on_gpu, stop = world.device.type == "cuda", StopRequest()
         vote = StopVote(stop)
-        inputs = random_inputs(settings, Workload(family, case.shape), torch.device("cpu"))
+        inputs = random_inputs(settings, Workload(family, SampleShape(case.shape)), torch.device("cpu"))
         latents = inputs.pop("latents")
         samples = len(latents)
         micro_batch = Batch(latents, torch.randn_like(latents), torch.full((samples,), 0.5), inputs, ("",) * samples)
@@ -192,7 +193,7 @@ def measure_steps(case: Case) -> Record:
         opened_family(settings, Report(quiet=True)) as family,
         random_engine(settings, family, fill) as (engine, world),
     ):
-        inputs = random_inputs(settings, Workload(family, case.shape), world.device)
+        inputs = random_inputs(settings, Workload(family, SampleShape(case.shape)), world.device)
         steps = list(timed_steps(settings, family, engine, inputs, WARM_UP))
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()  # after weights and moments were made

@@ -63,7 +63,7 @@ class Model:
         first = load(self.flags(precision, 1), complete=False)
         with opened_family(first.settings, quiet) as family:
             shapes = count_shapes(first, quiet)
-            workload, flops = Workload(family, *shapes.largest), flops_per_sample(family, *shapes.largest)
+            workload, flops = Workload(family, shapes.largest), flops_per_sample(family, shapes.largest)
             for card, count in places:
                 flags, device = self.flags(precision, count), DEVICES[card]
 

@@ -16,6 +16,7 @@ from simpletuner.caches.fill.jobs import CacheJob, CacheRequest, Made
 from simpletuner.caches.fill.write_through import GrowingCache, open_growing
 from simpletuner.caches.latents import decoding_threads, undecodable
 from simpletuner.caches.store.keys import KeyParts, folder_fingerprint, reference_parts, short_hash, text_parts
+from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.shards import ShardReader
 from simpletuner.caches.texts import without_padding
 from simpletuner.data.images.images import DECODE_ERRORS
@@ -42,10 +43,11 @@ class PairedTexts:
         world: World,
         dtype: torch.dtype,
         compress: bool,
+        mirror: Mirror | None,
         writers: ExitStack,
     ) -> None:
         self.folder, self.samples, self.encoder, self.family, self.world = folder, samples, encoder, family, world
-        self.compress, self.writers, self.mirror = compress, writers, None
+        self.compress, self.mirror, self.writers = compress, mirror, writers
         encoders = folder_fingerprint(text_folders(family.folder))
         self.parts = {**text_parts(encoders, str(dtype), family.max_length), **family.cache_facts}
         self.reader: ShardReader | None = None
@@ -67,6 +69,7 @@ class PairedTexts:
             make=self._encode,
             threads=decoding_threads(self.samples, self.world),
             compress=self.compress,
+            mirror=self.mirror,
         )
         if self.samples.dataset.text_cache_disable:
             self.encoder.load_early()

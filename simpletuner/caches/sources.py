@@ -149,7 +149,8 @@ def open_paired(
             dataset = part.dataset
             embeds = by_id[dataset.text_embeds or texts[0].id]
             folder, compress = paired_folder(embeds, dataset, settings), embeds.compress_cache
-            paired[dataset.id] = PairedTexts(folder, part, encoder, family, world, dtype, compress, writers)
+            mirror = open_mirror(embeds.of_pairs(dataset), folder)
+            paired[dataset.id] = PairedTexts(folder, part, encoder, family, world, dtype, compress, mirror, writers)
     return paired
 
 

@@ -43,7 +43,11 @@ def as_i2v(dataset: ImageDataset) -> ImageDataset:
 
 def samples_by_shape(plan: Plan) -> Counter[SampleShape]:
     """Count the samples of an epoch by their shape, and those of their references, in px."""
-    return Counter({SampleShape.parse(name): len(bucket) for name, bucket in plan.buckets.items()})
+    counts: Counter[SampleShape] = Counter()
+    for bucket in plan.buckets.values():
+        first = next(iter(bucket.groups.values()))[0]
+        counts[plan.samples[first].shape] += len(bucket)
+    return counts
 
 
 def describe_buckets(plan: Plan) -> str:

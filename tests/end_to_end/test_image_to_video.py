@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from end_to_end.test_videos import FLAGS, dataset_file
 from models.test_image_to_video import save_wan
 from PIL import Image
 from ranks import command_line
+from s3_server import BUCKET, s3_server
 from video_files import write_video
 
 PAIR = ("--validation_pairs=1",)
@@ -26,27 +28,44 @@ def clips(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
+
+
+def add_bucket_of_texts(path: Path, server: str) -> None:
+    """Add a cache of text embeddings in a bucket to a dataset file."""
+    keys = {"aws_access_key_id": "AKIA", "aws_secret_access_key": "hidden", "aws_endpoint_url": server}
+    place = {"aws_bucket_name": BUCKET, "aws_data_prefix": "texts", **keys}
+    texts = {"id": "texts", "type": "aws", "dataset_type": "text_embeds", "default": True, **place}
+    path.write_text(json.dumps([*json.loads(path.read_text()), texts]))
+
+
 def clips_file(path: Path, clips: Path, **video: object) -> str:
     block = {"num_frames": 9, **video}
     return dataset_file(path, {"dataset_type": "video", "instance_data_dir": str(clips), "video": block})
 
 
 @pytest.mark.parametrize("case", ["2.1-14b", "2.2-5b"])
-def test_clips_continue_their_first_frame_on_any_engine(case, clips, pipelines, train, starter, tmp_path):
+def test_clips_continue_their_first_frame_on_any_engine(case, clips, server, pipelines, train, starter, tmp_path):
     folder = save_wan(pipelines("wan"), tmp_path / "model", case)
     flags = (*base("wan", folder, Path("unused"))[:2], *FLAGS, "--max_train_steps=3", "--eval_split=0.2")
     asked = {"is_i2v": True} if case == "2.2-5b" else {}
     file = clips_file(tmp_path / "clips.json", clips, **asked)
+    if case == "2.1-14b":  # whose texts are embedded with the first frame
+        add_bucket_of_texts(tmp_path / "clips.json", server)
     alone = train(tmp_path / "alone", *flags, file, *VALIDATION, *PAIR, "--train_batch_size=2")
     files = {path.name for path in (tmp_path / "alone" / "validation" / "step-000003").iterdir()}
     assert files == {"reference-00.png", "trained-00.png", "trained-00.mp4", "trained-00.webp"}
     sharded = (*flags, file, "--train_batch_size=1", "--fsdp_enable")
-    train(tmp_path / "sharded", *sharded, "--max_train_steps=2", world=2)
+    begun = train(tmp_path / "sharded", *sharded, "--max_train_steps=2", world=2)
     again = train(tmp_path / "sharded", *sharded, world=2)
     assert "encoding" not in again.said and again.losses == pytest.approx(alone.losses, rel=1e-5)
     uncached = train(tmp_path / "uncached", *flags, file, "--train_batch_size=2", "--vae_cache_disable")
     assert uncached.losses == pytest.approx(alone.losses, rel=1e-4)
     if case == "2.1-14b":  # first frames, and texts with their embedding, are used by the run
+        assert "captions with references" in alone.said and "captions with references" not in begun.said, "in a bucket"
         same = (f"--output_dir={tmp_path / 'alone'}", *SMALL, *flags, file, *PAIR, "--train_batch_size=2")
         cleared = starter.start(command_line, 1, ["cache", "clear", "--unused", "--yes", *same])
         assert cleared.wait() == [0] and "there is nothing to remove" in cleared.said, cleared.said
@@ -54,7 +73,8 @@ def test_clips_continue_their_first_frame_on_any_engine(case, clips, pipelines, 
         assert listed.wait() == [0]
         items, _ = json.JSONDecoder().raw_decode(listed.said[listed.said.index("[\n") :])
         found = {Path(each["path"]).parent.name: each for each in items}
-        assert found["text-with-references"]["datasets"] == ["set0"]
+        assert found["texts-with-references"]["datasets"] == ["set0"]
+        assert found["texts-with-references"]["bucket"] == f"s3://{BUCKET}/texts/with-references/set0"
     split = ("--train_batch_size=2", "--fsdp_enable", "--context_parallel_size=2")
     assert train(tmp_path / "split", *flags, file, *split, world=2).losses == pytest.approx(alone.losses, rel=1e-5)
     if case == "2.2-5b":  # without a first frame it is another task
@@ -63,7 +83,7 @@ def test_clips_continue_their_first_frame_on_any_engine(case, clips, pipelines, 
 
 
 def test_clips_and_images_in_one_run_of_ltx_video(clips, pipelines, train, tmp_path):
-    """A sample without a first frame has one time for all tokens, one with it a time for each: both are split."""
+    """A sample without a first frame has one time for all tokens, one with it a time for each: never in one batch."""
     (tmp_path / "images").mkdir()
     for number in range(4):
         pixels = np.random.default_rng(number).integers(0, 255, (48, 80, 3), np.uint8)
@@ -71,7 +91,7 @@ def test_clips_and_images_in_one_run_of_ltx_video(clips, pipelines, train, tmp_p
     video = {"dataset_type": "video", "instance_data_dir": str(clips)}
     images = {"instance_data_dir": str(tmp_path / "images")}
     block, plain = {"num_frames": 9, "is_i2v": True}, {"num_frames": 9}
-    given = dataset_file(tmp_path / "given.json", {**video, "video": block}, images)
+    given = dataset_file(tmp_path / "given.json", {**video, "video": block}, {**video, "video": plain}, images)
     flags = (*base("ltxvideo", pipelines("ltxvideo"), Path("unused"))[:2], *FLAGS, "--train_batch_size=2")
     flags += ("--max_train_steps=4", "--aspect_bucket_alignment=32")
     prompt = ("--validation_prompt=disc", f"--validation_images={tmp_path / 'images' / 'noise 0.png'}")

@@ -14,7 +14,7 @@ from simpletuner.parallel.devices.memory import MemoryInputs, estimate_torch, gr
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.precision.split_state import QuantizedMoment
 from simpletuner.parallel.world import joined_world
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.training.auto.memory_estimate import memory_inputs
 from simpletuner.training.auto.workload import Workload
 from simpletuner.training.engines import open_engine
@@ -46,7 +46,7 @@ def held_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> No
                 with_gradients = living() - before
                 engine.set_learning_rate(1e-3)
                 engine.step(2.0)
-            workload = Workload(family, Shape(1, 64, 64))
+            workload = Workload(family, SampleShape(Shape(1, 64, 64)))
             inputs = memory_inputs(settings, workload)
             estimate = estimate_torch(settings, inputs)
             held = sum(row.gpu + row.host for row in estimate.rows if row.name != "gathered")

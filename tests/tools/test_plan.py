@@ -37,7 +37,7 @@ from simpletuner.parallel.devices.memory import MemoryBudget, MemoryEstimate, Me
 from simpletuner.parallel.model.module_stats import count_parameters
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.tools.plan.estimate import RunPlan
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.search import best_of, propose
@@ -60,11 +60,11 @@ def storages_alive() -> set[int]:
     return {each.untyped_storage().data_ptr() for each in found}
 
 
-def saved_by_torch(family: ModelFamily, model: nn.Module, samples: int) -> int:
+def saved_by_torch(family: ModelFamily, model: nn.Module, samples: int, shape: SampleShape) -> int:
     """Return the bytes that a real forward pass saves for the backward pass, weights and inputs excluded."""
     inputs = {
         name: torch.ones(samples, *shape, dtype=torch.long if "mask" in name else torch.float32)
-        for name, shape in family.input_shapes(SHAPE).items()
+        for name, shape in family.input_shapes(*shape).items()
     }
     latents, timesteps = inputs.pop("latents"), torch.full((samples,), 0.5)
     own = storages_alive()  # weights, inputs, and tables that a model holds in no buffer, such as Qwen-Image's
@@ -96,11 +96,28 @@ def test_activations_are_those_that_torch_saves(key, pipelines):
             model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
         trace = trace_step(family, fake, mode, family.input_shapes(SHAPE), samples, Execution(torch.float32))
         found[recomputes] = trace
-        assert trace.kept_bytes == pytest.approx(saved_by_torch(family, real, samples), rel=0.1)
+        assert trace.kept_bytes == pytest.approx(saved_by_torch(family, real, samples, SampleShape(SHAPE)), rel=0.1)
         assert [fraction for _, fraction in trace.backward_points] == sorted(each for _, each in trace.backward_points)
     assert found[True].kept_bytes < found[False].kept_bytes
     assert found[True].product_flops > found[False].product_flops
     assert not any(parameter.grad is not None for parameter in fake.parameters())
+
+
+def test_a_first_frame_costs_what_torch_saves_for_it(pipelines):
+    """LTX-Video embeds one time for all tokens, or with a first frame a time for each."""
+    family = opened("ltxvideo", pipelines("ltxvideo"))
+    real = family.denoiser().to_empty(device=CPU).train()
+    for parameter in real.parameters():
+        nn.init.normal_(parameter, std=0.02) if parameter.requires_grad else parameter.data.zero_()
+    mode, saved, counted = new_mode(), [], []
+    fake = with_fake_parameters(family.denoiser().train(), mode)
+    for has_first_frame in (False, True):
+        shape = SampleShape(Shape(17, 64, 64), has_first_frame=has_first_frame)
+        saved.append(saved_by_torch(family, real, 8, shape))
+        trace = trace_step(family, fake, mode, family.input_shapes(*shape), 8, Execution(torch.float32))
+        counted.append(trace.kept_bytes)
+    assert saved[1] > 1.2 * saved[0]
+    assert counted[1] - counted[0] == pytest.approx(saved[1] - saved[0], rel=0.01)
 
 
 def test_a_published_model_is_counted_as_it_was_on_meta_tensors():
@@ -108,7 +125,7 @@ def test_a_published_model_is_counted_as_it_was_on_meta_tensors():
     flags = {"model_family": "flux", "model_flavour": "dev", "state_layout": "split", "gradient_checkpointing": True}
     loaded = load(flags, environment=NOWHERE, complete=False)
     with opened_family(loaded.settings, Report(quiet=True)) as family:
-        trace = Workload(family, Shape(1, 1024, 1024)).trace(loaded.settings, 8, on_gpu=True)
+        trace = Workload(family, SampleShape(Shape(1, 1024, 1024))).trace(loaded.settings, 8, on_gpu=True)
     assert trace.kept_bytes == pytest.approx(13.6e9, rel=0.02)
     assert trace.peak_bytes(0) == pytest.approx(18.7e9, rel=0.05)
     # a third more than the 3 x 74.4 TFLOP of forward and backward: the blocks run forward twice

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from simpletuner.data.config.caption_rules import CaptionKeys
 from simpletuner.data.config.crops import CropKeys
-from simpletuner.data.config.folders import check_id
+from simpletuner.data.config.folders import WITH_REFERENCES, check_id
 from simpletuner.data.config.object_store_keys import AzurePlace, BucketPlace, GcsPlace, S3Place, no_address
 from simpletuner.data.config.participation import ParticipationKeys
 from simpletuner.data.config.tables import (
@@ -302,6 +302,10 @@ class TextEmbeds(Embeds):
     default: bool | None = None
     compress_cache: bool = False
 
+    def of_pairs(self, dataset: ImageDataset) -> TextEmbeds:
+        """Return the entry of the cache of texts that are encoded with the references of a dataset."""
+        return self
+
 
 class ImageEmbeds(Embeds):
     """A cache of latents."""
@@ -319,6 +323,9 @@ class BucketTextEmbeds(BucketEmbeds, TextEmbeds):
     """Text embeddings cached in a bucket."""
 
     cache_dir: Path = Path("{output_dir}/cache/text_embeds/{id}")
+
+    def of_pairs(self, dataset: ImageDataset) -> BucketTextEmbeds:
+        return self.below(f"{WITH_REFERENCES}/{dataset.id}")
 
 
 class BucketImageEmbeds(BucketEmbeds, ImageEmbeds):

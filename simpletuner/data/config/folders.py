@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Of each part of a path, on the usual file systems.
 MAX_NAME_BYTES = 255
+WITH_REFERENCES = "with-references"
+"""Ends the names of folders for embeddings by text encoders that read references, too."""
 
 
 def latents_folder(dataset: ImageDataset, settings: Settings) -> Path:
@@ -40,7 +42,7 @@ def paired_folder(texts: TextEmbeds, dataset: ImageDataset, settings: Settings) 
 
 def paired_root(texts: TextEmbeds, settings: Settings) -> Path:
     folder = text_folder(texts, settings)
-    return folder.with_name(f"{folder.name}-with-references")
+    return folder.with_name(f"{folder.name}-{WITH_REFERENCES}")
 
 
 def run_values(settings: Settings) -> dict[str, object]:

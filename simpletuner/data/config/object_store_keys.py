@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
@@ -100,6 +100,11 @@ class BucketPlace(Section):
     @property
     def address(self) -> str:
         return "/".join([f"{self.service.scheme}:/", self.bucket, *filter(None, [self.prefix])])
+
+    def below(self, folder: str) -> Self:
+        """Return the place of a folder in this one."""
+        key = f"{self.service.keys}_data_prefix"
+        return self.model_copy(update={key: "/".join(filter(None, [self.prefix, folder]))})
 
     def _value(self, key: str) -> Any:
         return getattr(self, f"{self.service.keys}_{key}")

@@ -17,18 +17,18 @@ from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.samples.sizes import different_values
 from simpletuner.errors import DataError
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape, Shape
 
 # More is a mistake in `repeats`: at 1,000 samples per second, such an epoch takes four months.
 MAX_EPOCH_SAMPLES = 10**10
 
-# By name, such as `1024x1024`, or `832x480@81` of clips.
+# By the name of its SampleShape, such as `1024x1024`, or `832x480@81` of clips.
 Buckets = dict[str, Bucket]
 
 
-def bucket_name(code: int) -> str:
-    """Return the name of a bucket by its target code."""
-    return str(Shape(code >> 48, code & 0xFFFFFF, code >> 24 & 0xFFFFFF))
+def shape_of(code: int) -> Shape:
+    """Return the shape of a target code."""
+    return Shape(code >> 48, code & 0xFFFFFF, code >> 24 & 0xFFFFFF)
 
 
 def make_buckets(
@@ -40,7 +40,8 @@ def make_buckets(
     """
     if not samples.parts:
         return {}
-    names, of_samples = bucket_names(samples.parts)
+    shapes, of_samples = bucket_shapes(samples.parts)
+    names = list(map(str, shapes))
     copies = copies_of([part.dataset for part in samples.parts])
     datasets = np.repeat(np.arange(len(samples.parts), dtype=np.uint16), [len(part) for part in samples.parts])
     if active is not None:
@@ -54,41 +55,50 @@ def make_buckets(
     }
 
 
-def bucket_names(parts: Sequence[DatasetSamples]) -> tuple[list[str], list[np.ndarray]]:
-    """Return the names of all buckets, and by dataset which of them each sample is in, (samples,) uint32."""
+def bucket_shapes(parts: Sequence[DatasetSamples]) -> tuple[list[SampleShape], list[np.ndarray]]:
+    """Return the shapes of all buckets, and by dataset which of them each sample is in, (samples,) uint32."""
     targets = [part.sizes.target_codes for part in parts]
     codes, of_sizes = different_values(np.concatenate(targets))
     of_parts = np.split(of_sizes.astype(np.uint32), np.cumsum([len(each) for each in targets])[:-1])
     of_samples = [own[part.sizes.index] for own, part in zip(of_parts, parts, strict=True)]
-    names = [bucket_name(code) for code in codes.tolist()]
+    plain = [SampleShape(shape_of(code)) for code in codes.tolist()]
+    numbers = {shape: number for number, shape in enumerate(plain)}
+    # A batch has a first frame of each clip or of none. Where all clips have one, their buckets keep the plain names:
+    # only the model may say so, which is opened when they are made already.
+    are_mixed = len({part.dataset.is_i2v for part in parts if part.dataset.clips}) > 1
     for number, part in enumerate(parts):
         if part.references:
-            own, of_own = with_references(names, of_samples[number], part)
-            of_samples[number] = (of_own + len(names)).astype(np.uint32)
-            names += own
-    return names, of_samples
+            own, of_own = with_references(plain, of_samples[number], part)
+        elif are_mixed and part.dataset.is_i2v:
+            own, of_own = [each._replace(has_first_frame=True) for each in plain], of_samples[number]
+        else:
+            continue
+        of_samples[number] = np.array([numbers.setdefault(each, len(numbers)) for each in own], np.uint32)[of_own]
+    return list(numbers), of_samples
 
 
-def with_references(names: Sequence[str], of_samples: np.ndarray, part: DatasetSamples) -> tuple[list[str], np.ndarray]:
-    """Return the names of buckets in which the references have one shape, too, and which of them each sample is in."""
+def with_references(
+    targets: Sequence[SampleShape], of_samples: np.ndarray, part: DatasetSamples
+) -> tuple[list[SampleShape], np.ndarray]:
+    """Return the shapes of buckets in which the references have one shape, too, and which of them each sample has."""
     keys = of_samples.astype(np.int64)
-    options: list[list[str]] = []
+    options: list[list[Shape]] = []
     for references in part.references:
         if references.sizes is None:  # cropped as its image
             options.append([])
             continue
         codes, of_sizes = different_values(references.sizes.target_codes)
-        options.append([bucket_name(code) for code in codes.tolist()])
+        options.append([shape_of(code) for code in codes.tolist()])
         keys = keys * len(codes) + of_sizes[references.sizes.index[references.rows[part.rows]]]
     found, of_own = np.unique(keys, return_inverse=True)
-    own: list[str] = []
+    own: list[SampleShape] = []
     for key in found.tolist():
-        shown: list[str] = []
+        shown: list[Shape | None] = []
         for choices in reversed(options):
             key, place = divmod(key, len(choices) or 1)
-            shown.append(choices[place] if choices else "")
-        target = str(names[key])
-        own.append("+".join([target, *(each or target for each in reversed(shown))]))
+            shown.append(choices[place] if choices else None)
+        target = targets[key].target
+        own.append(SampleShape(target, tuple(each or target for each in reversed(shown))))
     return own, of_own
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from simpletuner.data.samples.buckets import Buckets, bucket_name
+from simpletuner.data.samples.buckets import Buckets, bucket_shapes
 from simpletuner.data.samples.dataset_warnings import enlargements
-from simpletuner.data.samples.samples import DatasetSamples, Samples
-from simpletuner.data.samples.sizes import Sizes, different_values
+from simpletuner.data.samples.samples import Samples
+from simpletuner.data.samples.sizes import Sizes
+from simpletuner.settings.values.shape import SampleShape
 
 # Above this factor an image visibly lacks detail.
 MUCH_ENLARGED = 1.25
@@ -71,41 +72,32 @@ def summarize(samples: Samples, buckets: Buckets, held_out: np.ndarray) -> list[
             shown[indices] = float(bucket.passes * copies)
     is_held_out = np.zeros(len(samples), bool)
     is_held_out[held_out] = True
+    shapes, of_samples = bucket_shapes(samples.parts) if samples.parts else ([], [])
     return [
         DatasetSummary(
             part.dataset.id,
             part.storage.describe(),
-            list(summarize_buckets(part, shown[start:end], is_held_out[start:end])),
+            list(summarize_buckets(part.sizes, shapes, of_own, shown[start:end], is_held_out[start:end])),
         )
-        for part, start, end in zip(samples.parts, starts, starts[1:], strict=False)
+        for part, of_own, start, end in zip(samples.parts, of_samples, starts, starts[1:], strict=False)
     ]
 
 
-def summarize_buckets(part: DatasetSamples, shown: np.ndarray, is_held_out: np.ndarray) -> Iterator[BucketSummary]:
-    """Yield the buckets of a dataset, the one with the most images first.
+def summarize_buckets(
+    sizes: Sizes, shapes: Sequence[SampleShape], of_samples: np.ndarray, shown: np.ndarray, is_held_out: np.ndarray
+) -> Iterator[BucketSummary]:
+    """Yield the buckets of a dataset that have samples of it, the one with the most first."""
+    cropped, is_enlarged = cropped_away(sizes)[sizes.index], (enlargements(sizes) > MUCH_ENLARGED)[sizes.index]
 
-    Numbers are added up for each size that occurs, and then for each bucket: there are far fewer sizes than images.
-    """
-    sizes = part.sizes
-    codes, of_sizes = different_values(sizes.target_codes)
-    images = np.bincount(sizes.index, minlength=len(of_sizes))
-    cropped, is_enlarged = cropped_away(sizes), enlargements(sizes) > MUCH_ENLARGED
+    def totals(values: np.ndarray | None = None) -> np.ndarray:
+        return np.bincount(of_samples, values, len(shapes))
 
-    def totals(of_each_size: np.ndarray) -> np.ndarray:
-        return np.bincount(of_sizes, of_each_size, len(codes))
-
-    def totals_of_images(values: np.ndarray) -> np.ndarray:
-        return totals(np.bincount(sizes.index, values, len(of_sizes)))
-
-    counts, held_out = totals(images), totals_of_images(is_held_out)
-    samples, enlarged, sums = totals_of_images(shown), totals(images * is_enlarged), totals(images * cropped)
-    most = np.zeros(len(codes))
-    np.maximum.at(most, of_sizes, np.where(images > 0, cropped, 0.0))
-    for number in np.lexsort((codes, -counts)).tolist():
-        if not counts[number]:  # a size of images that are left out
-            continue
+    counts, held_out, samples, enlarged = totals(), totals(is_held_out), totals(shown), totals(is_enlarged)
+    sums, most = totals(cropped), np.zeros(len(shapes))
+    np.maximum.at(most, of_samples, cropped)
+    for number in sorted(np.flatnonzero(counts).tolist(), key=lambda number: (-counts[number], shapes[number])):
         yield BucketSummary(
-            name=bucket_name(int(codes[number])),
+            name=str(shapes[number]),
             images=int(counts[number] - held_out[number]),
             samples=float(samples[number]),
             held_out=int(held_out[number]),

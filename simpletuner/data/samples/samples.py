@@ -66,7 +66,7 @@ class Sample:
     @property
     def shape(self) -> SampleShape:
         """Shapes that the samples of a batch have in common."""
-        return SampleShape(self.geometry.target, tuple(each.geometry.target for each in self.references))
+        return SampleShape(self.geometry.target, tuple(each.geometry.target for each in self.references), self.is_i2v)
 
     def open(self) -> BinaryIO:
         """Open its file: an image to be read whole, a video to be read in parts."""

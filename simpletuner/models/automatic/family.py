@@ -211,8 +211,10 @@ class AutomaticFamily(ModelFamily):
             raise refused(self.pipeline_class.__name__, "it gives no shift to a scheduler that has none of its own")
         return entry.mu
 
-    def input_shapes(self, shape: Shape, references: Sequence[Shape] = ()) -> dict[str, tuple[int, ...]]:
-        return {"latents": self.found.layout.axes_for(shape), **self.conditioning_shapes()}
+    def input_shapes(
+        self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False
+    ) -> dict[str, tuple[int, ...]]:
+        return {"latents": self.found.layout.axes_for(target), **self.conditioning_shapes()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(self.found.text.shapes)

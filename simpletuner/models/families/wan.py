@@ -161,8 +161,10 @@ class WanImageToVideo(Wan):
         # Its call refuses an image together with its embedding, and needs the image for the latents.
         pipeline.encode_image = lambda image, device: positive["image_embeds"]
 
-    def input_shapes(self, shape: Shape, references: Sequence[Shape] = ()) -> dict[str, tuple[int, ...]]:
-        latents = (self.config["out_channels"], *shape.in_cells(self.cell).axes)
+    def input_shapes(
+        self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False
+    ) -> dict[str, tuple[int, ...]]:
+        latents = (self.config["out_channels"], *target.in_cells(self.cell).axes)
         return {"latents": latents, FIRST_FRAME: latents, **self.conditioning_shapes()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:

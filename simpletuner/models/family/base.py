@@ -19,7 +19,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from simpletuner.data.batches.references import named_references
+from simpletuner.data.batches.references import FIRST_FRAME, named_references
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.adapter import Adapter
@@ -289,11 +289,14 @@ class ModelFamily(ABC):
         """Frames and px that one latent cell covers."""
         return cell_of(self.vae_config)
 
-    def input_shapes(self, shape: Shape, references: Sequence[Shape] = ()) -> dict[str, tuple[int, ...]]:
-        """Shapes of the latents (C, [F,] H, W) and all conditioning of one sample, whose shape is in px."""
+    def input_shapes(
+        self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False
+    ) -> dict[str, tuple[int, ...]]:
+        """Shapes of the latents (C, [F,] H, W) and all conditioning of one sample of a SampleShape, in px."""
         channels = self.exported_config()["in_channels"] // self.packing
-        latents, *others = ((channels, *each.in_cells(self.cell).axes) for each in (shape, *references))
-        return {"latents": latents, **self.conditioning_shapes(), **named_references(others)}
+        latents, *others = ((channels, *each.in_cells(self.cell).axes) for each in (target, *references))
+        first = {FIRST_FRAME: (channels, 1, *latents[-2:])} if has_first_frame else {}
+        return {"latents": latents, **self.conditioning_shapes(), **named_references(others), **first}
 
     def denoiser(self, include_buffers: bool = False) -> nn.Module:
         """Build the denoiser with parameters, or buffers too, on the meta device; unused parameters are frozen."""

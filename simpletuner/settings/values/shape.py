@@ -63,19 +63,15 @@ class Shape(NamedTuple):
 
 
 class SampleShape(NamedTuple):
-    """Shape of a sample and those of its reference images, in px; written `64x48+64x64`."""
+    """Shape of a sample in px, and what its model is given beside it; written `64x48+64x64` with a reference image."""
 
     target: Shape
     references: tuple[Shape, ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> SampleShape:
-        """Return the shapes of a bucket by its name."""
-        target, *references = map(Shape.parse, text.split("+"))
-        return cls(target, tuple(references))
+    has_first_frame: bool = False
 
     def __str__(self) -> str:
-        return "+".join(map(str, (self.target, *self.references)))
+        given = ["first_frame"] if self.has_first_frame else []
+        return "+".join([*map(str, (self.target, *self.references)), *given])
 
     @property
     def pixels(self) -> int:

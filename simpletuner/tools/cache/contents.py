@@ -118,7 +118,10 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     buckets = {folders[each.id]: each.latents_bucket.address for each in encoded if each.latents_bucket}
     buckets |= {text_folders[each.id]: each.address for each in texts if isinstance(each, BucketTextEmbeds)}
     own = {each.id: each for each in texts}
-    of_paired = {each.id: paired_folder(own[each.text_embeds or texts[0].id], each, settings) for each in datasets}
+    with_texts = [(each, own[each.text_embeds or texts[0].id]) for each in datasets]
+    of_paired = {each.id: paired_folder(of_own, each, settings) for each, of_own in with_texts}
+    places = {of_paired[each.id]: of_own.of_pairs(each) for each, of_own in with_texts}
+    buckets |= {folder: each.address for folder, each in places.items() if isinstance(each, BucketTextEmbeds)}
     paired = [root for each in texts if (root := paired_root(each, settings)).is_dir()]
     found = find_shards(CacheKind.TEXT, text_folders.values(), paired)
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from PIL import Image, ImageDraw
 
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.images.images import DECODE_ERRORS
-from simpletuner.data.samples.buckets import bucket_name
+from simpletuner.data.samples.buckets import bucket_shapes
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, cropped_away
 from simpletuner.data.samples.samples import DatasetSamples, Sample
 from simpletuner.system.files.atomic import write_file
@@ -47,15 +48,14 @@ def write_sheets(
 
 def choose_images(samples: DatasetSamples) -> Iterator[tuple[str, list[int], int]]:
     """Yield each bucket with images of all degrees of cropping, the most cropped one first, and how many it has."""
-    codes, of_sizes = np.unique(samples.sizes.target_codes, return_inverse=True)
-    of_images = of_sizes[samples.sizes.index]
+    shapes, (of_images,) = bucket_shapes([samples])
     cropped = cropped_away(samples.sizes)[samples.sizes.index]
-    for number, code in enumerate(codes.tolist()):
+    for number, shape in sorted(enumerate(shapes), key=itemgetter(1)):
         own = np.flatnonzero(of_images == number)
         if len(own):
             own = own[np.argsort(-cropped[own], kind="stable")]
             places = np.unique(np.linspace(0, len(own) - 1, min(len(own), MAX_IMAGES)).round().astype(np.int64))
-            yield bucket_name(code), own[places].tolist(), len(own)
+            yield str(shape), own[places].tolist(), len(own)
 
 
 def thumbnail_of(sample: Sample) -> Image.Image | str:

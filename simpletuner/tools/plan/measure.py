@@ -77,7 +77,7 @@ def timed_steps(
 
 def random_inputs(settings: Settings, workload: Workload, device: torch.device) -> dict[str, Tensor]:
     samples, family = settings.training.train_batch_size, workload.family
-    shapes = family.input_shapes(workload.largest, workload.references)
+    shapes = family.input_shapes(*workload.largest)
     return {
         name: (torch.ones(samples, *shape, dtype=torch.long) if "mask" in name else torch.randn(samples, *shape)).to(
             "cpu" if name in family.host_inputs else device

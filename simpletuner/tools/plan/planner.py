@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from simpletuner.parallel.devices.devices import Device
 from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape
 from simpletuner.tools.plan.estimate import RunPlan, estimate_run
 from simpletuner.tools.plan.inputs import count_shapes, opened_family
 from simpletuner.tools.plan.measure import measure_step
@@ -40,8 +40,8 @@ class Planner:
         shapes = count_shapes(self.loaded, self.report)
         phase = self.report.phase("counting what a step does")  # minutes for the largest models
         with opened_family(self.loaded.settings, self.report) as family, phase:
-            workload = Workload(family, *shapes.largest, interpolates=auto)
-            flops = flops_per_sample(family, *shapes.largest)
+            workload = Workload(family, shapes.largest, interpolates=auto)
+            flops = flops_per_sample(family, shapes.largest)
 
             def estimate(loaded: Loaded) -> RunPlan:
                 return estimate_run(loaded.settings, workload, shapes, self.device, flops)
@@ -74,14 +74,14 @@ class Planner:
         return load({**self.flags, **values}, self.config, complete=False)
 
 
-def flops_per_sample(family: ModelFamily, shape: Shape, references: Sequence[Shape] = ()) -> int:
+def flops_per_sample(family: ModelFamily, shape: SampleShape) -> int:
     """Count forward and backward of one sample, recomputation excluded.
 
     Raises EnvironmentNotReady for a denoiser that does not run on the meta device.
     """
     conditioning = {
         name: torch.empty(1, *axes, device="meta", dtype=torch.long if "mask" in name else torch.float32)
-        for name, axes in family.input_shapes(shape, references).items()
+        for name, axes in family.input_shapes(*shape).items()
     }
     try:
         return FlopCounter(family).count(conditioning.pop("latents"), conditioning)

@@ -98,7 +98,7 @@ def resolve_recomputation(session: Session, family: ModelFamily, plan: Plan) -> 
     else:
         world.activity.begin("counting activations", watched=False)
         limit = min(map(int, world.gather_texts(str(free_bytes(world)))))
-        workload = Workload(family, *max(samples_by_shape(plan), key=attrgetter("pixels")))
+        workload = Workload(family, max(samples_by_shape(plan), key=attrgetter("pixels")))
 
         def choose() -> str:
             with counted_before(family, settings, workload) as counted:
@@ -116,7 +116,7 @@ def counted_before(family: ModelFamily, settings: Settings, workload: Workload) 
     path = settings.training.output_dir / NOTE
     facts = {
         "base": facts_of(family),
-        "shape": [*workload.largest, *map(list, workload.references)],
+        "shape": str(workload.largest),
         "settings": settings.model_dump(mode="json", include=DECIDE, exclude=DECIDE_NOTHING),
     }
     note = read_note(path)

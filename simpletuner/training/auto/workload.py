@@ -34,7 +34,7 @@ from simpletuner.parallel.precision.split_engine import hold_in_bf16
 from simpletuner.private_api.of_torch import FakeTensorMode
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import Parallel
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape
 from simpletuner.training.auto.gathered import gathered_points
 from simpletuner.training.optimizers import trained_weights
 
@@ -44,8 +44,7 @@ class Workload:
     """A denoiser and its largest samples. Traces are made when they are asked for, once each."""
 
     family: ModelFamily
-    largest: Shape
-    references: tuple[Shape, ...] = ()
+    largest: SampleShape
     interpolates: bool = False
     """Take large micro-batches from traces of 1 and 2 samples: for a search that asks for many."""
     mode: FakeTensorMode = field(default_factory=new_mode)
@@ -81,7 +80,7 @@ class Workload:
         if key not in self.traces:
             model: Any = self.models[kind]
             model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
-            shapes = self.family.input_shapes(self.largest, self.references)
+            shapes = self.family.input_shapes(*self.largest)
             trace = partial(trace_step, self.family, model, self.mode, shapes, samples, execution)
             counts = equal_blocks(model) if self.family.has_equal_blocks else {}
             self.traces[key] = trace_by_kinds(model, counts, trace) if counts else trace()
@@ -130,12 +129,13 @@ class Workload:
         if "_class_name" not in self.family.vae_config:
             return None
         dtype = torch.bfloat16 if settings.model.vae_dtype == "bf16" else torch.float32
-        samples = 1 if self.largest.frames > 1 else samples  # clips are encoded one by one
+        largest = self.largest.target
+        samples = 1 if largest.frames > 1 else samples  # clips are encoded one by one
         key = (dtype, samples, decodes)
         if key not in self.vae_peaks:
             model = build_on_meta(self.family.vae_config).eval()
             enable_parts(model, settings.model)
-            self.vae_peaks[key] = trace_vae(model, dtype, self.largest, samples, decodes)
+            self.vae_peaks[key] = trace_vae(model, dtype, largest, samples, decodes)
         return self.vae_peaks[key]
 
 

@@ -12,6 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scanning import drawn
 
+from simpletuner.data.config.videos import VideoSettings
 from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.buckets import (
     Buckets,
@@ -53,6 +54,15 @@ def test_samples_of_one_shape_share_a_bucket_named_width_by_height():
 def test_a_size_of_which_no_image_is_left_makes_no_bucket():
     left = drawn((64, 64), (128, 64)).where(np.array([True, False]))
     assert listed(make_buckets(Samples([left]))) == {"64x64": [0]}
+
+
+def test_a_batch_has_a_first_frame_of_each_clip_or_of_none():
+    def part(name: str, is_i2v: bool) -> DatasetSamples:
+        return drawn((64, 64), (64, 64), dataset=name, dataset_type="video", video=VideoSettings(is_i2v=is_i2v))
+
+    mixed = [part("a", True), part("b", False), part("c", True), drawn((64, 64), dataset="images")]
+    assert listed(make_buckets(Samples(mixed))) == {"64x64": [2, 3, 6], "64x64+first_frame": [0, 1, 4, 5]}
+    assert listed(make_buckets(Samples([part("a", True), part("b", True)]))) == {"64x64": [0, 1, 2, 3]}
 
 
 def test_repeats_are_extra_passes_of_their_own_dataset():

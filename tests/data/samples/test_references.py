@@ -13,6 +13,7 @@ from scanning import scanned
 
 from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.samples.buckets import make_buckets
+from simpletuner.data.samples.dataset_summary import summarize
 from simpletuner.data.samples.discovery import Discovery, discover
 from simpletuner.data.samples.held_out import held_out_batches
 from simpletuner.data.samples.references import references_of
@@ -82,6 +83,22 @@ def test_a_strict_reference_is_cropped_as_its_image_and_a_loose_one_by_itself(tm
         assert {str(samples[index].shape) for own in bucket.groups.values() for index in own} == {name}
     batches = held_out_batches(samples, np.arange(6), 6)
     assert sorted(len(batch.samples) for batch in batches) == [3, 3]
+
+
+def test_datasets_of_pairs_share_their_buckets(tmp_path):
+    images, strict = tmp_path / "images", tmp_path / "strict"
+    for number in range(3):
+        add(images, f"{number}.png", (64, 64), f"caption {number}")
+        add(strict, f"{number}.png", (64, 64))
+    more = entry(images) | {"id": "more", "repeats": 1, "conditioning_data": "again"}
+    entries = [entry(images, conditioning_data="strict"), more, entry(images) | {"id": "alone"}]
+    entries += [reference(strict), reference(strict) | {"id": "again"}]
+    samples = found(entries, tmp_path).samples
+    buckets = make_buckets(samples)
+    assert {name: len(bucket) for name, bucket in buckets.items()} == {"64x64": 3, "64x64+64x64": 3 + 2 * 3}
+    summaries = summarize(samples, buckets, np.array([], np.int64))
+    found_by = {each.id: {own.name: own.samples for own in each.buckets} for each in summaries}
+    assert found_by == {"images": {"64x64+64x64": 3.0}, "more": {"64x64+64x64": 6.0}, "alone": {"64x64": 3.0}}
 
 
 def test_what_is_broken_is_found_by_the_reference_and_left_out_by_the_image(tmp_path):

@@ -29,7 +29,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.opening.published import open_without_weights
 from simpletuner.settings.declared.sections import Lora, Model, Settings
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.tools.plan.planner import flops_per_sample
 
 GOLDEN = Path(__file__).with_name("flops.txt")
@@ -65,7 +65,7 @@ def line_of(key: str) -> str:
     settings = Settings(model=Model(model_family=key))
     with TemporaryDirectory() as folder:
         family = open_without_weights(flavours_of(key)[flavour].architecture, settings, Path(folder))
-        shapes, flops = family.input_shapes(shape), flops_per_sample(family, shape)
+        shapes, flops = family.input_shapes(shape), flops_per_sample(family, SampleShape(shape))
     latents, tokens = shapes["latents"], shapes["prompt_embeds"][0]
     return f"{key} {flavour}, {shape} px, latents {latents}, {tokens} tokens: {flops / 1e12:.2f} TFLOP\n"
 

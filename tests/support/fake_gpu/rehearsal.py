@@ -33,6 +33,7 @@ from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.sampler.batch_sampler import GlobalBatch, SamplerState
+from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.samples import Sample
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.analysis.cuda_kernels import use_cuda_kernels
@@ -47,7 +48,7 @@ from simpletuner.preparation.sampled_prompts import sampled_prompts
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings, load
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.plan.inputs import count_shapes, opened_family
 from simpletuner.training import engines
@@ -191,7 +192,7 @@ def opened(loaded: Loaded) -> Iterator[tuple[ModelFamily, Shape]]:
 def planned_bytes(loaded: Loaded, family: ModelFamily, largest: Shape, known: Known) -> dict[str, int]:
     """Return the bytes that `plan` says a GPU holds, by row."""
     settings = loaded.settings
-    workload = known.workloads.setdefault(key_of(settings, largest), Workload(family, largest))
+    workload = known.workloads.setdefault(key_of(settings, largest), Workload(family, SampleShape(largest)))
     rows = estimate_training(settings, workload).rows
     return {row.name: round(row.gpu) for row in rows if row.gpu and row.gpu != CONTEXT_BYTES}
 
@@ -339,9 +340,8 @@ def prepared_samples(session: Session, family: ModelFamily, largest: Shape) -> A
         lambda sample: text,
     )
     held_out = np.arange(min(HELD_OUT, len(samples)))
-    plan: Any = SimpleNamespace(
-        samples=samples, datasets=[], sampler=None, held_out=held_out, buckets={str(largest): samples}
-    )
+    buckets = {str(largest): Bucket({1: np.arange(len(samples))})}
+    plan: Any = SimpleNamespace(samples=samples, datasets=[], sampler=None, held_out=held_out, buckets=buckets)
     prompts = [ValidationPrompt(prompt="")] if session.settings.validation.samples_images else []
     validation = [each.encoded(text, text) for each in sampled_prompts(session.settings, plan, prompts)]
     return SimpleNamespace(plan=plan, reader=reader, validation=validation)

@@ -9,7 +9,7 @@ import pytest
 
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.training.auto.memory_estimate import estimate_training
 from simpletuner.training.auto.recompute import (
@@ -27,7 +27,10 @@ def test_buffers_are_a_row_of_their_own():
     flags = {"model_family": "pixart_sigma", "model_flavour": "tiny", "mixed_precision": "no", "use_cpu": True}
     settings = load(flags, None, complete=False).settings
     with opened_family(settings, Report(quiet=True)) as family:
-        rows = {row.name: row.gpu for row in estimate_training(settings, Workload(family, Shape(1, 64, 64))).rows}
+        rows = {
+            row.name: row.gpu
+            for row in estimate_training(settings, Workload(family, SampleShape(Shape(1, 64, 64)))).rows
+        }
         table = family.denoiser(include_buffers=True).pos_embed.pos_embed
     assert rows["buffers"] == table.numel() * table.element_size() > 0
 
@@ -44,7 +47,7 @@ def test_as_little_is_recomputed_as_fits():
         settings = load({**flags, "dynamo_backend": compiler}, None, complete=False).settings
         assert settings.training.gradient_checkpointing is None
         with opened_family(settings, Report(quiet=True)) as family:
-            workload = Workload(family, Shape(1, 256, 256))
+            workload = Workload(family, SampleShape(Shape(1, 256, 256)))
             offered = list(choices(settings))
             needed = [estimate_training(with_training(settings, each), workload) for each in offered]
             sizes = [each.gpu_bytes + each.host_bytes for each in needed]
@@ -67,7 +70,7 @@ def test_bytes_that_an_earlier_start_has_counted_are_not_counted_again(tmp_path)
     with opened_family(settings, Report(quiet=True)) as family:
 
         def start(settings: Settings, limit: float = math.inf) -> tuple[Any, int, bool]:
-            workload = Workload(family, Shape(1, 64, 64))
+            workload = Workload(family, SampleShape(Shape(1, 64, 64)))
             with counted_before(family, settings, workload) as counted:
                 chosen, needed = choose_recomputation(settings, workload, limit, counted)
             return chosen, needed, bool(workload.traces)
