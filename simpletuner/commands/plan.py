@@ -126,6 +126,7 @@ def title_of(proposal: Proposal) -> str:
 
     settings, inputs = proposal.plan.settings, proposal.plan.memory.inputs
     training, launch = settings.training, settings.launch
+    unused = f", of which {format_count(inputs.unused_parameters)} are not used" if inputs.unused_parameters else ""
     frozen = f" over {format_count(inputs.frozen_parameters)} frozen" if inputs.frozen_parameters else ""
     batch = f"{training.train_batch_size} x {launch.num_processes} x {training.gradient_accumulation_steps}"
     name, engine = (
@@ -133,7 +134,7 @@ def title_of(proposal: Proposal) -> str:
         format_engine(settings, launch.num_processes),
     )
     return (
-        f"{name}: {format_count(inputs.num_parameters)} parameters{frozen}; {engine}, "
+        f"{name}: {format_count(inputs.num_parameters)} parameters{frozen}{unused}; {engine}, "
         f"{proposal.shape} px, batch {settings.effective_batch_size} = {batch}"
     )
 
@@ -165,6 +166,7 @@ def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> 
     return {
         "parameters": plan.memory.inputs.num_parameters,
         "frozen_parameters": plan.memory.inputs.frozen_parameters,
+        "unused_parameters": plan.memory.inputs.unused_parameters,
         "size_px": list(proposal.shape.size),
         "memory": [asdict(row) for row in plan.memory.rows],
         "gpu_bytes": plan.memory.gpu_bytes,

@@ -61,6 +61,11 @@ class TrainedWeights:
         """Know the number alone, which says all but for optimizers that need shapes: of those it is the most."""
         return cls([((num_parameters,), False)], num_parameters, num_parameters)
 
+    @property
+    def num_unused(self) -> int:
+        """Parameters that no prediction depends on, which an optimizer is not given."""
+        return self.num_parameters - sum(prod(shape) for shape, _ in self.shapes)
+
     def held_states(self, optimizer: str, ranks: int) -> float:
         """Return how many numbers of moments each of so many ranks holds for each weight of its share."""
         sizes = [

@@ -7,10 +7,13 @@ import av
 import pytest
 import torch
 from conftest import base
+from diffusers import LTX2ImageToVideoPipeline
 from models import test_inputs
-from models.test_inputs import CLIP, CPU, PROMPT, SHAPE, diffusers_pipeline, opened
+from models.test_image_to_video import clip_of, first_image
+from models.test_inputs import CLIP, CPU, PROMPT, SHAPE, diffusers_pipeline, opened, recorded_call, same, sampling
 from video_files import write_video
 
+from simpletuner.data.batches.references import FIRST_FRAME
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import load_preset
 from simpletuner.models.families.ltxvideo2 import LTXVideo2
@@ -61,6 +64,28 @@ def test_2_3_is_given_and_samples_what_its_pipeline_does(later):
 @pytest.mark.parametrize("shape", [SHAPE, CLIP])
 def test_the_denoiser_sees_what_the_pipeline_shows_it_where_it_isolates_the_video(shape, pipelines):
     test_inputs.expect_same_inputs(opened("ltxvideo2", pipelines("ltxvideo2")), shape, **ISOLATED)
+
+
+def test_a_first_frame_is_given_as_the_pipeline_gives_it_where_it_isolates_the_video(pipelines):
+    family, image = opened("ltxvideo2", pipelines("ltxvideo2")), first_image()
+    pipeline = LTX2ImageToVideoPipeline.from_pretrained(pipelines("ltxvideo2"))
+    pipeline.set_progress_bar_config(disable=True)
+    params = sampling(1.0, CLIP, (image,))
+    # The image as it is: by default the pipeline compresses it first.
+    arguments = family.pipeline_kwargs({}, {}, params) | {"image": image, "image_crf": 0, "modality_scale": 3.0}
+    theirs = recorded_call(pipeline.transformer, lambda: pipeline(prompt=PROMPT, **arguments), ISOLATED["number"])
+
+    noised = family.unpack_latents(theirs["hidden_states"].clone(), CLIP.in_cells(family.cell))
+    noised[:, :, 0] = 7  # what stands there is replaced
+    first = {FIRST_FRAME: family.vae(CPU).encode(clip_of(image))[:, :, :1]}
+    conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT]) | first
+    times = pipeline.scheduler.timesteps[1:2] / 1000
+    ours = recorded_call(
+        pipeline.transformer, lambda: family.predict(pipeline.transformer, noised, times, conditioning)
+    )
+    for name in theirs.keys() - set(family.unused_inputs):
+        same(ours.get(name), theirs[name], name)
+    assert (ours["timestep"] == 0).sum() == CLIP.in_cells(family.cell).area
 
 
 def test_the_prediction_of_a_video_depends_on_no_audio(pipelines):
@@ -151,3 +176,9 @@ def test_clips_train_and_resume_alike_and_validation_generates_clips(pipelines, 
     assert halves.losses == whole.losses and len({*whole.losses}) == 4
     with av.open(whole.output / "validation" / "step-000004" / "trained-00.mp4") as container:
         assert len(list(container.decode(video=0))) == 9 and container.streams.video[0].average_rate == 24
+
+    (tmp_path / "data.json").write_text(json.dumps([entry | {"video": {"num_frames": 9, "is_i2v": True}}]))
+    given = ("--train_batch_size=3", "--eval_split=0.2", "--validation_pairs=1")
+    continued = train(tmp_path / "i2v", *flags, "--max_train_steps=1", *given)
+    files = {path.name for path in (continued.output / "validation" / "step-000001").iterdir()}
+    assert {"reference-01.png", "trained-01.mp4"} <= files and continued.losses[0] != whole.losses[0]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from simpletuner.data.batches.references import FIRST_FRAME
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.first_frame import begin_with
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
@@ -60,9 +60,7 @@ class LTXVideo(ModelFamily):
         shape, timesteps = Shape.of_axes(noised.shape[2:]), timesteps_B[:, None] * 1000
         if FIRST_FRAME in conditioning:
             first = self.first_shown(conditioning[FIRST_FRAME], noised[:, :, :1], timesteps_B)
-            noised = torch.cat([first, noised[:, :, 1:]], dim=2)
-            timesteps = timesteps.repeat(1, math.prod(shape))
-            timesteps[:, : shape.height * shape.width] = 0
+            noised, timesteps = begin_with(first, noised, timesteps_B * 1000, shape)
         # LTXPipeline gives frames, rows, columns and a scale, which are the same numbers.
         coords = video_coords(shape, self.cell, self.is_conditioned, noised.device)
         tokens = model(
@@ -86,10 +84,10 @@ class LTXVideo(ModelFamily):
     def first_shown(self, clean: Tensor, noised: Tensor, sigmas_B: Tensor) -> Tensor:
         """Return the first latent frame as the pipeline shows it: clean, or with a little of the clip's own noise."""
         if not self.is_conditioned:
-            return clean.to(noised.dtype)
+            return clean
         sigma = sigmas_B.view(-1, 1, 1, 1, 1)
         share_of_noise = noised.float() - (1 - sigma) * clean
-        return (clean + NOISE_OF_FIRST * sigma * share_of_noise).to(noised.dtype)
+        return clean + NOISE_OF_FIRST * sigma * share_of_noise
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams

@@ -7,18 +7,22 @@ Sampling is the pipeline's, which generates both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
+from simpletuner.data.batches.references import FIRST_FRAME
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.first_frame import begin_with
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
-from simpletuner.models.folder.diffusers_io import component_class
+from simpletuner.models.folder.diffusers_io import component_class, diffusers_class
 from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import any_weights_files, variant_of
 from simpletuner.settings.declared.sections import Settings
@@ -36,7 +40,7 @@ class LTXVideo2(ModelFamily):
 
     pipelines = ("LTX2Pipeline",)
     objective = flow_matching
-    float32_inputs = ("timestep", "sigma", "video_coords", "audio_coords")
+    float32_inputs = ("timestep", "audio_timestep", "sigma", "video_coords", "audio_coords")
     unused_inputs = ("audio_hidden_states", "audio_encoder_hidden_states")
     outputs_vae_latents = True
     frame_rate = FRAME_RATE
@@ -87,9 +91,13 @@ class LTXVideo2(ModelFamily):
         return tuple(f"{place}{start}" for place in ("", *blocks) for start in OF_AUDIO)
 
     def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as LTX2Pipeline does where it isolates the video from the audio."""
+        """Call the transformer as LTX2Pipeline or LTX2ImageToVideoPipeline does where it isolates the video."""
         shape, dtype = Shape.of_axes(noised.shape[2:]), noised.dtype
         timesteps, mask = timesteps_B * 1000, conditioning["prompt_attention_mask"]
+        times: dict[str, Tensor] = {"timestep": timesteps}
+        if FIRST_FRAME in conditioning:
+            noised, of_tokens = begin_with(conditioning[FIRST_FRAME], noised, timesteps, shape)
+            times = {"timestep": of_tokens, "audio_timestep": timesteps}
         video_coords, audio_coords = self.coords(len(noised), shape, noised.device)
         audio_frames = audio_coords.shape[2]
         tokens, _ = model(
@@ -97,7 +105,7 @@ class LTXVideo2(ModelFamily):
             audio_hidden_states=noised.new_zeros(len(noised), audio_frames, self.config["audio_in_channels"]),
             encoder_hidden_states=conditioning["prompt_embeds"].to(dtype),
             audio_encoder_hidden_states=conditioning["audio_prompt_embeds"].to(dtype),
-            timestep=timesteps,
+            **times,
             sigma=timesteps,
             encoder_attention_mask=mask,
             audio_encoder_attention_mask=mask,
@@ -113,6 +121,17 @@ class LTXVideo2(ModelFamily):
             return_dict=False,
         )
         return self.unpack_latents(tokens, shape)
+
+    @property
+    def image_to_video(self) -> Literal["never", "optional", "always"]:
+        return "optional"
+
+    @property
+    def image_to_video_class(self) -> Any:
+        return diffusers_class("LTX2ImageToVideoPipeline")
+
+    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
+        return {"image": references[0]}
 
     def coords(self, batch: int, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the first and last second, row and column of each token of the video, and the seconds of the audio's.

@@ -5,7 +5,6 @@ Wan 2.2 A14B has two of them, one for noise levels from `boundary_ratio` up and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from simpletuner.data.batches.references import FIRST_FRAME
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.first_frame import begin_with, times_of_tokens
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
@@ -97,12 +97,11 @@ class Wan(ModelFamily):
         first_frame = conditioning.get(FIRST_FRAME)
         # Wan 2.2 TI2V-5B has a timestep for each token: those of a first frame that it is given have no noise.
         if self.index.get("expand_timesteps"):
-            patch = Shape(*self.config["patch_size"])
-            of_frame = math.prod(cells // side for cells, side in zip(shape[1:], patch[1:], strict=True))
-            timesteps = timesteps[:, None].repeat(1, shape.frames // patch.frames * of_frame)
-            if first_frame is not None:
-                noised = torch.cat([first_frame.to(noised.dtype), noised[:, :, 1:]], dim=2)
-                timesteps[:, :of_frame] = 0
+            tokens = Shape(*(cells // side for cells, side in zip(shape, self.config["patch_size"], strict=True)))
+            if first_frame is None:
+                timesteps = times_of_tokens(timesteps, tokens)
+            else:
+                noised, timesteps = begin_with(first_frame, noised, timesteps, tokens)
         elif first_frame is not None:
             noised = torch.cat([noised, self.mask_of_first(first_frame), first_frame], dim=1).to(noised.dtype)
         image = conditioning.get("image_embeds")

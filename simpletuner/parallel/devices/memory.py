@@ -38,6 +38,8 @@ class MemoryInputs:
     """The base model of a LoRA."""
     num_weights: int = 0
     """Tensors that are trained, each of which an optimizer of our own steps by itself."""
+    unused_parameters: int = 0
+    """Of `num_parameters`, those that no prediction depends on: they have neither gradients nor moments."""
 
     @classmethod
     def of(cls, settings: Settings, weights: TrainedWeights, frozen: int = 0) -> Self:
@@ -46,7 +48,7 @@ class MemoryInputs:
         states = weights.held_states(settings.optimizer.optimizer, shard_ranks(settings))
         ema_device = ema.ema_device if ema.use_ema else ""
         ranks, count = (launch.num_processes, launch.num_machines), len(weights.shapes)
-        return cls(weights.num_parameters, *ranks, states, ema_device, frozen, count)
+        return cls(weights.num_parameters, *ranks, states, ema_device, frozen, count, weights.num_unused)
 
     @property
     def ranks_per_machine(self) -> int:
@@ -160,8 +162,9 @@ def gradient_bytes(settings: Settings, inputs: MemoryInputs, syncs_each_batch: b
     """Return the bytes of all gradients on one rank when a step's last backward pass ends."""
     if settings.optimizer.optimizer_release_gradients:
         return 0  # each one lives until its weight is stepped, as the trace has it
+    count = inputs.num_parameters - inputs.unused_parameters
     width = FLOAT32_BYTES if settings.optimizer.state_layout == "fp32" else BF16_BYTES
     accumulates = settings.training.gradient_accumulation_steps > 1
     if settings.parallel.fsdp_enable and accumulates and not syncs_each_batch:
-        return FLOAT32_BYTES * inputs.num_parameters  # whole, until the last micro-batch reduces them
-    return width * inputs.num_parameters / shard_ranks(settings)
+        return FLOAT32_BYTES * count  # whole, until the last micro-batch reduces them
+    return width * count / shard_ranks(settings)

@@ -10,6 +10,7 @@ import pytest
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
 from simpletuner.settings.values.shape import SampleShape, Shape
+from simpletuner.system.numbers import format_gib
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.training.auto.memory_estimate import estimate_training
 from simpletuner.training.auto.recompute import (
@@ -33,6 +34,20 @@ def test_buffers_are_a_row_of_their_own():
         }
         table = family.denoiser(include_buffers=True).pos_embed.pos_embed
     assert rows["buffers"] == table.numel() * table.element_size() > 0
+
+
+def test_weights_that_no_prediction_depends_on_have_no_gradients(pipelines):
+    flags = {"model_family": "ltxvideo2", "mixed_precision": "no", "use_cpu": True, "train_batch_size": 1}
+    settings = load(flags | {"pretrained_model_name_or_path": pipelines("ltxvideo2")}, None, complete=False).settings
+    with opened_family(settings, Report(quiet=True)) as family:
+        estimate = estimate_training(settings, Workload(family, SampleShape(Shape(1, 64, 64))))
+        sizes = {each.requires_grad: 0 for each in family.meta_denoiser.parameters()}
+        for each in family.meta_denoiser.parameters():
+            sizes[each.requires_grad] += each.numel()
+    rows = {row.name: row for row in estimate.rows}
+    assert estimate.inputs.unused_parameters == sizes[False] > 0.1 * sizes[True]
+    assert rows["gradients"].gpu <= 4 * sizes[True] and rows["weights"].gpu == 4 * sum(sizes.values())
+    assert f"; {format_gib(4 * sizes[True])} at its end" in rows["gradients"].formula
 
 
 def test_as_little_is_recomputed_as_fits():
