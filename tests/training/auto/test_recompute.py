@@ -38,7 +38,9 @@ def test_buffers_are_a_row_of_their_own():
 
 def test_weights_that_no_prediction_depends_on_have_no_gradients(pipelines):
     flags = {"model_family": "ltxvideo2", "mixed_precision": "no", "use_cpu": True, "train_batch_size": 1}
-    settings = load(flags | {"pretrained_model_name_or_path": pipelines("ltxvideo2")}, None, complete=False).settings
+    settings = load(
+        flags | {"pretrained_model_name_or_path": str(pipelines("ltxvideo2"))}, None, complete=False
+    ).settings
     with opened_family(settings, Report(quiet=True)) as family:
         estimate = estimate_training(settings, Workload(family, SampleShape(Shape(1, 64, 64))))
         sizes = {each.requires_grad: 0 for each in family.meta_denoiser.parameters()}
