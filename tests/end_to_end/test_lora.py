@@ -135,6 +135,8 @@ def test_a_quantized_base_gives_the_same_losses_sharded_and_its_bytes_are_shared
         sharded, share = two[f"{name} fsdp2"]
         assert numbers(sharded) == pytest.approx(numbers(steps), rel=1e-5), name
         assert share == pytest.approx(held / 2, rel=0.01), name
+    [(_, share)] = run_on(engines.bases_in_turn, 4, arguments, ["nf4 lora fsdp2"]).values()
+    assert share == pytest.approx(one["nf4 lora whole"][1] / 4, rel=0.02)
 
 
 def test_regularisation_data_is_trained_towards_the_base_model_on_any_number_of_ranks(

@@ -52,6 +52,19 @@ def test_loading_never_takes_more_than_the_share_and_one_tensor(big_flux, starte
             assert rise <= held + largest + allowance
 
 
+def test_a_base_is_quantized_piece_by_piece_and_never_whole_in_bf16(flux, big_flux, starter, tmp_path):
+    pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    world, allowance = 2, 32 * 2**20
+    run = starter.start(memory.peak_of_quantizing, world, str(flux), str(big_flux), str(tmp_path / "peak"))
+    assert run.wait() == [0] * world, run.said
+    for rank in range(world):
+        rise, held, at_once, whole = json.loads((tmp_path / f"peak.{rank}").read_text())
+        print(f"rose {rise / 2**20:.0f} MiB, holds {held / 2**20:.0f} of {whole / 2**20:.0f} in bf16")
+        assert held < 0.3 * whole
+        # A piece in bf16, and what it is quantized to, in float32 at times.
+        assert rise <= held + 4 * at_once + allowance < 0.75 * whole
+
+
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_zero3_never_holds_more_than_its_share_and_one_block(big_flux, starter, tmp_path):
     allowance, block = 64 * 2**20, 40 * 2**20  # what DeepSpeed imports while it builds is some 40 MiB

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engines import session_of
 from malloc_info import allocated_bytes
 
 from simpletuner.checkpoints.tensors import read_tensors
@@ -21,12 +21,15 @@ from simpletuner.models.folder.weights import weights_files
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.model.blocks import recommended_blocks
+from simpletuner.parallel.precision import precision
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.settings.declared.sections import Launch, Model, Parallel, Settings, Training
-from simpletuner.training.engines import build_engine
+from simpletuner.settings.declared.sections import Launch, Lora, Model, Parallel, Settings, Training
+from simpletuner.training.engines import build_engine, open_engine
 from simpletuner.training.optimizers import make_optimizer
 
+QUANTIZED_AT_ONCE = 16 * 2**20
+"""256 MiB in a run, which is more than the model of the test."""
 BUCKET_BYTES = 8 * 2**20
 """DeepSpeed's default of 2 GB would hide all else."""
 
@@ -90,22 +93,41 @@ def anonymous_bytes() -> int:
 def peak_of_loading(family: str, folder: str, report: str) -> None:
     """Build and load a sharded model, and write by how much this rank's memory rose at most, and its share."""
     with joined_world() as world:
-        peaks, done = [anonymous_bytes()], threading.Event()
-
-        def watch() -> None:
-            while not done.is_set():
-                peaks.append(anonymous_bytes())
-                time.sleep(0.001)
-
+        peaks = [anonymous_bytes()]
+        with watching(lambda: peaks.append(anonymous_bytes())):
+            engine = sharded(family, folder, world)
         before = peaks[0]
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        engine = sharded(family, folder, world)
-        done.set()
-        watcher.join()
         parameters = list(engine.module.parameters())
         held, largest = bytes_of([local_tensor(p) for p in parameters]), max(bytes_of([p]) for p in parameters)
         Path(f"{report}.{world.rank}").write_text(json.dumps([max(peaks) - before, held, largest, os.getpid()]))
+
+
+def peak_of_quantizing(small: str, folder: str, report: str) -> None:
+    """Load the base of a LoRA in int8 under FSDP2, and write by how much this rank's memory rose at most, its share,
+    how many weights are read at a time, and all of them in bf16; in bytes."""
+    precision.GROUP_BYTES = QUANTIZED_AT_ONCE
+    with joined_world() as world:
+        open_quantized(small, world).close()  # imports what it needs
+        peaks = [allocated_bytes()]
+        with watching(lambda: peaks.append(allocated_bytes())):
+            engine = open_quantized(folder, world)
+        parameters = [*engine.module.parameters()]
+        held = bytes_of([local_tensor(each.detach()) for each in parameters])
+        whole = 2 * bytes_of(parameters)  # in int8, and the few that are not quantized
+        Path(f"{report}.{world.rank}").write_text(json.dumps([max(peaks) - peaks[0], held, QUANTIZED_AT_ONCE, whole]))
+        engine.close()
+
+
+def open_quantized(folder: str, world: World) -> Engine:
+    settings = Settings(
+        model=Model(model_family="flux", pretrained_model_name_or_path=folder, model_type="lora"),
+        lora=Lora(base_model_precision="int8"),
+        launch=Launch(num_processes=world.size),
+        parallel=Parallel(fsdp_enable=True),
+        training=Training(mixed_precision="bf16", gradient_checkpointing=False),
+    )
+    session, family = session_of(world, settings)
+    return open_engine(settings, session.mesh, family, None)
 
 
 def memory_of_zero3(family: str, folder: str, report: str) -> None:
