@@ -9,18 +9,18 @@ with one sample of 1024x1024 px per GPU; its seconds per step are predicted, not
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import presets
-from simpletuner.parallel.devices.devices import DEVICES
+from simpletuner.parallel.devices.devices import DEVICES, Device
 from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.tools.plan.estimate import RunPlan, estimate_run
-from simpletuner.tools.plan.inputs import count_shapes, opened_family
+from simpletuner.tools.plan.inputs import SampleShapes, count_shapes, opened_family
 from simpletuner.tools.plan.planner import flops_per_sample
 from simpletuner.tools.plan.search import propose
 from simpletuner.training.auto.recompute import USABLE
@@ -33,59 +33,50 @@ MODELS = (
 CARDS = {"RTX-4090": "24 GB", "RTX-6000-Ada": "48 GB", "H100": "80 GB"}
 COUNTS = (1, 4, 8)
 TYPES = ("full", "lora")
-PRECISIONS = ("no_change", "int8", "nf4")
-"""Of the base below a LoRA, in the order of what costs least quality."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A published model; workloads are counted once for each precision of its base."""
+    """A published model, whose workload is counted once."""
 
     name: str
     model_type: str
 
     def rows(self) -> list[str]:
-        cells = {(card, count): "" for card in CARDS for count in COUNTS}
-        for precision in PRECISIONS if self.model_type == "lora" else PRECISIONS[:1]:
-            missing = [place for place, cell in cells.items() if not cell]
-            if missing:
-                cells |= dict(self.cells(precision, missing))
-        return [cell or "-" for cell in cells.values()]
-
-    def flags(self, precision: str, count: int) -> dict[str, Any]:
-        family, _, flavour = self.name.partition(":")
-        flags = {"model_family": family, "model_type": self.model_type, "train_batch_size": 1, "num_processes": count}
-        flags |= {"model_flavour": flavour} if flavour else {}
-        return flags | ({"base_model_precision": precision} if self.model_type == "lora" else {})
-
-    def cells(self, precision: str, places: list[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], str]]:
-        quiet = Report(quiet=True)
-        first = load(self.flags(precision, 1), complete=False)
+        quiet, places = Report(quiet=True), [(card, count) for card in CARDS for count in COUNTS]
+        first = load(self.flags(1), complete=False)
         with opened_family(first.settings, quiet) as family:
             shapes = count_shapes(first, quiet)
             workload, flops = Workload(family, shapes.largest), flops_per_sample(family, shapes.largest)
-            for card, count in places:
-                flags, device = self.flags(precision, count), DEVICES[card]
+            return [self.cell(workload, shapes, flops, DEVICES[card], count) for card, count in places]
 
-                def with_settings(values: Mapping[str, Any], flags: dict[str, Any] = flags) -> Loaded:
-                    return load({**flags, **values}, complete=False)
+    def flags(self, count: int) -> dict[str, Any]:
+        family, _, flavour = self.name.partition(":")
+        flags = {"model_family": family, "model_type": self.model_type, "train_batch_size": 1, "num_processes": count}
+        return flags | ({"model_flavour": flavour} if flavour else {})
 
-                def estimate(loaded: Loaded, card: str = card) -> RunPlan:
-                    return estimate_run(loaded.settings, workload, shapes, DEVICES[card], flops)
+    def cell(self, workload: Workload, shapes: SampleShapes, flops: int, device: Device, count: int) -> str:
+        flags = self.flags(count)
 
-                budget = MemoryBudget(device.memory_bytes, None, 1 - USABLE)
-                try:
-                    plan, _, _ = propose(with_settings({}), with_settings, estimate, budget)
-                except SettingsError:  # nothing fits
-                    continue
-                yield (card, count), described(plan, precision)
+        def with_settings(values: Mapping[str, Any]) -> Loaded:
+            return load({**flags, **values}, complete=False)
+
+        def estimate(loaded: Loaded) -> RunPlan:
+            return estimate_run(loaded.settings, workload, shapes, device, flops)
+
+        try:
+            budget = MemoryBudget(device.memory_bytes, None, 1 - USABLE)
+            plan, _, _ = propose(with_settings({}), with_settings, estimate, budget)
+        except SettingsError:  # nothing fits
+            return "-"
+        return described(plan)
 
 
-def described(plan: RunPlan, precision: str) -> str:
+def described(plan: RunPlan) -> str:
     assert plan.step_seconds is not None
+    precision, layout = plan.settings.lora.base_model_precision, plan.settings.optimizer.state_layout
     notes = [] if precision == "no_change" else [precision]
     notes += ["streamed"] if plan.settings.parallel.fsdp_offload_params else []
-    layout = plan.settings.optimizer.state_layout
     notes += [layout] if layout != "fp32" else []
     return " ".join([f"{plan.step_seconds:.2g} s", *notes])
 

@@ -9,7 +9,6 @@ steps, such as those of a proxy.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -58,7 +57,10 @@ def run(root: Path, folder: str, variables: dict[str, str], command: str) -> Non
 def main(root: Path, given: dict[str, str]) -> None:
     (root / "etc" / "resolv.conf").write_bytes(Path("/etc/resolv.conf").read_bytes())
     (root / "etc" / "hosts").write_bytes(Path("/etc/hosts").read_bytes())
-    variables, folder = {"PATH": os.environ["PATH"], "HOME": "/root", **given}, "/"
+    variables, folder = (
+        {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", **given},
+        "/",
+    )
     for name, rest in steps_of((ROOT / "Dockerfile").read_text()):
         print(f"\n{name} {rest}", flush=True)
         started = time.monotonic()
@@ -74,13 +76,14 @@ def main(root: Path, given: dict[str, str]) -> None:
             case "COPY":
                 copy_files(rest.split(), root / folder.lstrip("/"))
             case "ENTRYPOINT":
-                run(root, folder, variables, f"{' '.join(shlex.quote(each) for each in eval_list(rest))} --help")
+                run(root, folder, variables, f"{' '.join(shlex.quote(each) for each in words_of(rest))} --help")
             case _:
                 raise SystemExit(f"this script does not know {name}")
         print(f"{time.monotonic() - started:.0f} s", flush=True)
 
 
-def eval_list(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
+    """Return the strings of a JSON list."""
     return re.findall(r'"([^"]*)"', text)
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -261,6 +262,32 @@ def test_the_fastest_settings_that_fit_are_proposed(gpu_bytes, typed, wanted):
     assert plan.settings.effective_batch_size == 4
     assert not reasons.keys() & typed.keys() and all(reasons.values())
     assert reasons["fsdp_enable"] == "true would take as long"
+
+
+def test_the_base_of_a_lora_is_as_coarse_as_the_gpu_needs():
+    """FLUX.2-dev has 32 billion weights, of which 24 GB hold half in 4 bits."""
+    flags = {"model_family": "flux2", "model_flavour": "dev", "model_type": "lora", "train_batch_size": 1}
+
+    def with_settings(values):
+        return load({**flags, **values}, environment=NOWHERE, complete=False)
+
+    def estimated(loaded, seconds: float) -> RunPlan:
+        settings = loaded.settings
+        base = {"no_change": 64, "int8": 32, "nf4": 17}[settings.lora.base_model_precision]
+        offloads = settings.parallel.fsdp_offload_params
+        return plan_of(settings, 1 if offloads else base, seconds if offloads else 1.0)
+
+    for gpu_bytes, seconds, wanted in [
+        (80, 5, {}),
+        (40, 5, {"base_model_precision": "int8"}),
+        (24, 5, {"base_model_precision": "nf4"}),
+        (24, 1.9, {"fsdp_enable": True, "fsdp_offload_params": True}),
+    ]:
+        _, changed, reasons = propose(
+            with_settings({}), with_settings, partial(estimated, seconds=seconds), MemoryBudget(gpu_bytes)
+        )
+        assert {name: value for name, value in changed.items() if name != "gradient_checkpointing"} == wanted
+        assert reasons["base_model_precision"]
 
 
 def test_where_nothing_fits_the_least_is_named():

@@ -17,6 +17,7 @@ from simpletuner.settings.values.shape import Shape
 from simpletuner.tools.plan.estimate import RunPlan
 
 CHOICES: dict[str, tuple[Any, ...]] = {
+    "base_model_precision": ("no_change", "int8", "nf4"),  # float8 has as many bytes as int8, and three times its error
     "fsdp_enable": (False, True),
     "fsdp_offload_params": (False, True),
     "state_layout": ("fp32", "split", "bf16"),
@@ -30,7 +31,7 @@ SAME_SPEED = 0.01
 ROUNDED = "bf16"
 """The `state_layout` whose weights are rounded at each step: `split` keeps float32 ones."""
 ROUNDED_SHARE = 0.5
-"""Of the seconds of a step, which rounded weights must not exceed where exact ones fit, too."""
+"""Of the seconds of a step, which coarser weights must not exceed where finer ones fit, too."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
     free = {name: values for name, values in CHOICES.items() if name not in loaded.origins}
     if loaded.settings.training.gradient_checkpointing is None:
         free["gradient_checkpointing"] = CHOICES["gradient_checkpointing"]
+    if loaded.settings.model.model_type == "full":
+        free.pop("base_model_precision", None)
     if loaded.settings.parallel.zero_stage is not None:
         free = {name: free[name] for name in ("gradient_checkpointing", "offload_activations") if name in free}
     training = loaded.settings.training
@@ -99,12 +102,24 @@ def propose(
 
 
 def best_of(fitting: Sequence[tuple[dict[str, Any], RunPlan]]) -> tuple[dict[str, Any], RunPlan]:
-    """Return the fastest candidate; of those that are equally fast the first, which is the simplest."""
-    exact = [each for each in fitting if each[1].settings.optimizer.state_layout != ROUNDED]
-    fastest, fastest_exact = (min((seconds_of(plan) for _, plan in of), default=math.inf) for of in (fitting, exact))
-    if fastest > ROUNDED_SHARE * fastest_exact:
-        fitting, fastest = exact, fastest_exact
-    return next(each for each in fitting if seconds_of(each[1]) <= (1 + SAME_SPEED) * fastest)
+    """Return the fastest candidate; of those that are equally fast the first, which is the simplest.
+
+    Coarser weights, `state_layout=bf16` or a quantized base, are taken where nothing finer fits or is half as fast.
+    """
+    chosen, limit = fitting, math.inf
+    for coarseness in sorted({coarseness_of(plan) for _, plan in fitting}):
+        alike = [each for each in fitting if coarseness_of(each[1]) == coarseness]
+        if (fastest := min(seconds_of(plan) for _, plan in alike)) <= limit:
+            chosen, limit = alike, ROUNDED_SHARE * fastest
+    fastest = min(seconds_of(plan) for _, plan in chosen)
+    return next(each for each in chosen if seconds_of(each[1]) <= (1 + SAME_SPEED) * fastest)
+
+
+def coarseness_of(plan: RunPlan) -> int:
+    """Return a number that is larger the coarser a run's weights are; 0 where they are as a plain run's."""
+    is_rounded = plan.settings.optimizer.state_layout == ROUNDED
+    base, known = plan.settings.lora.base_model_precision, CHOICES["base_model_precision"]
+    return is_rounded + (known.index(base) if base in known else 0)
 
 
 def seconds_of(plan: RunPlan) -> float:
