@@ -26,6 +26,9 @@ def moment_shapes(optimizer: str, shape: Shape, is_hidden_matrix: bool = False) 
             return {"row_var": (*shape[:-1], 1), "col_var": columns}
         case "adamw_schedulefree":
             return {"y": shape, "z": shape, "exp_avg_sq": shape, "weight_sum": ()}
+        case "prodigy":
+            four = dict.fromkeys(("exp_avg", "exp_avg_sq", "slope", "start"), shape)
+            return {**four, "distance": (), "numerator": ()}
         case "adafactor":
             names = ("variance",)
         case "adagrad":

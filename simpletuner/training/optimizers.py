@@ -16,6 +16,7 @@ from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
 from simpletuner.parallel.optimizers.adafactor import Adafactor
 from simpletuner.parallel.optimizers.muon import Muon
+from simpletuner.parallel.optimizers.prodigy import Prodigy
 from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeAdamW
 from simpletuner.parallel.precision.split_adamw import SplitAdamW
 from simpletuner.parallel.torch_engine import ShardedParameter, whole_shape
@@ -43,6 +44,8 @@ def make_optimizer(
         return torch.optim.Adagrad(shards, lr=rate, eps=epsilon, weight_decay=decay)
     if name == "adafactor":
         return Adafactor([*parameters.values()], rate, decay)
+    if name == "prodigy":
+        return Prodigy([*parameters.values()], rate, betas, epsilon, decay)
     if name == "adamw_schedulefree":
         return ScheduleFreeAdamW(shards, rate, betas, epsilon, decay)
     adamw = {"lr": rate, "betas": betas, "eps": epsilon, "weight_decay": decay, "fused": True}

@@ -9,7 +9,7 @@ from end_to_end.test_resuming import assert_same_bits
 from PIL import Image
 from safetensors.torch import load_file
 
-NEEDING_WHOLE_WEIGHTS = ("adafactor", "muon", "adamw_schedulefree")
+NEEDING_WHOLE_WEIGHTS = ("adafactor", "muon", "adamw_schedulefree", "prodigy")
 CLOSE = {"muon": 4e-3}
 """Relative, otherwise 1e-3. Muon orthogonalizes in bf16, whose rounding is 4e-3, and depends on the kind of CPU: the
 gradient norm after a step was 1.3e-3 off on one, and within 1e-3 on another."""

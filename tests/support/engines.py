@@ -103,7 +103,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "split": {"state_layout": "split"},
     "bf16": {"state_layout": "bf16"},
     "released": {"optimizer_release_gradients": True},
-    **{name: {"optimizer": name} for name in ("adam", "adagrad", "lion", "adafactor", "muon", "adamw_schedulefree")},
+    **{
+        name: {"optimizer": name}
+        for name in ("adam", "adagrad", "lion", "adafactor", "muon", "adamw_schedulefree", "prodigy")
+    },
     "ema": {},
     "lora": {},
     **{name: {} for name in (*BASES, *KINDS)},

@@ -119,6 +119,35 @@ def test_adagrad_divides_by_all_gradients_so_far():
     torch.testing.assert_close(trained("adagrad"), weights)
 
 
+def test_prodigy_multiplies_the_rate_by_the_distance_that_it_estimates():
+    start = weights = torch.tensor([2.0, -1.0])
+    mean, square, slope = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+    distance, numerator, decay = 1e-6, 0.0, math.sqrt(0.95)
+    for gradient in GRADIENTS:
+        share = (1 - decay) * 0.1 * distance**2
+        slope = decay * slope + share * gradient
+        numerator = decay * numerator + share * float(gradient @ (start - weights))
+        mean = 0.8 * mean + 0.2 * distance * gradient
+        square = 0.95 * square + 0.05 * (distance * gradient) ** 2
+        weights = weights * (1 - 0.1 * distance * 0.5)
+        weights = weights - 0.1 * distance * mean / (square.sqrt() + distance * 1e-6)
+        distance = max(distance, numerator / float(slope.abs().sum()))
+    torch.testing.assert_close(trained("prodigy"), weights, atol=0, rtol=1e-7)
+
+
+def test_prodigy_finds_its_rate_without_being_told_any():
+    """A parabola of 50 weights, 10 away from its minimum: 1e-6 is where it begins, and 1 what it is multiplied by."""
+    target = 10 * torch.ones(50)
+    weights = torch.nn.Parameter(torch.zeros(50))
+    optimizer = make_optimizer(named(weights), Optimizer(optimizer="prodigy"))
+    for _ in range(300):
+        weights.grad = weights.detach() - target
+        optimizer.step()
+    distance = optimizer.state[weights]["distance"].item()
+    assert 1 < distance <= math.sqrt(50) * 10 and (weights.detach() - target).abs().max() < 0.5
+    assert Optimizer(optimizer="prodigy").learning_rate == 1.0
+
+
 def test_lion_steps_by_the_sign_of_the_mean_and_the_gradient():
     weights, mean = torch.tensor([2.0, -1.0]), torch.zeros(2)
     for gradient in GRADIENTS:

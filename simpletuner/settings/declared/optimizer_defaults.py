@@ -13,6 +13,8 @@ OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "adam": {"adam_weight_decay": 0.0},
     "adagrad": {"adam_weight_decay": 0.0},
     "adafactor": {"adam_weight_decay": 0.0},
+    # Mishchenko and Defazio 2023, arXiv:2306.06101: what it finds is multiplied by a rate of 1.
+    "prodigy": {"learning_rate": 1.0, "adam_weight_decay": 0.0},
 }
 
 

@@ -170,7 +170,7 @@ class Training(Section):
 class Optimizer(Section):
     """Optimizer"""
 
-    optimizer: Literal["adamw", "adam", "adagrad", "lion", "adafactor", "muon", "adamw_schedulefree"] = knob("adamw", "Which optimizer: AdamW, Adam (weight decay in the gradient), Adagrad, Lion, Adafactor (learning_rate relative to each weight's size), Muon (AdamW outside the blocks' linear layers), or schedule-free AdamW.")  # fmt: skip
+    optimizer: Literal["adamw", "adam", "adagrad", "lion", "adafactor", "muon", "adamw_schedulefree", "prodigy"] = knob("adamw", "Which optimizer: AdamW, Adam (weight decay in the gradient), Adagrad, Lion, Adafactor (learning_rate relative to each weight's size), Muon (AdamW outside the blocks' linear layers), schedule-free AdamW, or Prodigy (finds its rate, which learning_rate=1 multiplies).")  # fmt: skip
     state_layout: Literal["fp32", "split", "bf16"] = knob("fp32", "How weights and moments are held: in float32 (12 bytes per parameter), split (6 bytes, AdamW): in bf16 with the 16 bits that make it float32, and 8-bit moments, or bf16 (4 bytes): rounded stochastically, with such moments.")  # fmt: skip
     optimizer_release_gradients: bool = knob(False, "Update each weight in the backward pass as soon as its gradient is there, and free the gradient.")
     learning_rate: float = knob(1e-5, "Peak learning rate.", gt=0)

@@ -37,8 +37,10 @@ OPTIMIZERS = {
     "lion": "lion",
     "lion8bit": "lion",
     "pagedlion8bit": "lion",
+    "prodigy": "prodigy",
 }
-"""Optimizers of both trainers that differ from those here in the precision of their moments at most."""
+"""Optimizers of both trainers that differ from those here in the precision of their moments at most; Prodigy's package
+also uses each estimate one step earlier than its paper."""
 
 
 def optimizer_here(value: Any) -> str:

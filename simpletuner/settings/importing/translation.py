@@ -32,6 +32,11 @@ OVERRIDES = ("optimizer_beta1", "optimizer_beta2", "optimizer_config")
 CONFIG_KEYS = {"eps": "adam_epsilon", "weight_decay": "adam_weight_decay"}
 QUANTIZED = re.compile(r"(u?int|fp|nf)([1-8]|16)(?:uz)?_(?:quanto|sdnq|torchao|bnb)")
 """base_model_precision there: a kind of number, its bits, and the library that quantizes."""
+OTHER_METHODS = {
+    "muon": "the original's Muon also clips queries and keys, and decays by 0.1",
+    "prodigy": "the original's Prodigy has options of its own, such as an end of its search; here it is the paper's",
+}
+"""Optimizers there that are not those of the same name here."""
 PRECISIONS = {"int8": (1, 0.9), "float8": (1, 2.6), "nf4": (0.52, 9.2)}
 """Bytes per weight here, and the error of normal weights in percent (docs/lora.md)."""
 LIMITS = {"max_grad_norm": 2.0, "aspect_bucket_alignment": 64.0}
@@ -150,12 +155,8 @@ def only_there(there: There) -> Iterator[tuple[str, Any, str]]:
     if there.scheduler == "cosine":
         reason = "there lr_warmup_steps is its period; here it is half a cosine over the whole run, to lr_end"
         yield "lr_scheduler", there.given["lr_scheduler"], reason
-    if there.optimizer == "muon":
-        yield (
-            "optimizer",
-            there.given["optimizer"],
-            "the original's Muon also clips queries and keys, and decays by 0.1",
-        )
+    if reason := OTHER_METHODS.get(there.optimizer):
+        yield "optimizer", there.given["optimizer"], reason
     if there.has_fsdp and there.optimizer.startswith(NOT_WITH_FSDP2):
         reason = "with FSDP2 the original trains with adamw_schedulefree in its place: name the one that you mean"
         yield "optimizer", there.given["optimizer"], reason

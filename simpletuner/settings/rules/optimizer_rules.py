@@ -10,6 +10,7 @@ from simpletuner.settings.declared.sections import Settings
 
 NOT_FOR_DEEPSPEED = {
     "adafactor": "its step depends on whole rows and columns, and ZeRO hands it slices of all layers as one tensor",
+    "prodigy": "its rate depends on sums over all weights, of which ZeRO hands it slices",
     "adamw_schedulefree": "what it evaluates and saves are not the weights that it trains, which ZeRO keeps",
 }
 
@@ -109,8 +110,8 @@ def gradients_can_be_released(settings: Settings) -> Iterator[BrokenRule]:
             f"frees gradients that gradient_accumulation_steps = {passes} would add up: set it to 1",
         ),
         "optimizer": (
-            own.optimizer in ("muon", "adafactor"),
-            f"updates weights one by one, but optimizer = {own.optimizer} exchanges tensors of many weights at once: "
+            own.optimizer in ("muon", "adafactor", "prodigy"),
+            f"updates weights one by one, but optimizer = {own.optimizer} needs the gradients of many weights at once: "
             "set optimizer=adamw",
         ),
         "zero_stage": (

@@ -89,6 +89,9 @@ def warnings_about(settings: Settings) -> Iterator[BrokenRule]:
     if settings.training.float8 and settings.compile.dynamo_backend == "no":
         message = "float8 without torch.compile casts in passes of its own, which may cost more than it saves: set "
         yield broken(f"{message}dynamo_backend=inductor", "float8", "dynamo_backend")
+    if settings.optimizer.optimizer == "prodigy" and (rate := settings.optimizer.learning_rate) < 0.1:
+        message = f"optimizer = prodigy multiplies the rate that it finds by learning_rate = {rate}: 1 is usual"
+        yield broken(message, "learning_rate", "optimizer")
     yield from lora_without_effect(settings)
     yield from bf16_accumulation(settings)
 

@@ -156,7 +156,7 @@ def test_diffusion_pipe_becomes_a_run_of_ours(run):
         ("network_train_unet_only = true", "", "text encoders are not trained"),
         ('"networks.lora"', '"lycoris.kohya"', "only networks.lora"),
         ("min_snr_gamma = 5", "noise_offset = 0.1", "noise_offset = 0.1 "),
-        ('"AdamW8bit"', '"Prodigy"', "does not have this optimizer"),
+        ('"AdamW8bit"', '"CAME"', "does not have this optimizer"),
         ('"cosine"', '"cosine_with_restarts"', "does not have this schedule"),
         ("weight_decay=0.1", "decouple=True", "decouple=True"),
         ('dataset_config = "data.toml"', 'train_data_dir = "d"', "[[datasets.subsets]]"),

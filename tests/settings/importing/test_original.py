@@ -129,7 +129,7 @@ def test_a_setting_stands_once_in_a_file(tmp_path):
         load({}, path, complete=False, environment={})
 
 
-@pytest.mark.parametrize("given", ["bnb-adamw8bit", "ao-adamw4bit", "optimi-sgd", "prodigy", "torch-sgd"])
+@pytest.mark.parametrize("given", ["bnb-adamw8bit", "ao-adamw4bit", "optimi-sgd", "dadaptsgd", "torch-sgd"])
 def test_an_optimizer_without_a_counterpart_is_refused_with_the_nearest(given):
     with pytest.raises(NotTaken, match="adamw takes its place") as caught:
         take_value(RawValue("optimizer", given, "c.json:2"), Original(Path("c.json"), []), Path())
@@ -170,7 +170,7 @@ def test_settings_of_lora_have_no_effect_on_a_full_run(tmp_path):
 def test_values_of_the_originals_alone_lead_to_the_import_and_typos_do_not(tmp_path):
     folder = tmp_path / "my config"
     folder.mkdir()
-    for values in ({"optimizer": "optimi-lion"}, {"max_train_steps": 0}, {"optimizer": "prodigy"}):
+    for values in ({"optimizer": "optimi-lion"}, {"max_train_steps": 0}, {"optimizer": "dadaptsgd"}):
         with pytest.raises(SettingsError) as caught:
             load_file(folder, values)
         assert f"`simpletuner config import '{folder}/c.json' --output=run.toml`" in caught.value.hint

@@ -106,7 +106,7 @@ REFUSED = [
     ),
     (
         {"optimizer_release_gradients": True, "max_grad_norm": 0, "optimizer": "muon"},
-        "optimizer_release_gradients updates weights one by one, but optimizer = muon exchanges tensors of many "
+        "optimizer_release_gradients updates weights one by one, but optimizer = muon needs the gradients of many "
         "weights at once: set optimizer=adamw",
     ),
     (

@@ -37,7 +37,7 @@ EIGHT_BIT = (
     "optimizer=adamw with state_layout=split has moments of 8 bits (model_type=full); without it adamw takes its place "
     "with 8 bytes of state per weight instead of 2, which fsdp_enable shares out over the ranks"
 )
-LIBRARIES = ("optimi_", "bnb_", "torch_", "torchao_", "ao_", "dadapt", "prodigy")
+LIBRARIES = ("optimi_", "bnb_", "torch_", "torchao_", "ao_", "dadapt")
 NOT_HERE = "this version does not have it; adamw takes its place, with a learning_rate of its own"
 
 
