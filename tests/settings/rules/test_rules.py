@@ -370,3 +370,10 @@ def test_an_unknown_name_does_not_hide_a_contradiction():
 def test_a_validation_size_of_no_pixels_or_a_size_twice_is_refused(size):
     with pytest.raises(SettingsError, match=f"validation_resolution = '{size}' .flag.: (write an edge|512x512 stands)"):
         load({**ENOUGH, "validation_resolution": size})
+
+
+def test_a_small_rate_is_said_where_prodigy_multiplies_it():
+    flags = {"model_family": "sdxl", "optimizer": "prodigy"}
+    assert load(flags, complete=False, environment={}).warnings == ()
+    [warning] = load(flags | {"learning_rate": 1e-5}, complete=False, environment={}).warnings
+    assert "optimizer = prodigy multiplies the rate that it finds by learning_rate = 1e-05: 1 is usual" in warning
