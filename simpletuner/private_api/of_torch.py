@@ -44,6 +44,9 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sign_ = torch._foreach_sign_
 
+# The only product of int8 tensors that torch has, (M, K) and (K, N) to int32.
+int8_matmul = torch._int_mm
+
 
 def set_activation_memory_budget(share: float) -> None:
     """Set the share of activations that graphs keep which are compiled from now on; 1.0 is torch's default."""

@@ -47,6 +47,16 @@ def test_losses_are_those_of_the_uncompiled_run_on_every_engine(run_on, argument
         assert graphs > 0, label
 
 
+def test_quantized_bases_are_compiled_too(run_on, arguments_of):
+    arguments, plain = arguments_of("flux", crop=True), {"compile": {"dynamo_backend": "no"}}
+    for base in ("int8 products lora", "nf4 lora"):
+        alone = {"plain": {"engine": f"{base} whole", **plain}, "compiled": {"engine": f"{base} whole", **eager()}}
+        taken = run_on(levers.steps_by_variant, 1, arguments, alone)
+        steps, _, graphs = taken["compiled"]
+        assert list(chain(*steps)) == pytest.approx(list(chain(*taken["plain"][0])), rel=1e-5), base
+        assert graphs > 0, base
+
+
 def test_compiled_models_draw_and_export_as_others(flags, train, tmp_path):
     flags = (*flags, *FSDP2, "--max_train_steps=1", "--validation_prompt=a red circle")
     flags = (*flags, "--validation_num_inference_steps=1", "--fsdp_state_dict_type=FULL_STATE_DICT", "--use_ema")

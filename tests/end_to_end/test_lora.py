@@ -122,6 +122,8 @@ def test_a_quantized_base_gives_the_same_losses_sharded_and_its_bytes_are_shared
     # A row of the tiny model has 64 to 256 weights, which share a scale of 4 bytes and a zero point of one.
     bytes_per_weight = {"int8": 1.04, "float8": 1.03, "nf4": 0.52}
     loss_differences = {"int8": 1e-4, "float8": 2e-4, "nf4": 1e-3}
+    # Products in int8 round each input and gradient to 8 bits, too.
+    bytes_per_weight["int8 products"], loss_differences["int8 products"] = 1.04, 2e-4
     names = [f"{base} lora" for base in bytes_per_weight]
     one = run_on(engines.bases_in_turn, 1, arguments, ["lora whole", *(f"{name} whole" for name in names)])
     two = run_on(engines.bases_in_turn, 2, arguments, [f"{name} fsdp2" for name in names])
@@ -133,7 +135,8 @@ def test_a_quantized_base_gives_the_same_losses_sharded_and_its_bytes_are_shared
         assert losses == pytest.approx(exact_losses, rel=loss_differences[precision]), name
         assert steps != exact and numbers(steps) == pytest.approx(numbers(exact), rel=3e-2), name
         sharded, share = two[f"{name} fsdp2"]
-        assert numbers(sharded) == pytest.approx(numbers(steps), rel=1e-5), name
+        # What is rounded to 8 bits may fall on the other side where it differs by a float32's last bit.
+        assert numbers(sharded) == pytest.approx(numbers(steps), rel=1e-4 if "products" in name else 1e-5), name
         assert share == pytest.approx(held / 2, rel=0.01), name
     [(_, share)] = run_on(engines.bases_in_turn, 4, arguments, ["nf4 lora fsdp2"]).values()
     assert share == pytest.approx(one["nf4 lora whole"][1] / 4, rel=0.02)

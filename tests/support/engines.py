@@ -109,7 +109,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     },
     "ema": {},
     "lora": {},
-    **{name: {} for name in (*BASES, *KINDS)},
+    **{name: {} for name in (*BASES, *KINDS, "products")},
 }
 """Settings of the optimizer by the words that may stand before an engine's name, as in `split fsdp2`."""
 
@@ -132,6 +132,7 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
             lora_rank=16 if set(words) & {*KINDS} else 64,
             lora_type=next((word for word in words if word in KINDS), "lora"),
             base_model_precision=next((word for word in words if word in BASES), "no_change"),
+            base_model_compute="int8" if "products" in words else "no_change",
         ),
         data=Data(
             instance_data_dir=arguments["pictures"],

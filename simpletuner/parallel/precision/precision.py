@@ -82,13 +82,14 @@ class QuantizedBase(Precision):
     """base_model_precision: the frozen base of a LoRA, whose linear layers in blocks are quantized."""
 
     base: str = "int8"
+    in_int8: bool = False
 
     def check(self, device: torch.device) -> None:
         check_torchao(f"base_model_precision={self.base}")
 
     def prepare(self, model: nn.Module, blocks: tuple[str, ...]) -> None:
         for unit in units_by_class(model, blocks):
-            replace_linear_layers(unit, self.base)
+            replace_linear_layers(unit, self.base, self.in_int8)
 
     def fill(self, model: nn.Module, load_weights: LoadWeights) -> MakeEngine:
         """Load some layers at a time, so that no rank ever holds many weights in the base's own dtype."""
@@ -106,7 +107,8 @@ class QuantizedBase(Precision):
 def precision_of(settings: Settings) -> Precision:
     float8 = bool(settings.training.float8)
     if settings.lora.base_model_precision != "no_change":
-        return QuantizedBase(base=settings.lora.base_model_precision)
+        own = settings.lora
+        return QuantizedBase(base=own.base_model_precision, in_int8=own.base_model_compute == "int8")
     if (layout := settings.optimizer.state_layout) != "fp32":
         return SplitPrecision(float8, keeps_remainders=layout == "split")
     return Precision(float8)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.torch_engine import local_tensor
+from simpletuner.private_api import of_torch
 
 NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
 """Values that share a scale, and scales that share one of theirs (Dettmers et al. 2023, arXiv:2305.14314)."""
@@ -98,7 +99,7 @@ class FlattenSpec:
         stride = (self.size[1], 1)
         weight = self.kind.__tensor_unflatten__(shaped, self.context, self.size, stride)
         # `dequantize` of an NF4Tensor is a function of other arguments.
-        return weight.get_original_weight() if hasattr(weight, "get_original_weight") else weight.dequantize()
+        return weight.get_original_weight() if hasattr(self.kind, "get_original_weight") else weight.dequantize()
 
 
 class FrozenProduct(torch.autograd.Function):
@@ -118,11 +119,46 @@ class FrozenProduct(torch.autograd.Function):
         return gradient @ weight, None, None, *(None for _ in parts)
 
 
-class QuantizedLinear(nn.Module):
-    """A frozen linear layer whose weight is held as the parts that torchao quantizes it to."""
+class Int8Product(torch.autograd.Function):
+    """x W^T + b as a product of int8 in both passes: inputs and gradients are quantized row by row, each with a scale
+    of its own, and weights have one per output."""
 
-    def __init__(self, layer: nn.Linear, quantize: Callable[[Tensor], Any]) -> None:
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, dtype: torch.dtype, *parts: Tensor) -> Tensor:
+        values, scale, _ = parts  # the third is a zero point, which is 0: torchao quantizes symmetrically
+        ctx.save_for_backward(*parts)
+        product = int8_product(inputs, values.t()) * scale.flatten()
+        return product.to(dtype) if bias is None else (product + bias).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        values, scale, zero = ctx.saved_tensors
+        product = int8_product(gradient * scale.flatten(), values)
+        return product.to(gradient.dtype), None, None, *(None for _ in (values, scale, zero))
+
+
+def int8_product(left: Tensor, right_int8: Tensor) -> Tensor:
+    """Return left (..., K) times right (K, N) in float32, with each row of `left` quantized to int8."""
+    rows = left.flatten(0, -2).float()
+    scale = (rows.abs().amax(-1, keepdim=True) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    product = of_torch.int8_matmul((rows / scale).round_().to(torch.int8), right_int8)
+    return (product.float() * scale).unflatten(0, left.shape[:-1])
+
+
+FEWEST_ROWS = 17
+"""Of inputs, which cuBLAS's product of int8 takes. Modulations have fewer, and are a small part of the work."""
+
+
+class QuantizedLinear(nn.Module):
+    """A frozen linear layer whose weight is held as the parts that torchao quantizes it to.
+
+    `in_int8` also computes with int8, where the weight is in it.
+    """
+
+    def __init__(self, layer: nn.Linear, quantize: Callable[[Tensor], Any], in_int8: bool = False) -> None:
         super().__init__()
+        self.in_int8 = in_int8
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.dtype, self.quantize, self.bias = layer.weight.dtype, quantize, layer.bias
         weight = quantize(layer.weight.detach())
@@ -133,6 +169,8 @@ class QuantizedLinear(nn.Module):
             self.register_parameter(name, nn.Parameter(part, requires_grad=False))
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if self.in_int8 and inputs.shape[:-1].numel() >= FEWEST_ROWS:
+            return Int8Product.apply(inputs, self.bias, self.dtype, *self.parts())
         return FrozenProduct.apply(inputs, self.bias, self.spec, *self.parts())
 
     def parts(self) -> list[nn.Parameter]:
@@ -169,7 +207,7 @@ def rows_of(whole: Tensor, like: Tensor) -> Tensor:
     return chunks[rank] if rank < len(chunks) else whole[:0]
 
 
-def replace_linear_layers(unit: nn.Module, precision: str) -> None:
+def replace_linear_layers(unit: nn.Module, precision: str, in_int8: bool = False) -> None:
     """Replace the frozen linear layers of a unit on the meta device by quantized ones.
 
     A LoRA's own layers stay, and with NF4 those whose weights are no multiple of its block.
@@ -179,4 +217,4 @@ def replace_linear_layers(unit: nn.Module, precision: str) -> None:
             if type(layer) is not nn.Linear or layer.weight.requires_grad:
                 continue
             if precision != "nf4" or layer.weight.numel() % NF4_BLOCK == 0:
-                setattr(parent, name, QuantizedLinear(layer, QUANTIZERS[precision]))
+                setattr(parent, name, QuantizedLinear(layer, QUANTIZERS[precision], in_int8))

@@ -91,6 +91,7 @@ class Lora(Section):
     assistant_lora_strength: float = knob(1.0, "Scale of assistant_lora.")
     export_format: Annotated[str, AfterValidator(normalize_formats)] = knob("diffusers", "Programs to write a LoRA for, separated by commas: diffusers always, comfyui, kohya (sd-scripts, musubi-tuner).")
     base_model_precision: Literal["no_change", "int8", "float8", "nf4"] = knob("no_change", "How a LoRA's frozen base is held: in the precision of mixed_precision, or in 8 or 4 bits (torchao).")
+    base_model_compute: Literal["no_change", "int8"] = knob("no_change", "Products of a LoRA's frozen base: in the precision of mixed_precision, or with base_model_precision=int8 in int8, for which inputs are quantized token by token.")  # fmt: skip
 
 
 class DatasetSettings(Section):

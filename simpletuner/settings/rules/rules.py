@@ -199,6 +199,12 @@ def adapters_have_their_own_settings(settings: Settings) -> Iterator[BrokenRule]
             "weights in each step, and peft does not know the quantized ones: take lora, loha, lokr or oft"
         )
         yield broken(message, "base_model_precision", "lora_type")
+    if own.base_model_compute == "int8" and own.base_model_precision != "int8":
+        message = (
+            "base_model_compute = int8 multiplies weights that are in int8, but base_model_precision = "
+            f"{own.base_model_precision}: set it to int8"
+        )
+        yield broken(message, "base_model_compute", "base_model_precision")
     if kind == "oft" and own.lora_alpha is not None:
         message = "lora_type=oft rotates, and has nothing to scale: leave lora_alpha out"
         yield broken(message, "lora_alpha", "lora_type")

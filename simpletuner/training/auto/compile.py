@@ -63,8 +63,6 @@ def choose_backend(settings: Settings, graphs: Graphs, steps: int, missing: str)
         return "no", f"{missing} is missing, which torch.compile needs"
     if settings.parallel.zero_stage == 3:
         return "no", "zero_stage = 3 gathers weights inside the blocks"
-    if (precision := settings.lora.base_model_precision) != "no_change":
-        return "no", f"not tested with base_model_precision = {precision}"
     if graphs.seconds > steps * SECONDS_SAVED:
         return "no", f"{graphs}, more than {steps:,} steps save"
     return "inductor", ""

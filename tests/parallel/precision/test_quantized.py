@@ -55,6 +55,44 @@ def test_only_the_parts_are_kept_for_the_backward_pass(precision, exact):
     assert sum(each.nbytes for each in kept) < 1.1 * exact.weight.numel()
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_of_int8_are_near_those_of_the_dequantized_weight(bias, exact):
+    layer = quantized(exact if bias else nn.Linear(256, 128, bias=False).requires_grad_(False), "int8")
+    torch.manual_seed(1)
+    inputs, other = (each.requires_grad_() for each in torch.randn(2, 16, 256).expand(2, 2, 16, 256).clone())
+    wanted = layer(other)
+    wanted.sin().sum().backward()
+    layer.in_int8 = True
+    found = layer(inputs)
+    found.sin().sum().backward()
+    assert found.dtype == wanted.dtype and 0 < (found - wanted).norm() / wanted.norm() < 0.012
+    assert 0 < (inputs.grad - other.grad).norm() / other.grad.norm() < 0.02
+    few = torch.randn(16, 256)
+    assert torch.equal(layer(few), quantized_as(layer)(few)), "cuBLAS takes no fewer than 17 rows"
+    zeros = torch.zeros(20, 256)
+    assert torch.equal(layer(zeros), layer.bias.expand(20, -1) if bias else torch.zeros(20, 128))
+
+
+def quantized_as(layer: QuantizedLinear) -> nn.Module:
+    plain = nn.Linear(256, 128, bias=layer.bias is not None)
+    plain.load_state_dict({"weight": layer.weight} | ({} if layer.bias is None else {"bias": layer.bias}))
+    return plain
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracing
+@pytest.mark.parametrize("in_int8", [False, True])
+def test_a_compiled_layer_computes_the_same(in_int8, exact):
+    layer = quantized(exact, "int8")
+    layer.in_int8 = in_int8
+    inputs, other = (each.requires_grad_() for each in torch.randn(20, 256).expand(2, 20, 256).clone())
+    wanted = layer(inputs)
+    wanted.sin().sum().backward()
+    found = torch.compile(layer, backend="aot_eager", fullgraph=True)(other)
+    found.sin().sum().backward()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(other.grad, inputs.grad)
+
+
 def test_trained_layers_and_those_of_odd_sizes_stay():
     unit = nn.Sequential(nn.Linear(8, 7), nn.Linear(8, 8), nn.Sequential(nn.Linear(16, 16))).requires_grad_(False)
     unit.append(nn.Linear(16, 16))

@@ -154,6 +154,11 @@ REFUSED = [
         "peft does not know the quantized ones: take lora, loha, lokr or oft",
     ),
     (
+        {"model_type": "lora", "base_model_compute": "int8"},
+        "base_model_compute = int8 multiplies weights that are in int8, but base_model_precision = no_change: set it "
+        "to int8",
+    ),
+    (
         {"model_type": "lora", "lora_type": "oft", "lora_alpha": 8},
         "lora_type=oft rotates, and has nothing to scale: leave lora_alpha out",
     ),

@@ -18,7 +18,7 @@ AUTO = Settings()
         (AUTO, Graphs(3 * 512, 2, is_limit=True), ENOUGH, "", "no", "up to 1,536 shapes of inputs"),
         (AUTO, Graphs(1, 2), ENOUGH, "triton", "no", "triton is missing"),
         (Settings(parallel=Parallel(zero_stage=3)), Graphs(1, 2), ENOUGH, "", "no", "zero_stage = 3"),
-        (Settings(lora=Lora(base_model_precision="int8")), Graphs(1, 2), ENOUGH, "", "no", "int8"),
+        (Settings(lora=Lora(base_model_precision="int8")), Graphs(1, 2), ENOUGH, "", "inductor", ""),
     ],
 )
 def test_auto_compiles_where_the_steps_outweigh_the_compiler(settings, graphs, steps, missing, backend, reason):
