@@ -106,6 +106,16 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
     assert {name.split("/")[0] for name in packed} == {"simpletuner", f"simpletuner-{__version__}.dist-info"}
 
 
+def test_the_dockerfile_names_what_there_is(wheel):
+    text, ignored = (ROOT / "Dockerfile").read_text(), (ROOT / ".dockerignore").read_text().splitlines()
+    copied = {word for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for word in line.split()[:-1]}
+    assert {f"!{name}" for name in copied} == {line for line in ignored if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in copied)
+    metadata = zipfile.ZipFile(wheel).read(f"simpletuner-{__version__}.dist-info/METADATA").decode()
+    [extras] = re.findall(r"'\.\[(.*)\]'", text)
+    assert set(extras.split(",")) == {*re.findall(r"^Provides-Extra: (.*)$", metadata, re.MULTILINE)} - {"dev"}
+
+
 def test_what_the_light_commands_need_is_declared(wheel):
     metadata = zipfile.ZipFile(wheel).read(f"simpletuner-{__version__}.dist-info/METADATA").decode()
     declared = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)  # a ; marks an extra
