@@ -10,7 +10,7 @@ COPY constraints.txt ./
 # Layers of their own: a change of simpletuner alone uploads and downloads a megabyte, not the gigabytes of torch.
 RUN python3 -m venv /opt/venv && pip install --no-cache-dir -c constraints.txt torch
 COPY pyproject.toml README.md ./
-RUN mkdir simpletuner && echo '__version__ = "0"' > simpletuner/__init__.py && pip install --no-cache-dir -c constraints.txt '.[deepspeed,heif,page,s3,tensorboard,torchao,video,wandb]'
+RUN mkdir simpletuner && echo '__version__ = "0"' > simpletuner/__init__.py && pip install --no-cache-dir -c constraints.txt '.[deepspeed,heif,kernels,page,s3,tensorboard,torchao,video,wandb]'
 COPY simpletuner simpletuner
 RUN pip install --no-cache-dir --no-deps --force-reinstall . && simpletuner --version
 WORKDIR /workspace

@@ -109,7 +109,11 @@ def run_rank(loaded: Loaded) -> None:
         open_output_dir(session, stack)
         set_float32_precision(loaded.settings.training.allow_tf32)
         training = loaded.settings.training
-        stack.enter_context(attention_by(training.attention_backend, world.device, compute_dtype(loaded.settings)))
+        stack.enter_context(
+            attention_by(
+                training.attention_backend, world.device, compute_dtype(loaded.settings), training.attention_kernel
+            )
+        )
         with open_notifier(session) as notifier, explain_out_of_memory(loaded.settings, world.device):
             run(session, notifier)
 

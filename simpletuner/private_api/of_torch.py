@@ -48,6 +48,18 @@ foreach_sign_ = torch._foreach_sign_
 int8_matmul = torch._int_mm
 
 
+def register_flash3(operators: Any) -> Any:
+    """Let torch's FlashAttention 3 call these operators, and return the handle that takes it back.
+
+    torch's own function looks for the namespace `flash_attn_3`, and those of the kernels hub have one of their own.
+    """
+    from torch.nn.attention import _fa3
+
+    _fa3._FA3_CUDA_FWD, _fa3._FA3_CUDA_BWD = operators.fwd, operators.bwd
+    torch._C._set_sdp_use_fa3(True)
+    return _fa3._FA3Handle(_fa3._fa3_register_kernels())
+
+
 def set_activation_memory_budget(share: float) -> None:
     """Set the share of activations that graphs keep which are compiled from now on; 1.0 is torch's default."""
     functorch_config.activation_memory_budget = share

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import attention
@@ -20,24 +23,22 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+OF_THE_HUB = "FA3 of the hub"
 HINT = "set attention_backend=auto for the fastest kernel that there is"
 
 
 @contextmanager
-def attention_by(name: str, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def attention_by(name: str, device: torch.device, dtype: torch.dtype, kernel: str = "") -> Iterator[None]:
     """Compute attention with this kernel within the block, and where it cannot, as with a mask, with another one.
 
-    It holds for the whole process, so also for recomputation in autograd's threads. Raises SettingsError for a kernel
-    that is not there, or not for this device and dtype.
+    It holds for the whole process, so also for recomputation in autograd's threads. `kernel` is that of `flash3` on the
+    hub. Raises SettingsError for a kernel that is not there, or not for this device and dtype.
     """
     if name == "auto":
         yield
         return
     if name == "flash3":
-        try:
-            attention.activate_flash_attention_impl("FA3")
-        except (ImportError, AttributeError) as error:  # AttributeError: an older torch
-            raise SettingsError(f"attention_backend = flash3 needs flash_attn_interface: {error}", HINT) from None
+        activate_flash3(kernel)
     backend = BACKENDS[name]
     try:
         with sdpa_kernel(backend):
@@ -49,6 +50,37 @@ def attention_by(name: str, device: torch.device, dtype: torch.dtype) -> Iterato
     finally:
         if name == "flash3":
             attention.restore_flash_attention_impl()
+
+
+def activate_flash3(kernel: str) -> None:
+    """Make FlashAttention 3 torch's own: of the hub, as `owner/name@commit`, or else of flash_attn_interface."""
+    needs = f"attention_kernel = {kernel}" if kernel else "attention_backend = flash3 needs flash_attn_interface"
+    try:
+        if kernel:
+            operators = operators_of_the_hub(kernel)
+            attention.register_flash_attention_impl(
+                OF_THE_HUB, register_fn=partial(of_torch.register_flash3, operators)
+            )
+        attention.activate_flash_attention_impl(OF_THE_HUB if kernel else "FA3")
+    # AttributeError: an older torch, or a kernel that is none. ValueError, OSError: what is not on the hub, or not for
+    # this torch and device.
+    except (ImportError, AttributeError, ValueError, OSError) as error:
+        hint = "pip install 'simpletuner[kernels]'" if "'kernels'" in str(error) else HINT
+        raise SettingsError(f"{needs}: {first_line(error)}", hint) from None
+
+
+def operators_of_the_hub(kernel: str) -> Any:
+    """Return the namespace of torch's operators that a kernel of the hub brings; it runs what was published there."""
+    from kernels import get_kernel
+
+    repository, _, commit = kernel.partition("@")
+    # Whoever names a commit has chosen what runs: the package would ask for publishers that the hub trusts.
+    module = get_kernel(repository, revision=commit, trust_remote_code=[repository])
+    return importlib.import_module(f"{module.__name__}._ops").ops
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def check(name: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ from simpletuner.settings.declared.knob import Section, knob
 from simpletuner.settings.declared.optimizer_defaults import with_own_defaults
 from simpletuner.settings.files.secret_values import SecretUrl
 from simpletuner.settings.values.export_formats import normalize_formats
-from simpletuner.settings.values.hosts import check_host, check_repository
+from simpletuner.settings.values.hosts import check_host, check_kernel, check_repository
 from simpletuner.settings.values.placeholders import OF_A_RUN, only_placeholders
 from simpletuner.settings.values.shape import Shape, normalize_shapes
 from simpletuner.settings.values.spelling import normalize_name
@@ -165,7 +165,8 @@ class Training(Section):
     activation_memory_budget: float | None = knob(None, "What compiled blocks keep for the backward pass, from 0 (as little as they can) to 1 (all that they need), in place of gradient_checkpointing; empty: that decides.", ge=0, le=1)
     offload_activations: bool = knob(False, "Keep what the backward pass needs of the forward pass in the machine's memory.")
     fuse_qkv_projections: bool = knob(False, "Compute the query, key and value projections of an attention as one product; weights and checkpoints stay as published.")
-    attention_backend: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = knob("auto", "Which kernel computes attention: torch's choice, or this one wherever it can; flash3 needs flash_attn_interface.")  # fmt: skip
+    attention_backend: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = knob("auto", "Which kernel computes attention: torch's choice, or this one wherever it can; flash3 needs flash_attn_interface, or attention_kernel.")  # fmt: skip
+    attention_kernel: Annotated[str, AfterValidator(check_kernel)] = knob("", "FlashAttention 3 of the kernels hub for attention_backend=flash3, as OWNER/NAME@COMMIT, which is downloaded and run; empty: flash_attn_interface.")
 
 
 class Optimizer(Section):

@@ -188,6 +188,15 @@ def lora_is_for_whole_denoisers(settings: Settings) -> Iterator[BrokenRule]:
         yield broken(message, "model_type", "zero_stage", "deepspeed_config")
 
 
+def a_kernel_of_the_hub_is_flash3(settings: Settings) -> Iterator[BrokenRule]:
+    own = settings.training
+    if own.attention_kernel and own.attention_backend != "flash3":
+        message = (
+            f"attention_kernel is for attention_backend=flash3, but it is {own.attention_backend}: set it to flash3"
+        )
+        yield broken(message, "attention_kernel", "attention_backend")
+
+
 def adapters_have_their_own_settings(settings: Settings) -> Iterator[BrokenRule]:
     """Refuse what a kind of adapter does not have, or peft does not do."""
     own, kind = settings.lora, settings.lora.lora_type
@@ -248,6 +257,7 @@ RULES: tuple[Rule, ...] = (
     images_have_one_source,
     lora_is_for_whole_denoisers,
     adapters_have_their_own_settings,
+    a_kernel_of_the_hub_is_flash3,
     one_engine_shards,
     split_state_is_possible,
     schedule_free_replaces_schedule_and_average,

@@ -48,6 +48,15 @@ def check_repository(name: str) -> str:
     return name
 
 
+def check_kernel(name: str) -> str:
+    """Return a kernel of the hub as it came. Raises ValueError for one without an owner or a whole commit."""
+    repository, _, commit = name.partition("@")
+    if name and not ("/" in repository and re.fullmatch(r"[0-9a-f]{40}", commit)):
+        raise ValueError("use OWNER/NAME@COMMIT, with a commit of 40 hex digits: a branch may change")
+    check_repository(repository)
+    return name
+
+
 def is_ip(host: str) -> bool:
     try:
         ip_address(host)

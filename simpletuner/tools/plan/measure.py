@@ -53,7 +53,7 @@ def random_engine(
     training, dtype = settings.training, compute_dtype(settings)
     with joined_world({}, settings.launch.use_cpu) as world, compiler_explained():
         set_float32_precision(training.allow_tf32)
-        with attention_by(training.attention_backend, world.device, dtype):
+        with attention_by(training.attention_backend, world.device, dtype, training.attention_kernel):
             model = family.denoiser()
             blocks = recommended_blocks(model)
             if (adapter := family.adapter) is not None:

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import json
+
+import huggingface_hub.constants
 import pytest
 import torch
+from torch.nn.attention import _fa3
 
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.model.attention_backend import attention_by, attention_kernel
+from simpletuner.settings.values.hosts import check_kernel
 
 CPU = torch.device("cpu")
 
@@ -36,3 +41,42 @@ def test_a_kernel_that_is_not_there_is_refused(name, sentence):
         pass
     assert caught.value.message == sentence and "attention_backend=auto" in caught.value.hint
     assert attention_kernel(CPU) == before
+
+
+KERNEL = f"someone/flash-attn3@{'a' * 40}"
+METADATA = {"id": "_attention_of_tests", "name": "flash-attn3", "version": 1, "license": "BSD-3-Clause"}
+OPERATORS = """
+import torch
+LIBRARY = torch.library.Library("_attention_of_tests", "DEF")
+LIBRARY.define("fwd(Tensor q) -> Tensor")
+LIBRARY.define("bwd(Tensor q) -> Tensor")
+ops = torch.ops._attention_of_tests
+"""
+
+
+def test_flash_attention_3_of_the_hub_becomes_torchs_own(tmp_path, monkeypatch):
+    """By a kernel in a folder: its operators are CUDA's, so nothing calls them here."""
+    (variant := tmp_path / "build" / "torch-cpu").mkdir(parents=True)
+    metadata = METADATA | {"python-depends": [], "backend": {"type": "cpu"}}
+    (variant / "metadata.json").write_text(json.dumps(metadata))
+    (variant / "__init__.py").write_text("from ._ops import ops\n")
+    (variant / "_ops.py").write_text(OPERATORS)
+    monkeypatch.setenv("LOCAL_KERNELS", f"someone/flash-attn3={tmp_path}")
+    before = attention_kernel(CPU, torch.float32)
+    with attention_by("flash3", CPU, torch.float32, KERNEL):
+        assert attention_kernel(CPU, torch.float32) == "flash (FA3 of the hub)"
+        assert _fa3._FA3_CUDA_FWD is torch.ops._attention_of_tests.fwd
+    assert attention_kernel(CPU, torch.float32) == before
+
+
+def test_a_kernel_that_is_not_in_the_cache_is_said_offline(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(SettingsError) as caught, attention_by("flash3", CPU, torch.float32, KERNEL):
+        pass
+    assert caught.value.message.startswith(f"attention_kernel = {KERNEL}: Cannot find a local snapshot")
+
+
+@pytest.mark.parametrize("name", ["flash-attn3", "someone/flash-attn3", "someone/flash-attn3@main", f"x@{'a' * 40}"])
+def test_a_kernel_is_named_by_its_commit(name):
+    with pytest.raises(ValueError, match="use OWNER/NAME@COMMIT"):
+        check_kernel(name)

@@ -154,6 +154,10 @@ REFUSED = [
         "peft does not know the quantized ones: take lora, loha, lokr or oft",
     ),
     (
+        {"attention_kernel": f"kernels-community/flash-attn3@{'a' * 40}"},
+        "attention_kernel is for attention_backend=flash3, but it is auto: set it to flash3",
+    ),
+    (
         {"model_type": "lora", "base_model_compute": "int8"},
         "base_model_compute = int8 multiplies weights that are in int8, but base_model_precision = no_change: set it "
         "to int8",
