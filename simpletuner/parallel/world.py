@@ -275,8 +275,9 @@ def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Sto
         multi_tenant=True,
     )
     # The agent's store outlives ranks that it starts again (`--max-restarts`): they must not find old registrations.
+    # A store of ours is new each time, and agents count restarts by themselves: a machine that joins later begins at 0.
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT")
-    return dist.PrefixStore(f"attempt_{attempt}", store) if attempt else store
+    return dist.PrefixStore(f"attempt_{attempt}", store) if attempt and served_by_agent else store
 
 
 @contextmanager

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.parallel.world import check_no_gpu_is_lost, device_of, gpu_of
+from simpletuner.parallel.world import check_no_gpu_is_lost, device_of, gpu_of, open_store
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here to leave alone")
@@ -42,3 +45,15 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_of_a_slurm_task():
     with pytest.raises(EnvironmentNotReady) as caught:
         gpu_of(1, 1, "MIG-0d0b4ff6-a2ba", {})
     assert "one MIG slice to a process" in caught.value.hint
+
+
+def test_ranks_meet_whose_agents_have_counted_different_numbers_of_restarts():
+    """A machine that joins torchrun's run later begins to count at 0; there rank 0 serves a new store each time."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(open_store, place | {"TORCHELASTIC_RESTART_COUNT": "1"}, 0, 2)
+        second = open_store(place | {"TORCHELASTIC_RESTART_COUNT": "0"}, 1, 2)
+        first.result().set("key", "value")
+        assert second.get("key") == b"value"
