@@ -17,7 +17,7 @@ ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures", "model_type":
 SPLIT = {"fsdp_enable": True, "context_parallel_size": 2, "num_processes": 2}
 """Without it the strategy of context parallelism is reset."""
 OFFLOAD = {"zero_stage": 3, "offload_param_path": "/nvme"}
-BESIDE = {"context": SPLIT, "offload": OFFLOAD, "base": {"model_type": "lora"}}
+BESIDE = {"context": SPLIT, "offload": OFFLOAD, "base": {"model_type": "lora", "base_model_precision": "int8"}}
 """What choices need beside them, by the first word of their setting."""
 CHOICES = {
     name: choices_of(field.annotation) for name, field in setting_fields().items() if choices_of(field.annotation)

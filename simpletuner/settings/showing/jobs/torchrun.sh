@@ -4,4 +4,6 @@
 # With --nnodes=1:%{machines} instead the run goes on with the machines that are left; set global_batch_size to keep its batch.
 set -euo pipefail
 : "${HEAD:?the address of one machine}"
+# Who joins later asks for an address that torch writes in each round only so.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 %{command}
