@@ -50,6 +50,7 @@ def flat(steps: list[list[float]]) -> list[float]:
     return [number for step in steps for number in step]
 
 
+@pytest.mark.long
 def test_ten_losses_and_norms_are_those_of_the_other_engines(run_on, arguments_of):
     """Of a U-Net; those of a transformer are compared below."""
     arguments = arguments_of("sdxl")
