@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -124,6 +126,8 @@ def run(program: str, arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -> None:
     """Run the command line. An error of the settings or of the machine ends in one sentence and an exit code."""
+    # Else the interpreter's end collects garbage among all objects, several times: a second where torch is loaded.
+    atexit.register(gc.freeze)
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Read before Typer parses anything: a command line that does not parse must be traceable, too.
     if "--debug" in given:

@@ -72,6 +72,12 @@ def test_a_tab_is_answered_without_heavy_imports(tmp_path, monkeypatch):
     ]
 
 
+def test_its_end_collects_no_garbage(tmp_path):
+    at_the_end = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count()))"  # the first one is the last
+    done = start(sys.executable, "-c", f"{at_the_end}\n{IMPORTED}", "", "--version", folder=tmp_path)
+    assert int(done.stdout.split()[-1]) > 10_000
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_each_program_calls_itself_by_its_own_name(tmp_path, program):
     done = start(SCRIPTS / program, "--help", folder=tmp_path)

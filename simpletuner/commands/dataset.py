@@ -14,6 +14,7 @@ from simpletuner.commands.paths import path_option
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
 from simpletuner.report import Report
 from simpletuner.settings import load
+from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def dataset_check(
         raise SettingsError("no dataset is given", "set --instance_data_dir or --data_backend_config")
     # Before the import below: huggingface_hub reads HF_HOME and HF_HUB_OFFLINE once, when it is imported.
     loaded.pass_on_variables(os.environ)
-    from simpletuner.tools.dataset.check import CheckOptions, check_datasets
+    with no_collection():
+        from simpletuner.tools.dataset.check import CheckOptions, check_datasets
 
     report = Report()
     result = check_datasets(loaded, CheckOptions(not headers_only, contact_sheets), report)

@@ -16,6 +16,7 @@ from simpletuner.commands.paths import path_option
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import load
+from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import format_count
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def detect_blocks(
     lora: Lora = False,
 ) -> None:
     """Show which blocks of a denoiser FSDP should wrap. Nothing is downloaded, no weights are loaded."""
-    from simpletuner.models.analysis.detection import detect
+    with no_collection():
+        from simpletuner.models.analysis.detection import detect
 
     report = Report()
     loaded = load(flags, config or apply, complete=False)

@@ -10,6 +10,7 @@ import typer
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.preset import NEEDS_CLASS
 from simpletuner.report import Report
+from simpletuner.system.importing import no_collection
 
 if TYPE_CHECKING:
     from simpletuner.models.automatic.findings import Check
@@ -64,7 +65,8 @@ def print_check(name: str, class_path: str, as_json: bool) -> None:
     from simpletuner.settings.declared.sections import Model
 
     check_path(Model(pretrained_model_name_or_path=name))  # before torch is imported
-    from simpletuner.tools.model_check import check_model_folder
+    with no_collection():
+        from simpletuner.tools.model_check import check_model_folder
 
     report = Report()
     with report.phase("proving the pipeline"):

@@ -14,6 +14,7 @@ from simpletuner.commands.paths import path_option
 from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
+from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun
 from simpletuner.tools.nfs.results import CHECKS, Finding, Status, format_ranks
 
@@ -107,7 +108,8 @@ def written_by(settings: Settings) -> dict[str, Any]:
     if not model.model_family:
         return {}
     try:
-        from simpletuner.tools.plan.inputs import opened_disk_usage  # torch, to know the shapes of all weights
+        with no_collection():
+            from simpletuner.tools.plan.inputs import opened_disk_usage  # torch, to know the shapes of all weights
 
         return {"disk_usage": opened_disk_usage(settings)}
     except SimpleTunerError as error:

@@ -19,6 +19,7 @@ from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.settings.values.spelling import as_text
+from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import format_count, format_flops, format_gib, parse_bytes
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def plan(
     named_bytes = parse_bytes(gpu_memory, "--gpu_memory") if gpu_memory else None
     host_bytes = parse_bytes(host_memory, "--host_memory") if host_memory else None
     report = Report()
-    with report.phase("importing torch"):  # after what can be refused without it
+    with report.phase("importing torch"), no_collection():  # after what can be refused without it
         from simpletuner.tools.plan.planner import Planner
 
     # Asked only without --gpu: it starts CUDA on the GPU of this machine.

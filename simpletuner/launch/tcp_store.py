@@ -15,6 +15,7 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.launch.plan import LOOPBACK
 from simpletuner.launch.rendezvous import NOTICE_SECONDS, POLL_SECONDS
 from simpletuner.settings.declared.sections import Launch
+from simpletuner.system.importing import no_collection
 from simpletuner.system.network import listen_on_all_addresses
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def serve(launch: Launch) -> TCPStore:
     Raises EnvironmentNotReady when the port cannot be used.
     """
     silence_torch()
-    from torch.distributed import TCPStore
+    with no_collection():
+        from torch.distributed import TCPStore
 
     several = launch.num_machines > 1
     wanted = launch.main_process_port if several else 0
@@ -81,7 +83,8 @@ def connect(launch: Launch, check: Callable[[], None], say: Callable[[str], None
 
 def open_store(host: str, port: int, connected: Queue[TCPStore | None]) -> None:
     """Put a connected store into the queue, or None if connecting fails."""
-    from torch.distributed import DistError, TCPStore
+    with no_collection():
+        from torch.distributed import DistError, TCPStore
 
     try:
         connected.put(TCPStore(host, port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False))

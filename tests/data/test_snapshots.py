@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ranks
 from conftest import ROOT, SMALL
 from dataset_files import data_of, refusal
 from hub import COMMIT, serving
@@ -142,8 +140,7 @@ def test_a_run_trains_on_a_snapshot(sdxl, shapes, train, tmp_path):
     assert len(run.losses) == 2 and "8 in" in run.said
 
 
-@pytest.mark.long
-def test_ranks_fetch_datasets_of_the_hub_once_at_one_commit_and_resume_without_it(sdxl, shapes, tmp_path):
+def test_ranks_fetch_datasets_of_the_hub_once_at_one_commit_and_resume_without_it(sdxl, shapes, starter, tmp_path):
     files = sorted(shapes.glob("*.png"))[:8]
     rows, folder = tmp_path / "hub/datasets/someone/rows", tmp_path / "hub/datasets/someone/folder"
     write(rows / "data", "train-00000.parquet", [row(each) for each in files], [f"caption {n}" for n in range(8)])
@@ -162,12 +159,10 @@ def test_ranks_fetch_datasets_of_the_hub_once_at_one_commit_and_resume_without_i
     flags = (*flags, f"--data_backend_config={tmp_path / 'datasets.json'}", f"--output_dir={output}", "--use_cpu")
 
     def run(address: str, *more: str) -> str:
-        """Start processes of their own: the library reads the address of the hub when it is imported."""
-        own = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "simpletuner", "train", *flags, "--num_processes=2", *more]
-        done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stderr
+        variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+        started = starter.start(ranks.command_line_at_hub, 2, variables, ["train", *flags, *more])
+        assert started.wait() == [0, 0], started.said
+        return started.said
 
     with serving(tmp_path / "hub") as hub:
         said = run(hub.address, "--max_train_steps=1")

@@ -72,6 +72,7 @@ def flip_unseen_bit(path: Path) -> None:
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
 
 
+@pytest.mark.long
 def test_one_bit_of_the_weights_that_a_lora_is_trained_on_is_said(sdxl, shapes, train, tmp_path):
     pipeline = tmp_path / "base"
     shutil.copytree(sdxl, pipeline)

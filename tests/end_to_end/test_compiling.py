@@ -37,6 +37,7 @@ def flags(tmp_path, flux_flags) -> tuple[str, ...]:
     return (*flux_flags, "--crop", f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
 
 
+@pytest.mark.long
 def test_losses_are_those_of_the_uncompiled_run_on_every_engine(run_on, arguments_of):
     arguments = arguments_of("flux", crop=True, caption_dropout=0.2)
     taken = run_on(levers.steps_by_variant, 1, arguments, ALONE) | run_on(levers.steps_by_variant, 2, arguments, SHARED)

@@ -201,6 +201,7 @@ class Own(SDXL):
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_while_caching_is_named_and_nothing_is_imported_by_accident(sdxl, shapes, tmp_path):
     """The module that a setting names is found in the current folder, by one rank and by many; others are not."""
     (tmp_path / "own.py").write_text(OWN_FAMILY)

@@ -10,6 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 from conftest import base
 from safetensors import safe_open
 
@@ -39,6 +40,7 @@ def assert_opened_by_its_own_classes(pipeline: Path) -> None:
             diffusers.AutoModel.from_pretrained(str(pipeline / name))
 
 
+@pytest.mark.long
 def test_each_engine_trains_what_another_has_exported_and_every_part_opens(sdxl, shapes, train, tmp_path):
     pipeline = sdxl
     for name, (world, *flags) in ENGINES.items():

@@ -41,6 +41,7 @@ def test_the_benchmark_continues_and_prints_what_it_measured(tmp_path):
     assert "attention: auto" in run.stdout
 
 
+@pytest.mark.long
 def test_the_check_of_a_gpu_is_one_table_of_what_is_assumed_and_what_is_here():
     check = [sys.executable, str(SCRIPT.with_name("gpu_check.py"))]
     command = [*check, "--tiny", "--json", "machine", "killed", "steps", "link"]

@@ -47,6 +47,7 @@ def clips_file(path: Path, clips: Path, **video: object) -> str:
     return dataset_file(path, {"dataset_type": "video", "instance_data_dir": str(clips), "video": block})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["2.1-14b", "2.2-5b"])
 def test_clips_continue_their_first_frame_on_any_engine(case, clips, server, pipelines, train, starter, tmp_path):
     folder = save_wan(pipelines("wan"), tmp_path / "model", case)

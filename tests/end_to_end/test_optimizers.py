@@ -15,6 +15,7 @@ CLOSE = {"muon": 4e-3}
 gradient norm after a step was 1.3e-3 off on one, and within 1e-3 on another."""
 
 
+@pytest.mark.long
 def test_steps_are_those_of_one_rank_and_checkpoints_go_on_anywhere(run_on, arguments_of):
     arguments = arguments_of("sdxl", learning_rate=1e-2)
     alone = [f"{name} whole" for name in NEEDING_WHOLE_WEIGHTS]
@@ -33,6 +34,7 @@ def test_steps_are_those_of_one_rank_and_checkpoints_go_on_anywhere(run_on, argu
                 assert pair == pytest.approx(wanted, rel=CLOSE.get(name, 1e-3)), name
 
 
+@pytest.mark.long
 def test_muon_takes_the_same_steps_under_zero_and_goes_on_from_any_engine(run_on, arguments_of):
     arguments = arguments_of("sdxl", learning_rate=1e-2)
     stages = ["muon zero1", "muon zero2", "muon zero3"]

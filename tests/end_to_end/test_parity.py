@@ -36,6 +36,7 @@ def largest_relative_difference(one: dict[str, torch.Tensor], other: dict[str, t
     return float(torch.stack([(one[name] - other[name]).norm() for name in one]).norm() / norm)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_ten_losses_are_the_same_on_every_engine(family, run_on, arguments_of):
     taken: dict[str, list[list[float]]] = {}

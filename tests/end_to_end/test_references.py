@@ -51,6 +51,7 @@ def kontext(pipelines, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_references_count_alike_on_any_engine_after_a_resume_and_uncached(folders, kontext, train, tmp_path):
     flags = (*base("flux", kontext, Path("unused"))[:2], *FLAGS, "--eval_split=0.1")
     pairs = dataset_file(tmp_path / "pairs.json", folders["images"], (folders["alike"], "reference_strict"))

@@ -49,11 +49,17 @@ def test_two_and_two_steps_equal_four_bit_for_bit(engine, sdxl_flags, train, tmp
 
 
 @pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_saved_by_two_ranks_resumed_by_one_and_by_four(form, sdxl_flags, train, tmp_path):
+def test_saved_by_two_ranks_resumed_by_one_and_by_four(form, sdxl_flags, shapes, train, tmp_path):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for path in sorted(shapes.glob("*.png"))[::3]:  # four of each size
+        shutil.copy(path, pictures)
+        shutil.copy(path.with_suffix(".txt"), pictures)
     caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
-    flags = (*sdxl_flags, *caches, f"--fsdp_state_dict_type={form}", "--use_ema", "--lr_scheduler=constant")
-    straight = train(tmp_path / "straight", *flags, "--train_batch_size=4", "--max_train_steps=14")
-    train(tmp_path / "two", *flags, *FSDP2, "--max_train_steps=5", world=2)
+    flags = (*sdxl_flags, *caches, f"--instance_data_dir={pictures}", f"--fsdp_state_dict_type={form}", "--use_ema")
+    flags = (*flags, "--lr_scheduler=constant")
+    straight = train(tmp_path / "straight", *flags, "--train_batch_size=4", "--max_train_steps=5")
+    train(tmp_path / "two", *flags, *FSDP2, "--max_train_steps=2", world=2)
     resumed = {
         "one": (1, "--train_batch_size=4"),
         "four": (4, "--train_batch_size=1", "--fsdp_enable"),
@@ -61,10 +67,11 @@ def test_saved_by_two_ranks_resumed_by_one_and_by_four(form, sdxl_flags, train, 
     }
     for name, (world, *engine) in resumed.items():
         shutil.copytree(tmp_path / "two", tmp_path / name)
-        run = train(tmp_path / name, *flags, *engine, "--max_train_steps=14", world=world)
-        # 14 steps of 4 pass the end of the first epoch of 36: the order goes on over it, too
+        run = train(tmp_path / name, *flags, *engine, "--max_train_steps=5", world=world)
+        # 5 steps of 4 pass the end of the first epoch of 12: the order goes on over it, too
         assert run.losses == pytest.approx(straight.losses, rel=1e-5), name
-        assert [row["step"] for row in run.rows] == list(range(1, 15))
+        assert [row["step"] for row in run.rows] == list(range(1, 6))
+        assert [row["epoch"] for row in run.rows] == [0, 0, 0, 1, 1]
 
 
 def test_a_global_batch_stays_the_same_on_two_ranks_then_one_then_four(sdxl_flags, train, tmp_path):

@@ -119,6 +119,7 @@ def test_one_machine_listens_on_the_loopback_device_only(machines, sdxl_flags, t
         shutil.rmtree(hosts.parent)
 
 
+@pytest.mark.long
 def test_two_machines_train_as_one_and_end_together(machines, sdxl_flags, train, tmp_path):
     output, one = tmp_path / "run", tmp_path / "one"
     flags = (*sdxl_flags, "--train_batch_size=2", "--fsdp_enable")
@@ -163,6 +164,7 @@ def test_two_machines_train_as_one_and_end_together(machines, sdxl_flags, train,
     assert [machine.pids() for machine in machines] == [[], []]
 
 
+@pytest.mark.long
 def test_a_machine_that_dies_or_is_cut_off_ends_the_other(machines, sdxl_flags, tmp_path):
     output, (first, second) = tmp_path / "run", machines
     flags = (f"--output_dir={output}", *sdxl_flags, "--train_batch_size=2", LONG, "--node_timeout=150")
@@ -192,6 +194,7 @@ def test_two_ranks_on_each_machine_see_what_two_ranks_see(machines, sdxl_flags, 
     assert errors(run[0]) == errors(run[1]) == []
 
 
+@pytest.mark.long
 def test_machines_that_disagree_say_so_at_once_on_both(machines, sdxl_flags, tmp_path):
     first, second = machines
     flags = (f"--output_dir={tmp_path / 'run'}", *sdxl_flags, "--train_batch_size=2")
@@ -228,6 +231,7 @@ def test_machines_that_disagree_say_so_at_once_on_both(machines, sdxl_flags, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_machines_with_other_disks_say_so_on_both_before_anything_is_encoded(machines, sdxl_flags, shapes, tmp_path):
     copy, output, elsewhere = tmp_path / "copy", tmp_path / "run", tmp_path / "elsewhere"
     shutil.copytree(shapes, copy)

@@ -53,6 +53,7 @@ SHELL = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_P
 """What a job has in its batch script, and in a shell of `salloc`."""
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_the_run_goes_on(sdxl_flags, tmp_path):
     output, log = tmp_path / "run", tmp_path / "log"
     torchrun = str(Path(sys.executable).with_name("torchrun"))

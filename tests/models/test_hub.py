@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ranks
 from conftest import ROOT, SMALL
 from hub import Hub, serving
 from modular import as_modular
@@ -29,37 +30,47 @@ def hub(flux, tmp_path):
         yield hub
 
 
-def train(
-    hub: Hub, output: Path, shapes: Path, name: str, family: str = "flux", **environment: str
-) -> subprocess.CompletedProcess[str]:
+def command(output: Path, shapes: Path, name: str, family: str = "flux") -> list[str]:
     model = (f"--model_family={family}", f"--pretrained_model_name_or_path={name}", f"--instance_data_dir={shapes}")
-    steps = ("--max_train_steps=1", "--train_batch_size=2", f"--output_dir={output}")
-    own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(output.parent / "home"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "simpletuner", "train", *model, *SMALL, *steps]
-    return subprocess.run(command, env=os.environ | own | environment, capture_output=True, text=True)
+    return ["train", *model, *SMALL, "--max_train_steps=1", "--train_batch_size=2", f"--output_dir={output}"]
 
 
-def test_a_pipeline_is_fetched_without_what_nobody_needs_and_found_again_offline(hub, flux, shapes, tmp_path):
-    done = train(hub, tmp_path / "run", shapes, NAME)
-    assert done.returncode == 0, done.stderr
+def variables(hub: Hub, folder: Path) -> dict[str, str]:
+    return {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def fetch(hub, starter, shapes, tmp_path):
+    """Train on a model of the hub, and return what was said."""
+
+    def run(output: str, name: str, family: str = "flux", **more: str) -> str:
+        arguments = command(tmp_path / output, shapes, name, family)
+        run = starter.start(ranks.command_line_at_hub, 1, variables(hub, tmp_path) | more, arguments)
+        assert run.wait() == [0], run.said
+        return run.said
+
+    return run
+
+
+def test_a_pipeline_is_fetched_without_what_nobody_needs_and_found_again_offline(hub, flux, fetch):
+    fetch("run", NAME)
     needed = {str(path.relative_to(flux)) for path in flux.rglob("*") if path.is_file()}
     assert set(hub.fetched) == needed
     hub.fetched.clear()
-    offline = train(hub, tmp_path / "again", shapes, NAME, HF_HUB_OFFLINE="1")
-    assert offline.returncode == 0, offline.stderr
+    fetch("again", NAME, HF_HUB_OFFLINE="1")
     assert hub.fetched == []
 
 
-def test_a_modular_pipeline_is_fetched_with_its_own_index(hub, flux, shapes, tmp_path):
+def test_a_modular_pipeline_is_fetched_with_its_own_index(hub, flux, fetch, tmp_path):
     folder = as_modular(flux, tmp_path / "hub/somebody/modular", "FluxModularPipeline")
-    done = train(hub, tmp_path / "run", shapes, "somebody/modular", family="auto")
-    assert done.returncode == 0, done.stderr
+    said = fetch("run", "somebody/modular", "auto")
     assert set(hub.fetched) == {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert "FluxModularPipeline by its own call" in " ".join(done.stderr.split())
+    assert "FluxModularPipeline by its own call" in " ".join(said.split())
 
 
 def test_what_the_hub_does_not_have_is_one_sentence(hub, shapes, tmp_path):
-    done = train(hub, tmp_path / "run", shapes, "somebody/nothing")
+    program = [sys.executable, "-m", "simpletuner", *command(tmp_path / "run", shapes, "somebody/nothing")]
+    done = subprocess.run(program, env=os.environ | variables(hub, tmp_path), capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert "cannot fetch somebody/nothing from the hub" in done.stderr
     assert "Traceback" not in done.stderr

@@ -66,15 +66,15 @@ def test_the_page_s_family_trains_by_a_setting_as_well_as_a_built_in_one(folder,
     expect_same_picture(family)
 
 
-def test_an_installed_package_registers_a_family_by_an_entry_point(folder, shapes, tmp_path):
+def test_an_installed_package_registers_a_family_by_an_entry_point(folder, shapes, tmp_path, starter):
     package = tmp_path / "site"
     metadata = package / "my_family-1.0.dist-info"
     metadata.mkdir(parents=True)
     (package / "my_family.py").write_text((folder / "my_family.py").read_text())
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-family\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[simpletuner.families]\n{NAME} = my_family:PixArtAlpha\n")
-    done = train(package, tmp_path / "run", shapes)
-    assert done.returncode == 0, done.stderr
+    run = starter.start(ranks.command_line_beside, 1, str(package), flags_of(tmp_path / "run", shapes))
+    assert run.wait() == [0], run.said
     assert (tmp_path / "run" / "pipeline" / "model_index.json").exists()
 
 

@@ -69,6 +69,7 @@ def open_blocks(page: Page, server: PageServer) -> Locator:
     return dialog
 
 
+@pytest.mark.long
 def test_blocks_are_detected_applied_and_trained_with(
     page: Page, server: PageServer, folder: Path, training: Path, starter: Starter
 ):

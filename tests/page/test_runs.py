@@ -76,6 +76,7 @@ def state_of(page: Page) -> str:
     return page.locator("#live-status .state").inner_text()
 
 
+@pytest.mark.long
 def test_a_run_is_started_watched_and_stopped_and_goes_on_elsewhere_until_it_is_stuck_and_killed(
     page: Page, server: PageServer, folder: Path, elsewhere: list[subprocess.Popen[bytes]]
 ):
@@ -134,6 +135,7 @@ def test_a_run_is_started_watched_and_stopped_and_goes_on_elsewhere_until_it_is_
     assert refused.code == 400 and "no run is using out/live" in refused.text
 
 
+@pytest.mark.long
 def test_a_second_click_on_stop_is_no_second_signal_and_leaving_is_another_button(
     page: Page, server: PageServer, folder: Path
 ):

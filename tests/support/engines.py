@@ -191,17 +191,17 @@ def opened(
         yield build_trainer(session, family, prepared, state, None), state
 
 
-def steps_of(trainer: Trainer, world: World, count: int) -> list[list[float]]:
-    """Take some steps, and return each one's mean loss and gradient norm; save after the second of a run."""
+def steps_of(trainer: Trainer, world: World, count: int, saves: bool = False) -> list[list[float]]:
+    """Take some steps, and return each one's mean loss and gradient norm; with `saves`, save after the last one."""
     taken = []
-    for _ in range(count):
+    for number in range(count):
         batch, _ = trainer.next_batch()
         output = trainer.train_step(batch)
         trainer.step += 1
         if trainer.ema is not None:
             trainer.ema.update(trainer.step)
         taken.append([world.all_mean(output.loss.clone()).item(), output.grad_norm.item()])
-        if trainer.step == SAVED:
+        if saves and number == count - 1:
             trainer.checkpointer.save(trainer.step, batch.next_state)
     trainer.checkpointer.close()
     return taken
@@ -275,7 +275,7 @@ def save_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> No
             settings = settings_of(arguments, name, folder, world.size)
             prepared = prepared or prepared_by(world, settings)
             with opened(world, settings, prepared) as (trainer, state):
-                steps_of(trainer, world, SAVED)
+                steps_of(trainer, world, SAVED, saves=True)
                 held = held_by(state)
                 if world.is_first:
                     torch.save(held, folder / "held")
@@ -349,7 +349,7 @@ def dump_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> No
             settings = settings_of(arguments, name, folder, world.size)
             prepared = prepared or prepared_by(world, settings)
             with opened(world, settings, prepared) as (trainer, state):
-                steps_of(trainer, world, SAVED)
+                steps_of(trainer, world, SAVED, saves=True)
                 held = held_by(state)
                 if world.is_first:
                     torch.save(held, folder / "held")

@@ -65,6 +65,18 @@ def command_line_with(variables: dict[str, str], arguments: list[str]) -> None:
     command_line(arguments)
 
 
+def command_line_at_hub(variables: dict[str, str], arguments: list[str]) -> None:
+    """Run the command line with another hub, whose address huggingface_hub has read when it was imported."""
+    os.environ.update(variables)
+    import importlib
+
+    from huggingface_hub import constants, hf_api
+
+    importlib.reload(constants)
+    hf_api.api.endpoint = constants.ENDPOINT
+    command_line(arguments)
+
+
 def command_line_beside(folder: str, arguments: list[str]) -> None:
     """Run the command line where modules of a folder can be imported."""
     sys.path.insert(0, folder)
@@ -80,6 +92,13 @@ def command_line_killed_once(file: str, arguments: list[str]) -> None:
 
     sys.addaudithook(look)
     command_line(arguments)
+
+
+def compile_disk_operators(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+    from simpletuner.deepspeed import startup
+
+    startup.compile_disk_operators(print, lambda: None)
 
 
 def run_python(code: str, folder: str) -> None:

@@ -12,6 +12,7 @@ import os
 import warnings
 from contextlib import suppress
 
+gc.disable()  # until all is imported: 1.1 of 5.9 CPU seconds
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TORCH_WARM_POOL"] = "0"  # inductor would start a process at its import
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -55,3 +56,4 @@ simpletuner.training.images.fonts.fonts_for(frozenset("plain"))
 
 gc.collect()
 gc.freeze()
+gc.enable()

@@ -359,12 +359,14 @@ def test_without_a_gpu_it_says_what_a_name_would_add_and_libraries_say_nothing(r
     assert "transformers" not in said.err and "Writing model" not in said.err  # but for a phase that takes long
 
 
+@pytest.mark.long
 def test_the_proposal_is_written_into_the_config(run, pipelines, tmp_path, capsys):
     config, base = tmp_path / "run.toml", f"--pretrained_model_name_or_path={pipelines('sdxl')}"
     config.write_text('model_family = "sdxl"  # mine\n')
     run(base, "--auto", "--gpu=RTX 4090", "--train_batch_size=2", f"--apply={config}")
     said = capsys.readouterr()
-    run(base, "--auto", "--gpu=RTX 4090", "--train_batch_size=2", "--fsdp_enable=false")
+    told = ("--fsdp_enable=false", "--state_layout=fp32", "--offload_activations=false")  # for fewer traces
+    run(base, "--auto", "--gpu=RTX 4090", "--train_batch_size=2", *told)
     printed = {*row_names(said.out), *row_names(capsys.readouterr().out)}
     assert printed >= {*row_names((ROOT / "docs" / "plan.md").read_text())}, "the example is of another version"
     assert "gradient_checkpointing = false" in said.out and "true would take" in said.out

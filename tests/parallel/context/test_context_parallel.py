@@ -61,6 +61,7 @@ def test_four_ranks_of_which_two_or_four_share_a_sequence(compared):
     assert last < first
 
 
+@pytest.mark.long
 def test_accumulated_recomputed_and_compiled_steps_are_the_same(compared):
     less_memory = {"passes": 2, "gradient_checkpointing": True}
     compiled = {"dynamo_backend": "aot_eager"}
