@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from buckets_here import bucket_server
+from conftest import SMALL, Ranks
+from patience import PATIENCE
 from s3_server import BUCKET
 
 from simpletuner.data.config.object_store_keys import mirror_place
@@ -37,6 +41,13 @@ def kept(folder: Path) -> set[str]:
     """Return the names in a run's folder that belong into the bucket."""
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     return {name for name in found if not name.startswith(("cache/", "."))}
+
+
+def wait_for_step(output: Path, run: Ranks, step: int) -> None:
+    metrics, end = output / "metrics.jsonl", time.monotonic() + PATIENCE
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert all(each.is_alive() for each in run.processes) and time.monotonic() < end, run.said
+        time.sleep(0.02)
 
 
 def steps_of(storage: ObjectStorage) -> list[str]:
@@ -81,3 +92,23 @@ def test_a_fresh_machine_goes_on_from_the_bucket_alone(sdxl_flags, train, config
     assert steps_of(bucket()) == ["checkpoint-000006", "checkpoint-000008"]
     said = "".join(run.said for run in (first, second, third, back))
     assert "hidden7" not in said and "warning: mirror" not in said
+
+
+def test_a_machine_that_is_taken_away_saves_and_uploads_before_it_leaves(sdxl_flags, starter, train, config, tmp_path):
+    output, notice = tmp_path / "taken", tmp_path / "notice"
+    flags = (config, *SMALL, *sdxl_flags, f"--mirror_output={ADDRESS}", "--train_batch_size=4")
+    run = starter.train(
+        1, f"--output_dir={output}", *flags, "--max_train_steps=100000", f"--preemption_check=test -e {notice}"
+    )
+    wait_for_step(output, run, 2)
+    notice.touch()
+    [code] = run.wait()
+    assert code == 143, run.said
+    assert "preemption_check: this machine will be taken away\nstopping: finishing step" in run.said
+    [step] = re.findall(r"stopped by SIGTERM at step (\d+); its checkpoint is saved", run.said)
+    assert f"all of {output} is in {ADDRESS}" in run.said
+    assert b'"state": "stopped"' in bucket().read("status.json", 1 << 20)
+    shutil.rmtree(output)
+    again = train(tmp_path / "again", *flags, f"--max_train_steps={int(step) + 1}")
+    assert f"downloading {ADDRESS}/checkpoints/checkpoint-{int(step):06d}" in again.said
+    assert [row["step"] for row in again.rows if "loss" in row] == [*range(1, int(step) + 2)]

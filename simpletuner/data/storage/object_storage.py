@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -102,11 +102,12 @@ class ObjectStorage:
             for part in obstore.get(self.store, name):
                 yield memoryview(part)
 
-    def remove(self, names: Sequence[str]) -> None:
+    def remove(self, names: Iterable[str]) -> None:
         """Remove objects; those that are gone already are no error."""
-        with suppress(FileNotFoundError), self._explained(next(iter(names), "")):
-            if names:
-                obstore.delete(self.store, names)
+        # One by one: stores that are like S3 do not all have its request for many.
+        for name in names:
+            with suppress(FileNotFoundError), self._explained(name):
+                obstore.delete(self.store, name)
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes in bytes of the objects directly below the prefix."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -55,15 +55,15 @@ class WholeFolder:
 
 
 def whole_folders(output: Path) -> dict[WholeFolder, Stamp]:
-    """Return what has a manifest on disk, newest checkpoints first, and the stamp of each manifest."""
+    """Return what has a manifest on disk, in the order to upload it, and the stamp of each manifest."""
     checkpoints = [WholeFolder(f"{CHECKPOINTS}/{path.name}", STATE) for path in list_checkpoints(output / CHECKPOINTS)]
-    exported = [WholeFolder(path.parent.name, FINISHED) for path in sorted(output.glob(f"[!.]*/{FINISHED}"))]
-    found = {each: stamp_of(output / each.manifest_name) for each in (*checkpoints, *exported)}
+    exported = [WholeFolder(path.parent.name, FINISHED) for path in output.glob(f"[!.]*/{FINISHED}")]
+    found = {each: stamp_of(output / each.manifest_name) for each in in_order([*checkpoints, *exported])}
     return {each: stamp for each, stamp in found.items() if stamp is not None}
 
 
 def whole_folders_among(names: Mapping[str, object]) -> list[WholeFolder]:
-    """Return what has a manifest among the names of a bucket, newest checkpoints first."""
+    """Return what has a manifest among the names of a bucket, in the order to download it."""
     paths = [PurePosixPath(name) for name in names]
     found = [
         WholeFolder(str(path.parent), path.name)
@@ -71,7 +71,14 @@ def whole_folders_among(names: Mapping[str, object]) -> list[WholeFolder]:
         if (path.name == STATE and str(path.parent.parent) == CHECKPOINTS and NAME.fullmatch(path.parent.name))
         or (path.name == FINISHED and len(path.parts) == 2)
     ]
-    return sorted(found, key=lambda each: -each.step)
+    return in_order(found)
+
+
+def in_order(folders: Iterable[WholeFolder]) -> list[WholeFolder]:
+    """Sort the newest checkpoints before others, and these before pipelines."""
+    # A pipeline after its average: it is the sign that a run is done (run_folder/output_dir.py).
+    by_name = sorted(folders, key=lambda each: each.name, reverse=True)
+    return sorted(by_name, key=lambda each: -each.step)
 
 
 def single_files(output: Path) -> dict[str, Stamp]:

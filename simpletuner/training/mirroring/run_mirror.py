@@ -138,6 +138,7 @@ class RunMirror:
             self.thread.join(0.1)
         left = self._left()
         if not left:
+            self.report.say(f"all of {self.output} is in {self.address}")
             self._upload_end(error)
         self.lease.release()
         if not left:

@@ -10,18 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 from buckets_here import bucket_server
-from checkpoint_states import state_of
+from checkpoint_states import save_checkpoint
 from patience import PATIENCE
 from s3_server import BUCKET, Fault, Proxy
 
 from simpletuner.checkpoints.layout import load_checkpoint, prune_checkpoints
-from simpletuner.checkpoints.saving import write_state
 from simpletuner.data.config.object_store_keys import mirror_place
 from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket
 from simpletuner.errors import EnvironmentNotReady, Stopped
 from simpletuner.report import Report
 from simpletuner.settings.declared.sections import Checkpoints, Settings, Training
-from simpletuner.system.files.checksums import file_checksum
+from simpletuner.system.files.checksums import file_checksum, with_checksum
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.run_status import StatusWriter
 from simpletuner.system.processes.signals import StopRequest
@@ -87,15 +86,8 @@ def mirrored(tmp_path) -> Callable[..., RunMirror]:
 
 
 def save(output: Path, step: int, size: int = 1000, keep: int = 2) -> Path:
-    """Write a checkpoint as a run does."""
-    folder = output / "checkpoints" / f"checkpoint-{step:06d}"
-    hidden = folder.with_name(f".{folder.name}.unfinished")
-    names = ("model/w.safetensors", "exp_avg/w.safetensors")
-    for number, name in enumerate(names):
-        (hidden / name).parent.mkdir(parents=True)
-        (hidden / name).write_bytes(bytes([step, number]) * (size // 2))
-    write_state(hidden, state_of(step), {name: file_checksum(hidden / name) for name in names})
-    hidden.rename(folder)
+    """Write a checkpoint as a run does, and remove the oldest."""
+    folder = save_checkpoint(output, step, size)
     with (output / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step}) + "\n")
     prune_checkpoints(output / "checkpoints", keep)
@@ -288,3 +280,21 @@ def test_a_dead_run_on_another_machine_is_waited_for_and_an_old_one_is_not(proxy
     mirror.begin()
     assert "waiting" not in capsys.readouterr().err
     mirror.finish(None)
+
+
+def test_a_pipeline_comes_after_its_average_without_which_a_run_is_not_done(proxy, mirrored):
+    mirror = mirrored("first")
+    for name in ("pipeline", "pipeline-ema"):
+        (mirror.output / name).mkdir()
+        marker = with_checksum({"steps": 2, "files": {}, "checksums": {}})
+        (mirror.output / name / "simpletuner.json").write_text(json.dumps(marker))
+    save(mirror.output, 1)
+    save(mirror.output, 2)
+    mirror.begin()
+    proxy.requests.clear()
+    mirror.finish(None)
+    paths = [path.removeprefix(f"/{BUCKET}/run/") for path, _ in proxy.requests]
+    manifests = list(dict.fromkeys(path for path in paths if path.endswith(("state.json", "simpletuner.json"))))
+    wanted = ["checkpoints/checkpoint-000002/state.json", "checkpoints/checkpoint-000001/state.json"]
+    assert manifests == [*wanted, "pipeline-ema/simpletuner.json", "pipeline/simpletuner.json"]
+    assert [each.name for each in mirror.remote.whole()][2:] == ["pipeline-ema", "pipeline"]
