@@ -54,6 +54,7 @@ def steps_of(storage: ObjectStorage) -> list[str]:
     return sorted({name.split("/")[1] for name in names(storage) if name.startswith("checkpoints/checkpoint-")})
 
 
+@pytest.mark.long
 def test_a_fresh_machine_goes_on_from_the_bucket_alone(sdxl_flags, train, config, tmp_path):
     prompts = ("--validation_prompt=a red circle", "--validation_step_interval=2", "--validation_num_inference_steps=1")
     flags = (config, *sdxl_flags, *MIRROR, *HELD_OUT, *prompts, "--train_batch_size=2", "--use_ema")

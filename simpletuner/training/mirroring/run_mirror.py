@@ -125,7 +125,8 @@ class RunMirror:
     def finish(self, error: BaseException | None) -> None:
         """Upload what is left, until all is there or the bucket has not answered for some time.
 
-        Raises EnvironmentNotReady where something is left, unless the run ends by an error of its own.
+        Raises EnvironmentNotReady where something is left, and Stopped where a signal came meanwhile, unless `error` is
+        raised anyway.
         """
         if error is not None and not isinstance(error, Stopped):
             self.patience_seconds = min(self.patience_seconds, FAILED_SECONDS)
@@ -136,19 +137,20 @@ class RunMirror:
             self.thread.start()
         while self.thread.is_alive() and not (error is None and self._is_called_away()):
             self.thread.join(0.1)
-        left = self._left()
-        if not left:
+        if self.is_done:
             self.report.say(f"all of {self.output} is in {self.address}")
             self._upload_end(error)
         self.lease.release()
-        if not left:
+        if self.is_done:
             return
         reason = self.problem.message if self.problem is not None else "the upload was interrupted"
-        said = f"{left} could not be uploaded to {self.address}: {reason}"
+        said = f"{self._left()} could not be uploaded to {self.address}: {reason}"
         hint = f"nothing is lost: it is in {self.output}, and the same command uploads it"
-        if error is None:
+        if error is None and not self._is_called_away():
             raise EnvironmentNotReady(said, hint)
         self.report.warn(said, hint)
+        if error is None:
+            raise self.session.stop.stopped("while it uploaded its results")
 
     def _is_called_away(self) -> bool:
         """Return whether a signal came while the end was uploaded, and the machine may be gone any moment."""
@@ -156,12 +158,10 @@ class RunMirror:
         return bool(stop.signal_number) and time.monotonic() - stop.requested_at > grace
 
     def _left(self) -> str:
-        """Return what the bucket lacks, as a phrase."""
-        if self.is_done:
-            return ""
+        """Return what the bucket may lack, as a phrase."""
         names = [each.name for each, stamp in whole_folders(self.output).items() if self.known.get(each) != stamp]
         files = [name for name, stamp in single_files(self.output).items() if self.known.get(name) != stamp]
-        return " and ".join([*names, *([count_noun(len(files), "file")] if files else [])])
+        return " and ".join([*names, *([count_noun(len(files), "file")] if files else [])]) or "the end"
 
     def _upload_end(self, error: BaseException | None) -> None:
         """Upload how the run ended."""
@@ -180,8 +180,9 @@ class RunMirror:
             closing = self.closing.wait(wait)
             try:
                 self._synchronize(closing)
-            except SimpleTunerError as error:
-                self._fail(error)
+            except (SimpleTunerError, OSError) as error:
+                is_known = isinstance(error, SimpleTunerError)
+                self._fail(error if is_known else EnvironmentNotReady(f"{self.output}: {without_errno(error)}"))
                 if closing:
                     if time.monotonic() - self.worked_at > self.patience_seconds:
                         return
@@ -195,7 +196,7 @@ class RunMirror:
                 wait, retry = POLL_SECONDS, RETRY_SECONDS
 
     def _synchronize(self, all_files: bool) -> None:
-        """Upload what is new. Raises what is wrong with the bucket."""
+        """Upload what is new. Raises what is wrong with the bucket, and OSError for what is wrong with the folder."""
         self.lease.acquire()
         self._list()
         self._move_aside()
@@ -241,8 +242,6 @@ class RunMirror:
             self.report.warn(f"{error.message}; it is not uploaded to {self.address}")
         except FileNotFoundError:
             return  # removed meanwhile, as the oldest of too many
-        except OSError as error:
-            raise EnvironmentNotReady(f"cannot read {self.output / whole.name}: {without_errno(error)}") from None
         finally:
             remove(self.output / LINKS)
         self._know(whole, stamp)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +22,7 @@ from simpletuner.data.config.object_store_keys import mirror_place
 from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket
 from simpletuner.errors import EnvironmentNotReady, Stopped
 from simpletuner.report import Report
-from simpletuner.settings.declared.sections import Checkpoints, Settings, Training
+from simpletuner.settings.declared.sections import Checkpoints, Launch, Settings, Training
 from simpletuner.system.files.checksums import file_checksum, with_checksum
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.run_status import StatusWriter
@@ -27,6 +30,7 @@ from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.metrics.eta import UPLOADING, Durations
 from simpletuner.training.mirroring import lease, run_mirror
 from simpletuner.training.mirroring.lease import LEASE, Lease, LeaseLost
+from simpletuner.training.mirroring.run_files import WholeFolder
 from simpletuner.training.mirroring.run_mirror import RunMirror
 
 ADDRESS = f"s3://{BUCKET}/run"
@@ -74,7 +78,8 @@ def mirrored(tmp_path) -> Callable[..., RunMirror]:
         output = tmp_path / name
         output.mkdir(exist_ok=True)
         checkpoints = Checkpoints(mirror_output=ADDRESS, **{"checkpoints_total_limit": 2, **wanted})
-        settings = Settings(training=Training(output_dir=output), checkpoints=checkpoints)
+        launch = Launch(preemption_grace_seconds=0.2)
+        settings = Settings(training=Training(output_dir=output), checkpoints=checkpoints, launch=launch)
         world = SimpleNamespace(activity=Activity(), is_first=True)
         status = StatusWriter()
         status.begin(output, "")
@@ -239,7 +244,7 @@ def test_a_run_that_went_back_sets_later_checkpoints_aside_in_the_bucket(proxy, 
     assert f"later checkpoints are set aside in {ADDRESS}" in capsys.readouterr().err
 
 
-def test_two_runs_do_not_write_to_one_folder(proxy, mirrored, capsys):
+def test_two_runs_do_not_write_to_one_folder(proxy, mirrored, tmp_path, capsys):
     def nothing() -> None: ...
 
     first, second = Lease(bucket(), print), Lease(bucket(), print)
@@ -257,7 +262,16 @@ def test_two_runs_do_not_write_to_one_folder(proxy, mirrored, capsys):
     save(mirror.output, 1)
     wait_for(lambda: whole_in_bucket() == [1])
     other = {"id": "other", "host": "elsewhere", "pid": 7, "renewed": 1}
-    bucket().write(LEASE, json.dumps(other).encode())
+
+    def take_over() -> None:
+        bucket().write(LEASE, json.dumps(other).encode())
+        mirror.lease.check()
+
+    folder = save_checkpoint(tmp_path / "elsewhere", 9)
+    late = WholeFolder("checkpoints/checkpoint-000009", "state.json")
+    with pytest.raises(LeaseLost):  # while it uploads: the checkpoint stays invisible
+        mirror.remote.upload(late, folder, (folder / "state.json").read_bytes(), take_over)
+    assert whole_in_bucket() == [1]
     save(mirror.output, 2)
     with pytest.raises(EnvironmentNotReady, match="another run .pid 7 on elsewhere. has taken over"):
         mirror.finish(None)
@@ -298,3 +312,28 @@ def test_a_pipeline_comes_after_its_average_without_which_a_run_is_not_done(prox
     wanted = ["checkpoints/checkpoint-000002/state.json", "checkpoints/checkpoint-000001/state.json"]
     assert manifests == [*wanted, "pipeline-ema/simpletuner.json", "pipeline/simpletuner.json"]
     assert [each.name for each in mirror.remote.whole()][2:] == ["pipeline-ema", "pipeline"]
+
+
+def test_a_signal_while_the_end_is_uploaded_waits_as_long_as_a_machine_may_live(proxy, mirrored, capsys):
+    mirror = mirrored("first")
+    mirror.begin()
+    save(mirror.output, 1)
+    proxy.latency_seconds = 0.3
+    threading.Timer(0.1, mirror.session.stop.receive, (signal.SIGTERM,)).start()
+    with pytest.raises(Stopped, match="stopped by SIGTERM while it uploaded its results"):
+        mirror.finish(None)
+    proxy.latency_seconds = 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "could not be uploaded" in said and "the upload was interrupted" in said
+    mirror.thread.join(PATIENCE)
+
+
+def test_what_is_no_file_is_left_out(proxy, mirrored, capsys):
+    mirror = mirrored("first")
+    mirror.begin()
+    mirror.patience_seconds = PATIENCE
+    (mirror.output / "validation").mkdir()
+    os.mkfifo(mirror.output / "validation" / "a.png")  # no file: left out
+    save(mirror.output, 1)
+    mirror.finish(None)
+    assert "validation/a.png" not in bucket().all_sizes() and whole_in_bucket() == [1]
