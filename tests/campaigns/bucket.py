@@ -60,13 +60,13 @@ class BucketCampaign(Campaign):
 
     def run(self, kills: int, first: int = 0, note: Callable[[int, int], None] = lambda number, kills: None) -> None:
         number, began = first, time.monotonic()
-        self.prefix = f"undisturbed-{self.kind.ranks}"
+        self.prefix = f"{self.folder.name}/undisturbed"
         wanted = self.undisturbed()
         longest = time.monotonic() - began
         while (left := kills - self.killed.total()) > 0:
             draw = random.Random(f"{self.seed} {number}")
             self.prefix, self.newest, count = (
-                f"run{number}-{self.kind.ranks}",
+                f"{self.folder.name}/run{number}",
                 -1,
                 min(left, draw.randint(1, MOST_KILLS)),
             )

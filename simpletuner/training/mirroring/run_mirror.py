@@ -88,11 +88,9 @@ class RunMirror:
             fetched = set(self.restoring.fetch_files())
             self.known |= {name: stamp for name, stamp in single_files(self.output).items() if self._has(name, fetched)}
         except (Stopped, LeaseLost):
-            self.lease.release()
             raise
         except SimpleTunerError as error:
             if newest_step(self.output, {}) < 0:
-                self.lease.release()
                 error.hint = HINT
                 raise
             self._fail(error)

@@ -44,12 +44,14 @@ PAGE = "report.html"
 def open_output_dir(session: Session, stack: ExitStack) -> RunMirror | None:
     """Lock output_dir and clean it up, on rank 0; return its mirror, if it has one. Collective: all ranks raise what
     rank 0 raises."""
-    output, mirror = session.settings.training.output_dir, open_run_mirror(session)
+    output, mirrors = session.settings.training.output_dir, list[RunMirror]()
 
     def begin() -> None:
         stack.enter_context(lock_output_dir(output, session.stop.check, session.report.say))
-        if mirror is not None:
+        if (mirror := open_run_mirror(session)) is not None:
+            stack.callback(mirror.lease.release)
             mirror.begin()
+            mirrors.append(mirror)
         session.status.begin(output, config_alone(sys.argv[1:]))
         open_log(output, create=True)
         remove_leftovers(output)
@@ -59,7 +61,7 @@ def open_output_dir(session: Session, stack: ExitStack) -> RunMirror | None:
     if not session.world.is_first:
         open_log(output, create=False)  # once it is known to be the folder of this run
         session.status.follow(output)
-    return mirror
+    return next(iter(mirrors), None)
 
 
 def on_first_rank(session: Session, action: Callable[[], None]) -> None:

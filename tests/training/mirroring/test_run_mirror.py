@@ -312,6 +312,7 @@ def test_a_pipeline_comes_after_its_average_without_which_a_run_is_not_done(prox
     wanted = ["checkpoints/checkpoint-000002/state.json", "checkpoints/checkpoint-000001/state.json"]
     assert manifests == [*wanted, "pipeline-ema/simpletuner.json", "pipeline/simpletuner.json"]
     assert [each.name for each in mirror.remote.whole()][2:] == ["pipeline-ema", "pipeline"]
+    assert paths.index("metrics.jsonl") < paths.index(wanted[0]), "who resumes from it needs its metrics"
 
 
 def test_a_signal_while_the_end_is_uploaded_waits_as_long_as_a_machine_may_live(proxy, mirrored, capsys):
