@@ -65,11 +65,8 @@ class BucketCampaign(Campaign):
         longest = time.monotonic() - began
         while (left := kills - self.killed.total()) > 0:
             draw = random.Random(f"{self.seed} {number}")
-            self.prefix, self.newest, count = (
-                f"{self.folder.name}/run{number}",
-                -1,
-                min(left, draw.randint(1, MOST_KILLS)),
-            )
+            self.prefix, self.newest = f"{self.folder.name}/run{number}", -1
+            count = min(left, draw.randint(1, MOST_KILLS))
             for start in range(count):
                 output = self.folder / f"run{number}-{start}"
                 refused = Fault("checkpoints/", 503, "SlowDown", times=draw.randint(1, 6))
