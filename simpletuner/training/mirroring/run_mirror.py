@@ -198,6 +198,7 @@ class RunMirror:
         self.lease.acquire()
         self._list()
         self._move_aside()
+        self.remote.prune(self.keep)  # what a run that was killed has left
         while new := self._new_folders():
             # Before the manifest: who resumes from a checkpoint needs the metrics up to it.
             self._upload_files()

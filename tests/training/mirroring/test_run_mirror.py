@@ -338,3 +338,18 @@ def test_what_is_no_file_is_left_out(proxy, mirrored, capsys):
     save(mirror.output, 1)
     mirror.finish(None)
     assert "validation/a.png" not in bucket().all_sizes() and whole_in_bucket() == [1]
+
+
+def test_a_start_removes_what_a_killed_one_had_no_time_to(proxy, mirrored):
+    mirror = mirrored("first", checkpoints_total_limit=4)
+    for step in (1, 2, 3):
+        save(mirror.output, step, keep=4)
+    mirror.begin()
+    mirror.finish(None)
+    bucket().write("checkpoints/checkpoint-000004/model/w.safetensors", b"half")
+    again = mirrored("second")
+    again.begin()
+    again.restore({})
+    again.start(3, Durations())
+    again.finish(None)
+    assert whole_in_bucket() == [2, 3] and not bucket().all_sizes("checkpoints/checkpoint-000004")
