@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from simpletuner.data.sampler.permutation import hash_key
 from simpletuner.errors import EnvironmentNotReady, explain_system_errors
 from simpletuner.launch.launcher_connection import connect_to_launcher
 from simpletuner.launch.node_info import check_local_ranks, node_info
+from simpletuner.launch.preemption import check_of_machine, watch_preemption
 from simpletuner.launch.rendezvous import Group, verify_same_config
 from simpletuner.launch.store import MessageStore, TorchStore, message_signer
 from simpletuner.models.family.base import ModelFamily
@@ -51,6 +52,7 @@ from simpletuner.training.metrics.eta import DURATIONS, EXPORTING, Durations
 from simpletuner.training.metrics.metrics import Metrics, open_metrics
 from simpletuner.training.metrics.throughput import open_throughput
 from simpletuner.training.metrics.trackers import open_trackers, send_missed
+from simpletuner.training.mirroring.run_mirror import RunMirror
 from simpletuner.training.optimizers import LearningRate, trained_weights
 from simpletuner.training.profiling import open_profiler
 from simpletuner.training.publishing.hub import push_to_hub
@@ -63,6 +65,7 @@ from simpletuner.training.run_folder.output_dir import (
     exported_steps,
     open_output_dir,
     pipelines_of,
+    restore_from_bucket,
 )
 from simpletuner.training.run_folder.resuming import (
     base_fingerprints,
@@ -90,6 +93,7 @@ def run_rank(loaded: Loaded) -> None:
         # then are the connections to both closed.
         handle_stop_signals(lambda: activity.unsaved) as stop,
         connect_to_launcher(os.environ, activity, stop, launch.stall_timeout) as launcher,
+        watch_preemption("" if launcher.connection else check_of_machine(launch, os.environ), stop),
         joined_world(os.environ, launch.use_cpu, stop, activity) as world,
         recorded_status(stop, activity) as status,
         report_first_failure(world, stop, launcher),
@@ -106,7 +110,7 @@ def run_rank(loaded: Loaded) -> None:
         )
         stack.enter_context(session.report.phase("starting"))
         activity.show, session.report.status.watch = session.report.status.begin, status.show
-        open_output_dir(session, stack)
+        mirror = open_output_dir(session, stack)
         set_float32_precision(loaded.settings.training.allow_tf32)
         training = loaded.settings.training
         stack.enter_context(
@@ -114,21 +118,26 @@ def run_rank(loaded: Loaded) -> None:
                 training.attention_backend, world.device, compute_dtype(loaded.settings), training.attention_kernel
             )
         )
-        with open_notifier(session) as notifier, explain_out_of_memory(loaded.settings, world.device):
-            run(session, notifier)
+        with (
+            open_notifier(session) as notifier,
+            mirror.finishing() if mirror is not None else nullcontext(),
+            explain_out_of_memory(loaded.settings, world.device),
+        ):
+            run(session, notifier, mirror)
 
 
 @contextmanager
 def recorded_status(stop: StopRequest, activity: Activity) -> Iterator[StatusWriter]:
     """Record how the run goes in `status.json`, from the moment at which its folder is known."""
     status = StatusWriter()
-    stop.when_asked = lambda: status.stopping(what_follows(activity.unsaved))
+    stop.save_seconds = lambda: activity.save_seconds
+    stop.when_asked = lambda: status.stopping(what_follows(activity.unsaved, activity.save_seconds))
     stop.before_exit = partial(status.end, RunState.STOPPED)
     with status.recording():
         yield status
 
 
-def run(session: Session, notifier: Notifier) -> None:
+def run(session: Session, notifier: Notifier, mirror: RunMirror | None) -> None:
     """Train from the newest checkpoint that is not damaged, or from the base model; then export and upload."""
     silence_libraries()
     if session.settings.model.model_type != "lora":
@@ -141,7 +150,8 @@ def run(session: Session, notifier: Notifier) -> None:
     damaged: dict[Path, str] = {}
     while True:
         try:
-            resume(session, checkpoint_to_resume(session, damaged), notifier)
+            restore_from_bucket(session, mirror, damaged)
+            resume(session, checkpoint_to_resume(session, damaged), notifier, mirror)
             break
         except CheckpointDamaged as error:  # known before the engine is built; what was encoded is in the caches
             damaged[error.folder] = error.message
@@ -151,7 +161,7 @@ def run(session: Session, notifier: Notifier) -> None:
     push_to_hub(session)
 
 
-def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier) -> None:
+def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier, mirror: RunMirror | None) -> None:
     """Plan the data and train the steps that are left, if any. Raises CheckpointDamaged on all ranks."""
     settings, world, stop = session.settings, session.world, session.stop.check
     refuse_other_order(checkpoint)
@@ -172,7 +182,7 @@ def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier) 
         caches = folders_of(settings, plan)
         with shared_lock(caches), ExitStack() as writers:  # `cache clear` must not remove what this run reads
             verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
-            train(session, plan, checkpoint, verification, writers, notifier)
+            train(session, plan, checkpoint, verification, writers, notifier, mirror)
 
 
 def train(
@@ -182,6 +192,7 @@ def train(
     verification: Verification | None,
     writers: ExitStack,
     notifier: Notifier,
+    mirror: RunMirror | None,
 ) -> None:
     """Encode the data, build the engine, train, export."""
     session.world.activity.begin("reading the base model", watched=False)
@@ -224,6 +235,8 @@ def train(
             trackers = partial(open_trackers, session)
             with open_metrics(session.settings, state.step, session.world, trackers) as metrics, compiler_explained():
                 trainer = build_trainer(session, family, prepared, state, metrics, after_rounds)
+                if mirror is not None:
+                    mirror.start(state.step, trainer.durations)
                 trainer.train()
             with trainer.durations.timed(EXPORTING):
                 export(session, family, state, partial(write_card, session.settings, family, facts))

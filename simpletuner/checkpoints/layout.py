@@ -174,7 +174,7 @@ def files_to_resume_from(root: Path, wish: str) -> list[Path]:
         return []
 
 
-def all_damaged_error(root: Path, problems: Sequence[str]) -> EnvironmentNotReady:
+def all_damaged_error(root: Path | str, problems: Sequence[str]) -> EnvironmentNotReady:
     """Return the error for a run that could only start again from the base model; the user must ask for that."""
     return EnvironmentNotReady(
         f"no checkpoint in {root} can be resumed:" + "".join(f"\n  {problem}" for problem in problems),

@@ -50,7 +50,8 @@ class LauncherConnection:
     def _run(self) -> None:
         while not self.closed.is_set():
             now = self.activity
-            status = {"phase": now.phase, "doing": now.doing, "unsaved": now.unsaved, "watched": now.watched}
+            names = ("phase", "doing", "unsaved", "watched", "save_seconds")
+            status = {name: getattr(now, name) for name in names}
             if self._is_broken(json.dumps({"status": status}).encode()):
                 self._exit_without_launcher()
             # woken early when `unsaved` changes, so that the launcher confirms Ctrl-C correctly

@@ -45,6 +45,7 @@ class RankStatus:
     doing: str = ""
     unsaved: int = 0
     watched: bool = False
+    save_seconds: float = 0.0
     has_begun: bool = True
     """False until the first heartbeat: before it, a rank imports torch and this package, which sends none."""
 
@@ -122,6 +123,10 @@ class Ranks:
         The number of the step in a heartbeat is up to a second old.
         """
         return -any(status.unsaved for status in list(self.statuses.values()))
+
+    def save_seconds(self) -> float:
+        """Return how long saving takes the slowest rank; 0 where that is not known."""
+        return max((status.save_seconds for status in list(self.statuses.values())), default=0.0)
 
     def first_failure(self) -> ProcessExit | None:
         """Return a failed rank, if there is one; a killed one first, since others fail because they miss it."""

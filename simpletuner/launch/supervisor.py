@@ -17,6 +17,7 @@ from simpletuner.errors import EnvironmentNotReady, SimpleTunerError
 from simpletuner.launch.heartbeat import PeerMonitor
 from simpletuner.launch.node_info import NodeInfo, check_addresses, node_info
 from simpletuner.launch.plan import plan_of, visible_gpus
+from simpletuner.launch.preemption import watch_preemption
 from simpletuner.launch.ranks import Ranks, inherited_environment
 from simpletuner.launch.rendezvous import Group, verify_same_config
 from simpletuner.launch.stall_detection import StallDetector
@@ -73,7 +74,7 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
     with handle_stop_signals(ranks.unsaved) as stop:
         status = StatusWriter()
         status.supervise(loaded.settings.training.output_dir)
-        stop.before_exit = partial(kill_ranks, ranks, status)
+        stop.before_exit, stop.save_seconds = partial(kill_ranks, ranks, status), ranks.save_seconds
         served = serve(launch) if launch.machine_rank == 0 else None
         # several machines: machine 0 connects too, to find out whether main_process_ip leads to itself
         store = served if served and launch.num_machines == 1 else connect(launch, stop.check, Report().say)
@@ -87,6 +88,7 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
         with (
             PeerMonitor(messages, launch.machine_rank, names, launch.node_timeout) as peers,
             ranks.started(plan.command, dict(zip(plan.ranks, plan.environments(), strict=True))),
+            watch_preemption(launch.preemption_check, stop),
         ):
             run = SupervisedRun(ranks, peers, stop, StallDetector(ranks, launch.stall_timeout))
             termination = supervise(run)

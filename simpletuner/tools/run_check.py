@@ -86,8 +86,10 @@ def check_run(loaded: Loaded) -> Loaded:
 
 def check_named_files(loaded: Loaded) -> None:
     """Raise SettingsError for a secret, a checkpoint to start from or a file of prompts that cannot be used."""
-    from simpletuner.checkpoints.layout import find_resume_folders
+    from simpletuner.checkpoints.layout import NAME, find_resume_folders
+    from simpletuner.data.config.object_store_keys import mirror_place
     from simpletuner.data.config.validation_prompts import load_prompts
+    from simpletuner.data.storage.storage import check_obstore
     from simpletuner.launch.store import message_signer
     from simpletuner.models.catalog.support import check_prompt_sizes
 
@@ -101,6 +103,11 @@ def check_named_files(loaded: Loaded) -> None:
     with naming_places(loaded.origins, "push_to_hub"):
         check_hub_token(settings)
     root, wanted = settings.training.output_dir / "checkpoints", settings.checkpoints
+    if wanted.mirror_output:
+        with naming_places(loaded.origins, "mirror_output"):
+            check_obstore(mirror_place(wanted.mirror_output))
+        if NAME.fullmatch(wanted.resume_from_checkpoint):
+            return  # the bucket may have it, which the run asks
     with naming_places(loaded.origins, "output_dir", "resume_from_checkpoint"):
         find_resume_folders(root, wanted.resume_from_checkpoint)
 

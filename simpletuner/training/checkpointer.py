@@ -14,7 +14,7 @@ from simpletuner.data.sampler.batch_sampler import SamplerState
 from simpletuner.parallel.world import World
 from simpletuner.session import Session
 from simpletuner.system.processes.host_memory import available_bytes
-from simpletuner.training.metrics.eta import EXPORTING, WRITING, Durations
+from simpletuner.training.metrics.eta import EXPORTING, SAVING, UPLOADING, WRITING, Durations
 from simpletuner.training.state import TrainingState
 
 EXPORTED = ("model", "ema")
@@ -33,6 +33,8 @@ class Checkpointer:
         """None until the first save, where no one has asked for either."""
         # Now, since a process group is made through the store, which is gone when ranks save after their launcher died.
         self.background = BackgroundSaver(self.world) if self.is_async is not False else None
+        self.warned = False
+        self._tell_duration()
 
     def save(self, step: int, sampler_state: SamplerState) -> None:
         """Save a checkpoint, and remove the oldest above the limit; waits until the last one is written. Collective.
@@ -40,6 +42,7 @@ class Checkpointer:
         Raises EnvironmentNotReady on all ranks when this one, or the last one, cannot be written.
         """
         self.wait()
+        self._tell_duration()
         is_full = self.settings.parallel.fsdp_state_dict_type == "FULL_STATE_DICT"
         facts = {"model_family": self.settings.model.model_family, "world_size": self.world.size}
         snapshot = self.state.snapshot(step, sampler_state, facts)
@@ -63,6 +66,22 @@ class Checkpointer:
         exported = len([name for name in snapshot.groups if name in EXPORTED])
         self.durations.estimate(EXPORTING, seconds * exported / len(snapshot.groups))
         return folder
+
+    def _tell_duration(self) -> None:
+        """Keep how long saving takes for who asks for a stop, and warn where a machine may not live that long."""
+        mirrored = bool(self.settings.checkpoints.mirror_output)
+        seconds = {name: self.durations.mean(name) for name in (SAVING, WRITING, *([UPLOADING] * mirrored))}
+        self.world.activity.save_seconds = total = sum(seconds.values())
+        grace = self.settings.launch.preemption_grace_seconds
+        if self.warned or not 0 < grace < total:
+            return
+        self.warned = True
+        parts = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items() if value >= 0.5)
+        self.report.warn(
+            f"to stop takes about {total:.0f} s ({parts}), but a machine that is taken away lives on for {grace:g} s "
+            "after SIGTERM (preemption_grace_seconds): the steps since the last checkpoint would be lost",
+            "lower checkpoint_step_interval, or set preemption_grace_seconds to what machines give (0: no warning)",
+        )
 
     def _copies_fit(self) -> bool:
         """Return whether copies of all groups fit, so that training can go on while they are written. Collective."""

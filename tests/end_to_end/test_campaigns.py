@@ -9,6 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "campaigns"))
 
+from bucket import BUCKET_KINDS, BucketCampaign
+from buckets_here import bucket_server
 from damage import SCENES, Damage
 from fuzz import Fuzz
 from kills import FIXTURES, Campaign
@@ -28,6 +30,15 @@ def test_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(kind, star
     base = FIXTURES[RUNS[kind].media](tmp_path, starter)
     campaign = Campaign(starter, base, tmp_path, RUNS[kind], seed=4, steps=4, victims=victims)
     campaign.run(2)
+    assert campaign.problems == [] and campaign.killed.total() == 2
+
+
+@pytest.mark.long
+def test_runs_that_a_bucket_alone_remembers_lose_nothing_by_kills(starter, tmp_path):
+    with bucket_server(tmp_path) as (proxy, config):
+        base = (f"--config={config}", *FIXTURES["images"](tmp_path, starter))
+        campaign = BucketCampaign(starter, base, tmp_path, BUCKET_KINDS["one"], seed=4, steps=8, proxy=proxy)
+        campaign.run(2)
     assert campaign.problems == [] and campaign.killed.total() == 2
 
 

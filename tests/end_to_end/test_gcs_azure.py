@@ -13,13 +13,19 @@ from pathlib import Path
 
 import pytest
 from azure_server import CONTAINER, AzureServer, azure_server
+from checkpoint_states import save_checkpoint
 from s3_server import BUCKET, Fault, Proxy, s3_proxy, s3_server, upload
 
+from simpletuner.checkpoints.layout import load_checkpoint
 from simpletuner.data.config.dataset_types import AzureImages, GcsImages
 from simpletuner.data.storage import object_stores as bucket_stores
 from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket
 from simpletuner.data.storage.storage import UnreadableFileError
 from simpletuner.errors import DataError, EnvironmentNotReady, SimpleTunerError
+from simpletuner.system.files.checksums import file_checksum
+from simpletuner.training.mirroring.lease import LEASE, Lease, LeaseLost
+from simpletuner.training.mirroring.remote_run import RemoteRun
+from simpletuner.training.mirroring.run_files import whole_folders
 
 SECRET = "unseen7"
 KEY = b64encode(b"unseen7").decode()
@@ -122,6 +128,39 @@ def test_files_are_listed_in_pages_read_in_ranges_and_uploaded_in_parts(stand, t
     assert bytes(storage.read_range("large", 6 << 20, 99)) == large.read_bytes()[6 << 20 :][:99]
     with pytest.raises(UnreadableFileError, match="at most 4 are read"):
         storage.read("a.png", 4)
+
+
+def test_a_mirror_uploads_restores_prunes_and_sets_aside_there_as_in_s3(stand, tmp_path):
+    output = tmp_path / "run"
+    remote = RemoteRun(stand.open("run"))
+    for step in (1, 2, 3):
+        folder = save_checkpoint(output, step, 9 << 20)
+        whole = next(each for each in whole_folders(output) if each.step == step)
+        remote.upload(whole, folder, (folder / "state.json").read_bytes(), lambda: None)
+    remote.prune(2)
+    again = RemoteRun(stand.open("run"))
+    again.refresh()
+    assert again.sizes == remote.sizes and [each.step for each in again.whole()] == [3, 2]
+    counts: list[int] = []
+    again.restore(again.whole()[0], tmp_path / "elsewhere", counts.append)
+    restored = load_checkpoint(tmp_path / "elsewhere" / "checkpoints" / "checkpoint-000003")
+    assert {name: file_checksum(restored.folder / name) for name in restored.state["files"]} == restored.state[
+        "checksums"
+    ]
+    assert sum(counts) == sum(restored.state["files"].values())
+    again.move_aside(again.whole()[0])
+    assert [each.step for each in again.whole()] == [2]
+    assert "checkpoints/set-aside/checkpoint-000003/state.json" in stand.open("run").all_sizes()
+    first, second = Lease(stand.open("run"), print), Lease(stand.open("run"), print)
+    first.acquire()
+    second._write()
+    with pytest.raises(LeaseLost):
+        first.check()
+    assert 0 <= stand.open("run").age_seconds(LEASE) < 1e9
+    second.is_held = True
+    second.release()
+    first.release()
+    assert LEASE not in stand.open("run").all_sizes()
 
 
 GONE = {"gcs": (404, "NoSuchBucket"), "azure": (404, "ContainerNotFound")}

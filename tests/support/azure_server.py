@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 CONTAINER = "pictures"
+BATCH = "batchresponse_7"
 TIME = "Mon, 23 Nov 2026 07:00:00 GMT"
 
 
@@ -42,6 +43,18 @@ class AzureServer:
         return (f"<EnumerationResults><Blobs>{''.join(entries)}</Blobs><NextMarker>{rest}</NextMarker>"
                 "</EnumerationResults>").encode()  # fmt: skip
 
+    def remove(self, paths: list[bytes]) -> bytes:
+        """Remove blobs, and return the answer to each of the requests of a batch."""
+        parts = []
+        for number, path in enumerate(paths):
+            name = unquote(urlsplit(path.decode()).path).removeprefix(f"/{CONTAINER}/")
+            status = "202 Accepted" if self.blobs.pop(name, None) is not None else "404 The blob does not exist"
+            parts.append(
+                f"--{BATCH}\r\nContent-Type: application/http\r\nContent-ID: {number}\r\n\r\n"
+                f"HTTP/1.1 {status}\r\nx-ms-version: 2018-11-09\r\n\r\n"
+            )
+        return f"{''.join(parts)}--{BATCH}--\r\n".encode()
+
     def answer(self, method: str, path: str, span: str, body: bytes) -> tuple[int, bytes | str]:
         """Return status and content, or an error's code."""
         url = urlsplit(path)
@@ -51,6 +64,8 @@ class AzureServer:
             return self.fault or (404, "ContainerNotFound")
         if asked.get("comp") == "list":
             return 200, self.listing(asked)
+        if asked.get("comp") == "batch":
+            return 202, self.remove(re.findall(rb"DELETE (\S+) HTTP", body))
         if asked.get("comp") == "block":
             self.blocks[asked["blockid"]] = body
         elif asked.get("comp") == "blocklist":
@@ -90,6 +105,8 @@ def azure_server() -> Iterator[AzureServer]:
             self.send_response(status)
             self.send_header("Last-Modified", TIME)
             self.send_header("ETag", tag_of(whole))
+            if "comp=batch" in self.path:
+                self.send_header("Content-Type", f"multipart/mixed; boundary={BATCH}")
             if status == 206:
                 start = int(re.findall(r"\d+", span)[0])
                 self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{len(whole)}")
@@ -98,7 +115,7 @@ def azure_server() -> Iterator[AzureServer]:
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-        do_HEAD = do_PUT = do_GET
+        do_HEAD = do_PUT = do_POST = do_GET
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             pass

@@ -98,6 +98,7 @@ OWN_WORDS = {
         ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP", "my.wrap.policy"]
     ),
     "validation_resolution": st.sampled_from(["", "512", "1216x832"]),
+    "mirror_output": st.sampled_from(["", "s3://bucket/runs/one", "gs://b", "az://container/é+x"]),
     "main_process_ip": st.sampled_from(["", "10.0.0.1", "fe80::1%eth0", "::1", "node-1.cluster.local", "bär.example"]),
     "notify_url": st.sampled_from(["", "{env:HOOK_OF_TESTS}"]),
     "deepspeed_config": deepspeed_configs.filter(lambda config: "torch_adam" not in str(config)) | st.none(),

@@ -16,10 +16,10 @@ from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.shards import planned
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import joined_world
-from simpletuner.settings.declared.sections import Checkpoints, Settings, Training
+from simpletuner.settings.declared.sections import Checkpoints, Launch, Settings, Training
 from simpletuner.training import checkpointer
 from simpletuner.training.checkpointer import Checkpointer
-from simpletuner.training.metrics.eta import EXPORTING, WRITING, Durations
+from simpletuner.training.metrics.eta import EXPORTING, SAVING, UPLOADING, WRITING, Durations
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,37 @@ def test_a_save_waits_for_the_one_before_it_and_raises_what_went_wrong_there(tmp
         with pytest.raises(EnvironmentNotReady, match="cannot save to"):
             saver.save(4, None)
         saver.close()
+
+
+@pytest.mark.parametrize(
+    ("grace", "mirror", "said"),
+    [
+        (30, "", []),
+        (
+            30,
+            "s3://b/x",
+            ["to stop takes about 45 s (saving 1 s, writing a checkpoint 19 s, uploading a checkpoint 25 s)"],
+        ),
+        (15, "", ["to stop takes about 20 s (saving 1 s, writing a checkpoint 19 s)"]),
+        (0, "s3://b/x", []),
+    ],
+)
+def test_a_save_that_takes_longer_than_a_machine_lives_on_is_told_once(grace, mirror, said, tmp_path):
+    settings = Settings(
+        training=Training(output_dir=tmp_path),
+        checkpoints=Checkpoints(mirror_output=mirror),
+        launch=Launch(preemption_grace_seconds=grace),
+    )
+    durations = Durations()
+    for name, seconds in ((SAVING, 1.0), (WRITING, 19.0), (UPLOADING, 25.0)):
+        durations.estimate(name, seconds)  # as durations.json of an earlier start does
+    warned: list[str] = []
+    report = SimpleNamespace(say=lambda text: None, warn=lambda text, hint: warned.append(text))
+    state = SimpleNamespace(snapshot=lambda *_: Snapshot(1, {"model": planned(lambda: {"w": torch.ones(9)})}, {}, {}))
+    with joined_world({}, use_cpu=True) as world:
+        saver = Checkpointer(SimpleNamespace(settings=settings, world=world, report=report), state, durations, 36)
+        assert [text.partition(", but")[0] for text in warned] == said
+        assert world.activity.save_seconds == (45 if mirror else 20)
+        saver.save(1, None)
+        saver.close()
+        assert len(warned) == len(said)

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from simpletuner.data.config.folders import check_id
 from simpletuner.settings.declared.knob import Section
+from simpletuner.settings.values.buckets import parse_bucket
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ class BucketPlace(Section):
 
     service: ClassVar[Service]
     id: Annotated[str, AfterValidator(check_id)]
+
+    @property
+    def owner(self) -> str:
+        """Name for messages of what is in the bucket."""
+        return self.id if self.id == MIRROR else f"dataset `{self.id}`"
 
     @property
     def bucket(self) -> str:
@@ -169,6 +175,9 @@ MACHINE_KEYS = frozenset(
     | {f"{each.keys}_{end}" for each in (S3, GCS, AZURE) for end in ("endpoint_url", "max_pool_connections")}
 )
 """Keys that may differ between the machines of a run: how each of them reaches the same bucket."""
+MIRROR = "mirror_output"
+"""The `id` of the folder that a run's results go to, which is the name of a setting."""
+PLACES_BY_SCHEME: dict[str, type[BucketPlace]] = {"s3": S3Place, "gs": GcsPlace, "az": AzurePlace}
 ADDRESSES = {"s3": "aws", "gs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 """`type` of a dataset by the scheme of an address."""
 ONLY_LISTS = "a web server lists no files: write the addresses of its images into a table, and use type csv"
@@ -183,3 +192,13 @@ def no_address(folder: Path) -> Path:
         bucket = "container" if kind == "azure" else "bucket"
         raise ValueError(f"is no folder: use type {kind}, {kind}_{bucket}_name and {kind}_data_prefix")
     return folder
+
+
+def mirror_place(address: str) -> BucketPlace:
+    """Return the place that mirror_output names. Its credentials are those of the environment."""
+    scheme, bucket, folder = parse_bucket(address) or ("", "", "")
+    place = PLACES_BY_SCHEME[scheme]
+    keys = place.service.keys
+    return place.model_validate(
+        {"id": MIRROR, f"{keys}_{place.service.bucket}_name": bucket, f"{keys}_data_prefix": folder}
+    )

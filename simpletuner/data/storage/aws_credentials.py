@@ -31,7 +31,7 @@ def region_and_credentials(place: S3Place) -> tuple[str | None, S3CredentialProv
             " ".join(str(error).split()),
             "correct the files in ~/.aws, or name another profile in AWS_PROFILE",
         )
-        raise EnvironmentNotReady(f"dataset `{place.id}`: its AWS profile cannot be used: {reason}", hint) from None
+        raise EnvironmentNotReady(f"{place.owner}: its AWS profile cannot be used: {reason}", hint) from None
     return region, lambda: provider()  # obstore would take its region before that of AWS_REGION
 
 

@@ -11,8 +11,9 @@ import io
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 HEADER_BYTES = 64 << 10
 """First range that is read of an image; headers are longer only where cameras write large thumbnails into them."""
+PART_BYTES, MOST_PARTS = 8 << 20, 9_000
+"""Of an upload in parts: S3 takes at most 10,000 of them, each of 5 MiB at least."""
+PARTS_AT_ONCE = 6
 BELOW_SLASH = re.compile("[\0-.]")
 
 
@@ -81,11 +85,46 @@ class ObjectStorage:
         with self._explained():
             obstore.put(self.store, name, path)
 
+    def write(self, name: str, content: bytes) -> None:
+        """Store an object in one request."""
+        with self._explained():
+            obstore.put(self.store, name, content, use_multipart=False)
+
+    def write_parts(self, name: str, parts: Iterable[bytes | memoryview], size: int) -> None:
+        """Store an object of about `size` bytes as its content comes; an error of `parts` leaves what was there."""
+        chunk = max(PART_BYTES, -(-size // MOST_PARTS))
+        with self._explained():
+            obstore.put(self.store, name, parts, chunk_size=chunk, max_concurrency=PARTS_AT_ONCE)
+
+    def read_parts(self, name: str) -> Iterator[memoryview]:
+        """Yield the content of an object as it comes. Raises as `read` does."""
+        with self._explained(name):
+            for part in obstore.get(self.store, name):
+                yield memoryview(part)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; those that are gone already are no error."""
+        # One by one: stores that are like S3 do not all have its request for many.
+        for name in names:
+            with suppress(FileNotFoundError), self._explained(name):
+                obstore.delete(self.store, name)
+
     def sizes(self) -> dict[str, int]:
         """Return the sizes in bytes of the objects directly below the prefix."""
         with self._explained():
             objects = obstore.list_with_delimiter(self.store)["objects"]
             return {each["path"]: each["size"] for each in objects}
+
+    def all_sizes(self, folder: str = "") -> dict[str, int]:
+        """Return the sizes in bytes of all objects below a folder."""
+        with self._explained():
+            listed = obstore.list(self.store, folder or None, chunk_size=1000)
+            return {each["path"]: each["size"] for chunk in listed for each in chunk}
+
+    def age_seconds(self, name: str) -> float:
+        """Return the time since an object was written, by this machine's clock. Raises as `read` does."""
+        with self._explained(name):
+            return (datetime.now(UTC) - obstore.head(self.store, name)["last_modified"]).total_seconds()
 
     def describe(self, name: str = "") -> str:
         return f"{self.address}/{name}".rstrip("/")
@@ -189,5 +228,5 @@ def sort_by_parts(files: Iterable[StoredFile]) -> Iterator[StoredFile]:
 def open_bucket(place: BucketPlace) -> ObjectStorage:
     """Return the store of a dataset or of a cache; nothing is asked of the server yet. Raises EnvironmentNotReady."""
     store, host = open_store(place)
-    owner = f"dataset `{place.id}`: {place.service.bucket} `{place.bucket}` at {host}"
+    owner = f"{place.owner}: {place.service.bucket} `{place.bucket}` at {host}"
     return ObjectStorage(store, place.address, place.service, owner, place.concurrent_reads)

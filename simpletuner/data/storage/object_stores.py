@@ -77,7 +77,7 @@ def open_azure(place: AzurePlace) -> tuple[Store, str]:
     account = place.azure_account_name or next((os.environ[each] for each in names if os.environ.get(each)), "")
     if not account:
         raise EnvironmentNotReady(
-            f"dataset `{place.id}`: it is not known which storage account has the container `{place.bucket}`",
+            f"{place.owner}: it is not known which storage account has the container `{place.bucket}`",
             "set azure_account_name, or AZURE_STORAGE_ACCOUNT_NAME in the environment",
         )
     given = endpoint_of(place.azure_endpoint_url, "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
@@ -114,7 +114,7 @@ def build(kind: Callable[..., Store], place: BucketPlace, endpoint: str, **setti
         return kind(place.bucket, prefix=prefix, client_options=client, retry_config=RETRIES, **settings)
     except BaseError:  # its text may quote a key that does not parse
         raise EnvironmentNotReady(
-            f"dataset `{place.id}`: its credentials for {place.address} cannot be read",
+            f"{place.owner}: its credentials for {place.address} cannot be read",
             f"check {place.service.credentials}, or what takes their place: docs/data.md lists the places",
         ) from None
 

@@ -254,5 +254,5 @@ def check_obstore(place: BucketPlace) -> None:
     """Raise EnvironmentNotReady where obstore, or boto3 for its credentials, is not installed."""
     for name in ("obstore", "boto3"):
         if find_spec(name) is None:
-            where = f"dataset `{place.id}` is in {place.service.name}"
+            where = f"{place.owner} is in {place.service.name}"
             raise EnvironmentNotReady(f"{where}, and {name} is not installed", INSTALL)

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from simpletuner.settings.declared.knob import Section, knob
 from simpletuner.settings.declared.optimizer_defaults import with_own_defaults
 from simpletuner.settings.files.secret_values import SecretUrl
+from simpletuner.settings.values.buckets import check_bucket
 from simpletuner.settings.values.export_formats import normalize_formats
 from simpletuner.settings.values.hosts import check_host, check_kernel, check_repository
 from simpletuner.settings.values.placeholders import OF_A_RUN, only_placeholders
@@ -253,6 +254,8 @@ class Launch(Section):
     node_join_timeout: float = knob(600, "How long a machine waits at the start for the others.", unit="s", gt=0)
     node_timeout: float = knob(60, "How long a machine may be silent before the others end the run.", unit="s", gt=0)
     stall_timeout: float = knob(50, "How long a rank may be suspended, or hang while others wait for it, before the run ends and names it.", unit="s", gt=0)
+    preemption_check: str = knob("", "Command, or address, that each machine asks every 5 s whether it will be taken away: exit code 0, or an answer with status 200, stops the run as SIGTERM does.")
+    preemption_grace_seconds: float = knob(30, "How long a machine lives on after SIGTERM: the run warns where saving takes longer; 0: it never does.", unit="s", ge=0)
     run_secret_file: Path | None = knob(None, "File with a secret, readable by its owner alone, that the machines of a run sign their messages with; SIMPLETUNER_RUN_SECRET takes precedence.")
     gpu_ids: str = knob("all", "GPUs of each machine that the ranks use, such as 0,1,3.")
     use_cpu: bool = knob(False, "Train on the CPU even where there are GPUs.")
@@ -282,6 +285,7 @@ class Checkpoints(Section):
     checkpoints_total_limit: int = knob(5, "Keep this many of the newest checkpoints.", ge=1)
     export_single_file: bool = knob(False, "Also export what is trained as one .safetensors file in the original layout, for other tools (Stable Diffusion 1.x, 2.x and XL).")
     resume_from_checkpoint: Annotated[str, AfterValidator(in_home)] = knob("latest", "`latest`, a checkpoint folder, or `none`.")
+    mirror_output: Annotated[str, AfterValidator(check_bucket)] = knob("", "Folder in a bucket that gets all of output_dir but the caches, in the background, and from which a machine without it resumes: s3://BUCKET/FOLDER, gs:// or az://.")
 
 
 class Validation(Section):

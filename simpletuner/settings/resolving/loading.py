@@ -33,6 +33,7 @@ from simpletuner.settings.foreign.accelerate.messages import missing_ranks
 from simpletuner.settings.foreign.recognition import answer_for, import_hint, is_value_of_original, names_of_original
 from simpletuner.settings.resolving.deepspeed_source import apply_deepspeed_config
 from simpletuner.settings.resolving.global_batch import apply_global_batch_size
+from simpletuner.settings.resolving.output_address import apply_output_address
 from simpletuner.settings.resolving.places import with_places
 from simpletuner.settings.resolving.sources import RANKS, MergedValues, collect_sources
 from simpletuner.settings.rules.rules import find_contradictions, find_missing, normalize, warnings_about
@@ -93,6 +94,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     warnings += apply_deepspeed_config(merged)
     # After DeepSpeed's JSON, which may give the batch size of a rank.
     apply_global_batch_size(merged)
+    apply_output_address(merged)
     mistakes, origins = merged.mistakes, merged.origins
     settings, invalid = validate(merged.values, origins, mistakes)
     if complete and RANKS not in merged.origins:

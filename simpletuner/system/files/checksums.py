@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,6 +60,24 @@ def write_with_checksum(path: Path, parts: Iterable[memoryview], head: bytes = b
         file.flush()
         os.fsync(file.fileno())
     return f"xxh3:{digest.hexdigest()}"
+
+
+class HashedParts:
+    """Parts of a content as they pass by, and then the checksum of all that have passed."""
+
+    def __init__(self, parts: Iterable[bytes]) -> None:
+        import xxhash
+
+        self.parts, self.digest = parts, xxhash.xxh3_128()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self.parts:
+            self.digest.update(part)
+            yield part
+
+    @property
+    def checksum(self) -> str:
+        return f"xxh3:{self.digest.hexdigest()}"
 
 
 def value_checksum(value: Mapping[str, Any], content: bytes | memoryview = b"") -> str:

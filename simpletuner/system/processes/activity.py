@@ -18,6 +18,8 @@ class Activity:
     doing: str = ""
     unsaved: int = 0
     """The step that a stop would finish and save; 0 where there are no trained steps that a checkpoint lacks."""
+    save_seconds: float = 0.0
+    """Duration of saving, as far as it is known."""
     watched: bool = False
     """True if this phase always uses CPU or disk unless it hangs. False for a flush to a slow disk, which may not."""
 

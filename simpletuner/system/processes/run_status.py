@@ -70,6 +70,8 @@ class RunStatus:
     """0 while it is not known."""
     loss: float | None = None
     seconds_left: float | None = None
+    mirror: str = ""
+    """State of the bucket of mirror_output, as a sentence."""
     host: str = ""
     pid: int = 0
     """Of the process to signal: the launcher, or the only process."""
@@ -165,6 +167,10 @@ class StatusWriter:
     def stopping(self, reason: str) -> None:
         """Say that a signal has asked for a stop, and what is done before."""
         self._change(state=RunState.STOPPING, reason=reason)
+
+    def mirrored(self, sentence: str) -> None:
+        """Say what the bucket of mirror_output has, or what is wrong with it."""
+        self._change(mirror=sentence)
 
     def show(self, doing: str, done: int, total: int) -> None:
         """Write a phase, every two seconds at most and if it has changed; called by the thread of the status line."""

@@ -22,6 +22,8 @@ from simpletuner.report import Report
 
 # Schedulers and terminals may signal both a process and its group: within this time it is one request.
 REPEAT_SECONDS = 1.0
+WORTH_SAYING_SECONDS = 5.0
+"""From which on it is said how long saving takes."""
 
 
 class StopRequest:
@@ -32,6 +34,10 @@ class StopRequest:
         self.unsaved = unsaved
         """The step that is finished and saved before exit, 0 for none and -1 for one whose number is not known; None
         where another process prints the confirmation."""
+        self.save_seconds: Callable[[], float] = lambda: 0.0
+        """Returns the seconds that saving will take; 0 where that is not known."""
+        self.is_announced = False
+        """True while the signal of a machine that is about to be taken away is still to come."""
         self.when_asked: Callable[[], None] = lambda: None
         """Called once, when the first signal has been confirmed."""
         self.before_exit: Callable[[str], None] = lambda sentence: None
@@ -51,6 +57,11 @@ class StopRequest:
             number, f"stopped by {signal.Signals(number).name} {where}", "run the same command again to go on"
         )
 
+    def announce(self) -> None:
+        """Request a stop as SIGTERM does, of which the first one is still to come: it must not end the saving."""
+        self.is_announced = not self.signal_number
+        self.receive(int(signal.SIGTERM))
+
     def receive(self, number: int) -> None:
         """Handle a signal: the first one requests a stop, a second one exits without saving."""
         if number == signal.SIGHUP:
@@ -59,6 +70,8 @@ class StopRequest:
             self.requested_at, self.signal_number = time.monotonic(), number
             self.confirm(number)
             self.when_asked()
+        elif self.is_announced and number == signal.SIGTERM:
+            self.is_announced = False
         elif self.may_exit and time.monotonic() - self.requested_at > REPEAT_SECONDS:
             self.exit_now(number)
 
@@ -68,7 +81,7 @@ class StopRequest:
         again = "press Ctrl-C again" if number == signal.SIGINT else "signal again"
         unsaved = self.unsaved()
         leave = "leave without saving" if unsaved else "leave at once"
-        print_line(f"stopping: {what_follows(unsaved)}; {again} to {leave}")
+        print_line(f"stopping: {what_follows(unsaved, self.save_seconds())}; {again} to {leave}")
 
     def exit_now(self, number: int) -> NoReturn:
         """Exit without saving, even while the main thread is blocked in a library."""
@@ -79,12 +92,13 @@ class StopRequest:
         os._exit(128 + number)  # sys.exit in this thread would only end the thread
 
 
-def what_follows(unsaved: int) -> str:
-    """Return what is done before a run stops; `unsaved`: see StopRequest."""
+def what_follows(unsaved: int, save_seconds: float) -> str:
+    """Return what is done before a run stops; `unsaved` and `save_seconds`: see StopRequest."""
     if not unsaved:
         return "what is done is kept"
     # Or the step after it, since the wish to stop is read with the loss, one step late (step_logger.py).
-    return f"finishing {f'step {unsaved}' if unsaved > 0 else 'this step'}, then saving a checkpoint"
+    takes = f", which takes about {save_seconds:.0f} s" if save_seconds >= WORTH_SAYING_SECONDS else ""
+    return f"finishing {f'step {unsaved}' if unsaved > 0 else 'this step'}, then saving a checkpoint{takes}"
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from simpletuner.system.files.regular_files import read_file
 RECENT_STEPS = 50
 SAVING, WRITING, EXPORTING = "saving", "writing a checkpoint", "writing the pipeline"
 """Waits of training: for a checkpoint or its copy; at the end until a copy is written; then for the export."""
+UPLOADING = "uploading a checkpoint"
 DURATIONS = "durations.json"
 MAX_SECONDS = 7 * 24 * 3600.0
 """The longest that anything between steps is believed to take."""

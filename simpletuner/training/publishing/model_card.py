@@ -38,7 +38,10 @@ OURS = "<!-- Written by simpletuner, and again at the end of a later run, unless
 MAX_SAMPLES = 6
 # Of the first table of a run: those that say something to others.
 ROWS = ("model", "pipeline", "found", "engine", "effective batch", "images")
-OF_A_MACHINE = ("output_dir", "logging_dir", "main_process_ip", "machine_rank", "notify_url", "run_secret_file")
+OF_A_MACHINE = (
+    *("output_dir", "mirror_output", "logging_dir", "main_process_ip", "machine_rank", "notify_url", "run_secret_file"),
+    *("preemption_check", "preemption_grace_seconds"),
+)
 """Settings that others can do nothing with."""
 
 

@@ -7,7 +7,7 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from simpletuner.settings import Settings
 from simpletuner.settings.declared.secret_names import mask_arguments
 from simpletuner.system.files.atomic import refuse_special, remove, restore_replaced
 from simpletuner.system.files.locks import lock_output_dir
+from simpletuner.training.mirroring.run_mirror import RunMirror, open_run_mirror
 from simpletuner.training.state import TrainingState
 
 EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
@@ -40,28 +41,50 @@ EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
 PAGE = "report.html"
 
 
-def open_output_dir(session: Session, stack: ExitStack) -> None:
-    """Lock output_dir and clean it up, on rank 0. Collective: all ranks raise what rank 0 raises."""
-    output, error = session.settings.training.output_dir, None
+def open_output_dir(session: Session, stack: ExitStack) -> RunMirror | None:
+    """Lock output_dir and clean it up, on rank 0; return its mirror, if it has one. Collective: all ranks raise what
+    rank 0 raises."""
+    output, mirrors = session.settings.training.output_dir, list[RunMirror]()
+
+    def begin() -> None:
+        stack.enter_context(lock_output_dir(output, session.stop.check, session.report.say))
+        if (mirror := open_run_mirror(session)) is not None:
+            stack.callback(mirror.lease.release)
+            mirror.begin()
+            mirrors.append(mirror)
+        session.status.begin(output, config_alone(sys.argv[1:]))
+        open_log(output, create=True)
+        remove_leftovers(output)
+        check_targets(pipelines_of(session.settings))
+
+    on_first_rank(session, begin)
+    if not session.world.is_first:
+        open_log(output, create=False)  # once it is known to be the folder of this run
+        session.status.follow(output)
+    return next(iter(mirrors), None)
+
+
+def on_first_rank(session: Session, action: Callable[[], None]) -> None:
+    """Call a function on rank 0, which alone holds the lock. Collective: all ranks raise what it raises."""
+    error = None
     if session.world.is_first:
         try:
             with explain_system_errors():
-                stack.enter_context(lock_output_dir(output, session.stop.check, session.report.say))
-                session.status.begin(output, config_alone(sys.argv[1:]))
-                open_log(output, create=True)
-                remove_leftovers(output)
-                check_targets(pipelines_of(session.settings))
+                action()
         except SimpleTunerError as caught:
             error = caught
-    # Rank 0 alone holds the lock; the others must end with it, by the same error.
     failure = session.world.gather_texts(json.dumps([error.exit_code, error.message, error.hint]) if error else "")[0]
     if error is not None:
         raise error
     if failure:
         raise RemoteFailure(*json.loads(failure))
-    if not session.world.is_first:
-        open_log(output, create=False)  # once it is known to be the folder of this run
-        session.status.follow(output)
+
+
+def restore_from_bucket(session: Session, mirror: RunMirror | None, damaged: Mapping[Path, str]) -> None:
+    """Fetch the checkpoint to resume from, where a bucket has a newer one than output_dir. Collective."""
+    if session.settings.checkpoints.mirror_output:
+        session.world.activity.begin("looking for checkpoints in the bucket", watched=False)
+        on_first_rank(session, lambda: mirror.restore(damaged) if mirror is not None else None)
 
 
 def config_alone(arguments: Sequence[str]) -> str:

@@ -46,6 +46,7 @@ def describe_run(resolved: Resolved, family: ModelFamily, state: TrainingState, 
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x {ranks} x accumulation)"),
         ("steps", f"{state.step} to {state.schedule.max_steps}"),
         ("output", training.output_dir),
+        *([("mirror", settings.checkpoints.mirror_output)] if settings.checkpoints.mirror_output else []),
         ("settings", provenance(session.loaded)),
     ]
 

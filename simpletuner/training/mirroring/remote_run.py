@@ -1,0 +1,210 @@
+"""A run's folder in a bucket, object by object under the same names.
+
+The manifest of a checkpoint or of a pipeline (sizes and checksums of its files) is uploaded last and removed first, so
+what has one is whole. Checksums are those of the bytes that are sent, and of those that come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from simpletuner.checkpoints.layout import SET_ASIDE, file_sizes
+from simpletuner.data.storage.storage import UnreadableFileError
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.system.files.atomic import remove, replace_folder, unfinished_path, write_file
+from simpletuner.system.files.checksums import HashedParts, write_with_checksum
+from simpletuner.system.files.regular_files import MAX_BYTES, open_regular
+from simpletuner.training.mirroring.run_files import (
+    CHECKPOINTS,
+    FolderDamaged,
+    WholeFolder,
+    parse_manifest,
+    whole_folders_among,
+)
+
+if TYPE_CHECKING:
+    from simpletuner.data.storage.object_storage import ObjectStorage
+
+FILES_AT_ONCE = 2
+"""Each in parts that are sent side by side; more would take memory from the run, and bandwidth from its data."""
+SMALL_BYTES = 8 << 20
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(eq=False)
+class RemoteRun:
+    """The objects of a run; `sizes` are those of the last listing, and of what was written since."""
+
+    storage: ObjectStorage
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def refresh(self) -> None:
+        self.sizes = self.storage.all_sizes()
+
+    def whole(self) -> list[WholeFolder]:
+        """Return what is whole, newest checkpoints first."""
+        return whole_folders_among(self.sizes)
+
+    def manifest(self, whole: WholeFolder) -> bytes:
+        """Return the manifest of what is whole; nothing where it is not."""
+        if whole.manifest_name not in self.sizes:
+            return b""
+        try:
+            return self.storage.read(whole.manifest_name, MAX_BYTES)
+        except (FileNotFoundError, UnreadableFileError) as error:
+            raise FolderDamaged(f"{self.storage.describe(whole.manifest_name)} cannot be read: {error}") from None
+
+    def upload_file(self, path: Path, name: str) -> str:
+        """Upload a file, of one that grows what it holds now; return the checksum of what was sent. Raises OSError."""
+        with open_regular(path) as file:
+            size = path.stat().st_size
+            parts = HashedParts(iter(lambda: file.read(BLOCK_BYTES), b""))
+            if size <= SMALL_BYTES:
+                content = b"".join(parts)
+                self.storage.write(name, content)
+                self.sizes[name] = len(content)
+            else:
+                self.storage.write_parts(name, parts, size)
+                self.sizes[name] = size
+        return parts.checksum
+
+    def upload(self, whole: WholeFolder, folder: Path, content: bytes, check: Callable[[], None]) -> None:
+        """Upload a checkpoint or a pipeline that is in a folder; `check` is called before it becomes visible.
+
+        Raises FolderDamaged, and OSError where a file cannot be read.
+        """
+        manifest = parse_manifest(content, whole.manifest_name)
+        here = file_sizes(folder)
+        if problem := missing_in(here, "", manifest["files"]):
+            raise FolderDamaged(f"{whole.name}/{problem}")
+        self.hide(whole)
+        rest = [name for name in here if name != whole.manifest]
+
+        def send(name: str) -> None:
+            wanted = manifest["checksums"].get(name)
+            if self.upload_file(folder / name, f"{whole.name}/{name}") != wanted and wanted is not None:
+                raise FolderDamaged(f"{whole.name}/{name} is damaged: its checksum does not match")
+
+        self._for_each(send, rest)
+        found = self.storage.all_sizes(whole.name)
+        self.sizes |= found
+        if problem := missing_in(found, f"{whole.name}/", manifest["files"]):
+            raise EnvironmentNotReady(f"{self.storage.owner}: {problem}")
+        self._remove(found.keys() - {f"{whole.name}/{name}" for name in rest})
+        check()
+        self.storage.write(whole.manifest_name, content)
+        self.sizes[whole.manifest_name] = len(content)
+
+    def restore(self, whole: WholeFolder, output: Path, advance: Callable[[int], None]) -> None:
+        """Download a checkpoint or a pipeline into its place; `advance` is told of bytes, and may raise.
+
+        Raises FolderDamaged for what is not as its manifest says.
+        """
+        content = self.manifest(whole)
+        manifest = parse_manifest(content, self.storage.describe(whole.manifest_name))
+        if problem := missing_in(self.sizes, f"{whole.name}/", manifest["files"]):
+            raise FolderDamaged(f"{self.storage.describe()}: {problem}")
+        target, prefix = output / whole.name, f"{whole.name}/"
+        hidden = unfinished_path(target)
+        remove(hidden)
+
+        def fetch(name: str) -> None:
+            path = hidden / name.removeprefix(prefix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found = write_with_checksum(path, counted(self.storage.read_parts(name), advance))
+            if found != manifest["checksums"].get(name.removeprefix(prefix), found):
+                raise FolderDamaged(f"{self.storage.describe(name)} is damaged: its checksum does not match")
+
+        try:
+            names = [name for name in self.sizes if name.startswith(prefix) and name != whole.manifest_name]
+            self._for_each(fetch, [name for name in names if is_inside(name)])
+            write_file(hidden / whole.manifest, content)
+            replace_folder(hidden, target)
+        except (FileNotFoundError, UnreadableFileError) as error:
+            raise FolderDamaged(f"{self.storage.describe(whole.name)} cannot be read: {error}") from None
+        finally:
+            remove(hidden)
+
+    def restore_file(self, name: str, output: Path) -> None:
+        """Download a single file into its place."""
+        path = output / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        hidden = unfinished_path(path)
+        remove(hidden)
+        write_with_checksum(hidden, self.storage.read_parts(name))
+        hidden.replace(path)
+
+    def move_aside(self, whole: WholeFolder) -> None:
+        """Move a checkpoint to where a run that goes back keeps later ones, as it does on disk.
+
+        Raises FolderDamaged where it cannot be read.
+        """
+        aside = f"{CHECKPOINTS}/{SET_ASIDE}/{PurePosixPath(whole.name).name}"
+        names = [name for name in self.sizes if name.startswith(f"{whole.name}/") and name != whole.manifest_name]
+        # Through this machine: a copy within S3 takes no more than 5 GB.
+        try:
+            for name in [*names, whole.manifest_name]:
+                target = f"{aside}/{name.removeprefix(f'{whole.name}/')}"
+                self.storage.write_parts(target, in_thread(self.storage.read_parts(name)), self.sizes[name])
+                self.sizes[target] = self.sizes[name]
+        except (FileNotFoundError, UnreadableFileError) as error:
+            raise FolderDamaged(f"{self.storage.describe(whole.name)} cannot be read: {error}") from None
+        self.hide(whole)
+        self._remove(names)
+
+    def hide(self, whole: WholeFolder) -> None:
+        """Take away what makes a folder whole."""
+        self._remove([whole.manifest_name] if whole.manifest_name in self.sizes else [])
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest checkpoints, and what uploads have left that were never complete."""
+        checkpoints = [each for each in self.whole() if each.step >= 0]
+        self._remove(each.manifest_name for each in checkpoints[keep:])
+        kept = {each.name for each in checkpoints[:keep]}
+        below = [name for name in self.sizes if name.startswith(f"{CHECKPOINTS}/checkpoint-")]
+        self._remove(name for name in below if "/".join(name.split("/")[:2]) not in kept)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        gone = list(names)
+        self.storage.remove(gone)
+        for name in gone:
+            self.sizes.pop(name, None)
+
+    def _for_each(self, work: Callable[[str], None], names: Iterable[str]) -> None:
+        with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="mirror") as pool:
+            try:
+                list(pool.map(work, names))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def missing_in(found: Mapping[str, int], prefix: str, wanted: Mapping[str, int]) -> str:
+    """Return which file is missing, or has another size than the manifest says; empty for none."""
+    for name, size in wanted.items():
+        if (there := found.get(f"{prefix}{name}", 0)) != size:
+            return f"{prefix}{name} is damaged: it has {there} of {size} bytes"
+    return ""
+
+
+def counted(parts: Iterable[memoryview], advance: Callable[[int], None]) -> Iterable[memoryview]:
+    for part in parts:
+        advance(len(part))
+        yield part
+
+
+def in_thread(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield parts that another thread reads: obstore cannot wait for a download in a thread that uploads."""
+    left = iter(parts)
+    with ThreadPoolExecutor(1, thread_name_prefix="mirror") as pool:
+        while (part := pool.submit(next, left, None).result()) is not None:
+            yield part
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a name leads into the folder that it is below."""
+    return not {"..", ""} & {*name.split("/")}

@@ -1,0 +1,142 @@
+"""The files of output_dir that are mirrored: all that a run leaves there, except caches and what is not finished."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from simpletuner.checkpoints.export import FINISHED
+from simpletuner.checkpoints.layout import NAME, STATE, list_checkpoints
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.run_log import LOG
+from simpletuner.system.files.atomic import remove
+from simpletuner.system.files.checksums import is_intact
+from simpletuner.system.files.regular_files import read_file
+from simpletuner.training.metrics.loss_picture import CURVE
+
+CHECKPOINTS = "checkpoints"
+FOLDERS = ("validation", "logs", "profile")
+SUFFIXES = (".json", ".jsonl", ".html", ".safetensors")
+NAMES = (LOG, CURVE, "uncaptioned.txt")
+"""Folders, suffixes and names in output_dir that are a run's: users may keep their images there, too."""
+LINKS = ".mirror.unfinished"
+"""Folder of hard links to what is being uploaded, which stays when it is removed; a start removes what a kill left."""
+
+
+class FolderDamaged(EnvironmentNotReady):
+    """A checkpoint or a pipeline whose content does not match its manifest."""
+
+
+Stamp = tuple[int, int]
+"""Size and modification time of a file, which differ when its content does."""
+
+
+@dataclass(frozen=True)
+class WholeFolder:
+    """A folder below output_dir that counts once its manifest is there: a checkpoint, or an exported pipeline."""
+
+    name: str
+    manifest: str
+
+    @property
+    def manifest_name(self) -> str:
+        return f"{self.name}/{self.manifest}"
+
+    @property
+    def step(self) -> int:
+        """The step of a checkpoint; -1 for a pipeline."""
+        found = NAME.fullmatch(PurePosixPath(self.name).name)
+        return int(found[1]) if found else -1
+
+
+def whole_folders(output: Path) -> dict[WholeFolder, Stamp]:
+    """Return what has a manifest on disk, in the order to upload it, and the stamp of each manifest."""
+    checkpoints = [WholeFolder(f"{CHECKPOINTS}/{path.name}", STATE) for path in list_checkpoints(output / CHECKPOINTS)]
+    exported = [WholeFolder(path.parent.name, FINISHED) for path in output.glob(f"[!.]*/{FINISHED}")]
+    found = {each: stamp_of(output / each.manifest_name) for each in in_order([*checkpoints, *exported])}
+    return {each: stamp for each, stamp in found.items() if stamp is not None}
+
+
+def whole_folders_among(names: Mapping[str, object]) -> list[WholeFolder]:
+    """Return what has a manifest among the names of a bucket, in the order to download it."""
+    paths = [PurePosixPath(name) for name in names]
+    found = [
+        WholeFolder(str(path.parent), path.name)
+        for path in paths
+        if (path.name == STATE and str(path.parent.parent) == CHECKPOINTS and NAME.fullmatch(path.parent.name))
+        or (path.name == FINISHED and len(path.parts) == 2)
+    ]
+    return in_order(found)
+
+
+def in_order(folders: Iterable[WholeFolder]) -> list[WholeFolder]:
+    """Sort the newest checkpoints before others, and these before pipelines."""
+    # A pipeline after its average: it is the sign that a run is done (run_folder/output_dir.py).
+    by_name = sorted(folders, key=lambda each: each.name, reverse=True)
+    return sorted(by_name, key=lambda each: -each.step)
+
+
+def single_files(output: Path) -> dict[str, Stamp]:
+    """Return all else that is mirrored, in the order in which it was written: what follows may rely on it."""
+    found = {path.relative_to(output).as_posix(): stamp_of(path) for path in walk(output)}
+    known = {name: stamp for name, stamp in found.items() if stamp is not None}
+    return dict(sorted(known.items(), key=lambda item: item[1][1]))
+
+
+def is_single(name: str) -> bool:
+    """Return whether a name in the bucket is that of a single file."""
+    first, _, rest = name.partition("/")
+    if any(part.startswith(".") for part in name.split("/")):
+        return False
+    return first in FOLDERS if rest else first in NAMES or first.endswith(SUFFIXES)
+
+
+def walk(output: Path) -> Iterator[Path]:
+    """Yield the single files, without hidden ones."""
+    yield from (path for path in output.glob("[!.]*") if path.is_file() and is_single(path.name))
+    for root, folders, files in (each for name in FOLDERS for each in os.walk(output / name)):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(root) / name for name in files if not name.startswith("."))
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """Return the stamp of a file; None where there is none, or a link."""
+    with suppress(OSError):
+        found = path.lstat()
+        return (found.st_size, found.st_mtime_ns) if path.is_file() and not path.is_symlink() else None
+    return None
+
+
+def parse_manifest(content: bytes, where: str) -> dict[str, Any]:
+    """Return a manifest. Raises FolderDamaged for one that is not intact."""
+    with suppress(ValueError, RecursionError, AttributeError):
+        manifest = json.loads(content)
+        if is_intact(manifest) and isinstance(manifest.get("checksums"), dict) and isinstance(manifest["files"], dict):
+            return manifest
+    raise FolderDamaged(f"{where} is damaged: its checksum does not match")
+
+
+def linked(output: Path, whole: WholeFolder) -> tuple[Path, bytes]:
+    """Return a folder with the same files, which stay when those are removed, and the manifest. Raises OSError.
+
+    Where the file system has no hard links it is the folder itself.
+    """
+    source, copy = output / whole.name, output / LINKS
+    manifest = read_file(output / whole.manifest_name)
+    remove(copy)
+    try:
+        for path in sorted(path for path in source.rglob("*") if path.is_file()):
+            target = copy / path.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, target)
+    except FileNotFoundError:  # it is being removed
+        raise
+    except OSError:
+        remove(copy)
+        return source, manifest
+    return copy, manifest

@@ -1,0 +1,285 @@
+"""Mirror output_dir in a bucket: a thread uploads what is finished while the run trains, and the rest at its end.
+
+Nothing tells the thread what to upload: it looks at the folder, as a resuming run does. A bucket that does not answer
+delays nothing but the upload, which is tried again until the run ends, and once more at the next start.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from simpletuner.data.config.object_store_keys import mirror_place
+from simpletuner.data.storage.storage import check_obstore
+from simpletuner.errors import EnvironmentNotReady, SimpleTunerError, Stopped, without_errno
+from simpletuner.run_log import LOG
+from simpletuner.session import Session
+from simpletuner.system.files.atomic import remove
+from simpletuner.system.files.regular_files import read_file
+from simpletuner.system.numbers import count_noun
+from simpletuner.system.processes.run_status import STATUS, RunState
+from simpletuner.training.metrics.eta import UPLOADING, Durations
+from simpletuner.training.mirroring.lease import Lease, LeaseLost
+from simpletuner.training.mirroring.remote_run import RemoteRun
+from simpletuner.training.mirroring.restoring import Restoring, newest_step
+from simpletuner.training.mirroring.run_files import (
+    LINKS,
+    FolderDamaged,
+    Stamp,
+    WholeFolder,
+    linked,
+    single_files,
+    stamp_of,
+    whole_folders,
+)
+
+POLL_SECONDS = 1.0
+FILES_SECONDS = 30.0
+"""Time between uploads of metrics and other files that change all the time; a checkpoint takes them along."""
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 2.0, 60.0
+"""Waits after an upload that failed: obstore has tried it for 30 s by then."""
+PATIENCE_SECONDS = 60.0
+"""Longest wait of the end of a run for a bucket that does not answer. Uploads that go on may take longer."""
+FAILED_SECONDS = 10.0
+"""The same where the run has failed: its launcher kills the ranks 15 s later."""
+HINT = "check mirror_output, and its credentials in the environment (docs/many-machines.md)"
+DOWN = "training goes on; what is missing there is uploaded when the bucket answers"
+
+
+class RunMirror:
+    """The mirror of one run, on rank 0."""
+
+    def __init__(self, session: Session) -> None:
+        """Ask nothing of the bucket yet. Raises EnvironmentNotReady."""
+        place, wanted = mirror_place(session.settings.checkpoints.mirror_output), session.settings.checkpoints
+        check_obstore(place)
+        from simpletuner.data.storage.object_storage import open_bucket
+
+        storage = open_bucket(place)
+        self.session, self.report, self.status = session, session.report, session.status
+        self.output, self.keep = session.settings.training.output_dir, wanted.checkpoints_total_limit
+        self.address, self.remote, self.lease = place.address, RemoteRun(storage), Lease(storage, session.report.say)
+        self.restoring = Restoring(
+            self.remote, self.output, wanted.resume_from_checkpoint, session.report, session.stop.check
+        )
+        self.durations: Durations | None = None
+        self.known: dict[str | WholeFolder, Stamp] = {}
+        """Stamps on disk of what the bucket has."""
+        self.went_back_to: int | None = None
+        """The step that the run goes on from, until later checkpoints of the bucket are moved aside."""
+        self.is_listed, self.is_done, self.files_at = False, False, 0.0
+        self.problem: SimpleTunerError | None = None
+        """Error of the last upload, if it failed."""
+        self.patience_seconds, self.worked_at = PATIENCE_SECONDS, time.monotonic()
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+
+    def begin(self) -> None:
+        """Take the lease, and fetch the small files that this folder lacks.
+
+        Raises what is wrong with the bucket, unless there are checkpoints here to go on from.
+        """
+        try:
+            self.lease.acquire(self.session.stop.check)
+            self._list()
+            fetched = set(self.restoring.fetch_files())
+            self.known |= {name: stamp for name, stamp in single_files(self.output).items() if self._has(name, fetched)}
+        except (Stopped, LeaseLost):
+            raise
+        except SimpleTunerError as error:
+            if newest_step(self.output, {}) < 0:
+                error.hint = HINT
+                raise
+            self._fail(error)
+
+    def _has(self, name: str, fetched: set[str]) -> bool:
+        """Return whether the bucket has a file of an earlier start, which images are, if their sizes are equal."""
+        is_image = name.startswith("validation/")
+        return name in fetched or (is_image and self.remote.sizes.get(name) == (self.output / name).stat().st_size)
+
+    def restore(self, damaged: Mapping[Path, str]) -> None:
+        """Fetch the checkpoint to resume from, where the bucket has a newer one. Raises EnvironmentNotReady."""
+        if self.is_listed and self.restoring.wish != "none":
+            self.restoring.fetch_checkpoint(damaged)
+
+    def start(self, step: int, durations: Durations) -> None:
+        """Begin to upload, for a run that goes on after a step."""
+        self.went_back_to, self.durations = step, durations
+        self.thread.start()
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Upload what is left at the end of the block, however it ends."""
+        try:
+            yield
+        except BaseException as error:
+            self.finish(error)
+            raise
+        self.finish(None)
+
+    def finish(self, error: BaseException | None) -> None:
+        """Upload what is left, until all is there or the bucket has not answered for some time.
+
+        Raises EnvironmentNotReady where something is left, and Stopped where a signal came meanwhile, unless `error` is
+        raised anyway.
+        """
+        if error is not None and not isinstance(error, Stopped):
+            self.patience_seconds = min(self.patience_seconds, FAILED_SECONDS)
+        self.session.world.activity.begin(f"uploading to {self.address}", watched=False)
+        self.worked_at = time.monotonic()
+        self.closing.set()
+        if self.thread.ident is None:
+            self.thread.start()
+        while self.thread.is_alive() and not (error is None and self._is_called_away()):
+            self.thread.join(0.1)
+        if self.is_done:
+            self.report.say(f"all of {self.output} is in {self.address}")
+            self._upload_end(error)
+        self.lease.release()
+        if self.is_done:
+            return
+        reason = self.problem.message if self.problem is not None else "the upload was interrupted"
+        said = f"{self._left()} could not be uploaded to {self.address}: {reason}"
+        hint = f"nothing is lost: it is in {self.output}, and the same command uploads it"
+        if error is None and not self._is_called_away():
+            raise EnvironmentNotReady(said, hint)
+        self.report.warn(said, hint)
+        if error is None:
+            raise self.session.stop.stopped("while it uploaded its results")
+
+    def _is_called_away(self) -> bool:
+        """Return whether a signal came while the end was uploaded, and the machine may be gone any moment."""
+        stop, grace = self.session.stop, self.session.settings.launch.preemption_grace_seconds
+        return bool(stop.signal_number) and time.monotonic() - stop.requested_at > grace
+
+    def _left(self) -> str:
+        """Return what the bucket may lack, as a phrase."""
+        names = [each.name for each, stamp in whole_folders(self.output).items() if self.known.get(each) != stamp]
+        files = [name for name, stamp in single_files(self.output).items() if self.known.get(name) != stamp]
+        return " and ".join([*names, *([count_noun(len(files), "file")] if files else [])]) or "the end"
+
+    def _upload_end(self, error: BaseException | None) -> None:
+        """Upload how the run ended."""
+        if error is None:
+            self.status.end(RunState.FINISHED)
+        elif isinstance(error, SimpleTunerError):
+            self.status.fail(error)
+        with suppress(SimpleTunerError, OSError):
+            for name in (STATUS, LOG):
+                self.remote.upload_file(self.output / name, name)
+
+    def _run(self) -> None:
+        """Upload until the run ends and all is there, or the bucket has not answered for too long."""
+        wait, retry = POLL_SECONDS, RETRY_SECONDS
+        while not isinstance(self.problem, LeaseLost):
+            closing = self.closing.wait(wait)
+            try:
+                self._synchronize(closing)
+            except (SimpleTunerError, OSError) as error:
+                is_known = isinstance(error, SimpleTunerError)
+                self._fail(error if is_known else EnvironmentNotReady(f"{self.output}: {without_errno(error)}"))
+                if closing:
+                    if time.monotonic() - self.worked_at > self.patience_seconds:
+                        return
+                    time.sleep(min(RETRY_SECONDS, self.patience_seconds / 4))
+                wait, retry = retry, min(2 * retry, LONGEST_RETRY_SECONDS)
+            else:
+                self._succeed()
+                if closing:
+                    self.is_done = True
+                    return
+                wait, retry = POLL_SECONDS, RETRY_SECONDS
+
+    def _synchronize(self, all_files: bool) -> None:
+        """Upload what is new. Raises what is wrong with the bucket, and OSError for what is wrong with the folder."""
+        self.lease.acquire()
+        self._list()
+        self._move_aside()
+        self.remote.prune(self.keep)  # what a run that was killed has left
+        while new := self._new_folders():
+            # Before the manifest: who resumes from a checkpoint needs the metrics up to it.
+            self._upload_files()
+            self._upload(new[0])
+        if all_files or time.monotonic() - self.files_at > FILES_SECONDS:
+            self._upload_files()
+
+    def _list(self) -> None:
+        if not self.is_listed:
+            self.remote.refresh()
+            self.is_listed = True
+
+    def _move_aside(self) -> None:
+        """Move checkpoints aside that are later than the step that the run goes on from."""
+        for whole in self.remote.whole() if self.went_back_to is not None else ():
+            if whole.step > (self.went_back_to or 0):
+                try:
+                    self.remote.move_aside(whole)
+                    self.report.warn(f"later checkpoints are set aside in {self.address}: {whole.name}")
+                except FolderDamaged as error:
+                    self.report.warn(error.message)
+                    self.remote.hide(whole)
+        self.went_back_to = None
+
+    def _new_folders(self) -> list[WholeFolder]:
+        """Return the checkpoints and pipelines that the bucket lacks, newest first."""
+        found = whole_folders(self.output)
+        for whole in [each for each in found if each not in self.known]:
+            with suppress(OSError, FolderDamaged):
+                if read_file(self.output / whole.manifest_name) == self.remote.manifest(whole):
+                    self.known[whole] = found[whole]
+        return [whole for whole, stamp in found.items() if self.known.get(whole) != stamp]
+
+    def _upload(self, whole: WholeFolder) -> None:
+        began, stamp = time.monotonic(), stamp_of(self.output / whole.manifest_name)
+        try:
+            folder, manifest = linked(self.output, whole)
+            self.remote.upload(whole, folder, manifest, self.lease.check)
+        except FolderDamaged as error:
+            self.report.warn(f"{error.message}; it is not uploaded to {self.address}")
+        except FileNotFoundError:
+            return  # removed meanwhile, as the oldest of too many
+        finally:
+            remove(self.output / LINKS)
+        self._know(whole, stamp)
+        if whole.step >= 0:
+            self.remote.prune(self.keep)
+            if self.durations is not None:
+                self.durations.measured[UPLOADING].append(time.monotonic() - began)
+        self.status.mirrored(f"{self.address} has {whole.name}")
+
+    def _upload_files(self) -> None:
+        self.lease.check()
+        for name, stamp in single_files(self.output).items():
+            if self.known.get(name) != stamp:
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    self.remote.upload_file(self.output / name, name)
+                    self._know(name, stamp)
+        self.files_at = time.monotonic()
+
+    def _know(self, what: str | WholeFolder, stamp: Stamp | None) -> None:
+        if stamp is not None:
+            self.known[what] = stamp
+        self.worked_at = time.monotonic()
+
+    def _fail(self, error: SimpleTunerError) -> None:
+        is_lost = isinstance(error, LeaseLost)
+        if self.problem is None or is_lost:
+            self.report.warn(error.message, "this run uploads nothing any more" if is_lost else f"{DOWN}; {HINT}")
+        self.problem = error
+        self.status.mirrored(error.message)
+
+    def _succeed(self) -> None:
+        self.worked_at = time.monotonic()
+        if self.problem is not None:
+            self.report.say(f"{self.address} answers again, and has what was missing")
+            self.status.mirrored(f"{self.address} answers again")
+        self.problem = None
+
+
+def open_run_mirror(session: Session) -> RunMirror | None:
+    """Return the mirror of a run on rank 0; None where mirror_output is not set, and on other ranks."""
+    wanted = session.settings.checkpoints.mirror_output
+    return RunMirror(session) if wanted and session.world.is_first else None

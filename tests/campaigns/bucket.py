@@ -1,0 +1,154 @@
+"""Kill runs whose only memory is a bucket: after each kill the folder is removed, and the next start has another one.
+
+    .venv/bin/python tests/campaigns/bucket.py --count=200 --results=bucket.jsonl     # about an hour on 2 busy cores
+
+What is whole in the bucket must match its checksums after every kill, the newest checkpoint there must never be an
+earlier one than before, and at the end the bucket must hold what that of an undisturbed run holds. In every third run
+the bucket refuses some requests, too. `tests/end_to_end/test_campaigns.py` runs a sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
+
+from buckets_here import bucket_server  # noqa: E402
+from conftest import Starter, fork_server_context  # noqa: E402
+from kills import HELD_OUT, ON_DEMAND, VALIDATION, Campaign, Kind, Recorder, contents, fixtures  # noqa: E402
+from results import read_results  # noqa: E402
+from s3_server import BUCKET, Fault, Proxy  # noqa: E402
+
+from simpletuner.checkpoints.layout import load_checkpoint  # noqa: E402
+from simpletuner.data.config.object_store_keys import mirror_place  # noqa: E402
+from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket  # noqa: E402
+from simpletuner.system.files.checksums import file_checksum  # noqa: E402
+
+MOST_KILLS = 8
+BUCKET_KINDS = {
+    "one": Kind(("--use_ema", *HELD_OUT, *ON_DEMAND), ranks=1),
+    "lora": Kind(("--model_type=lora", "--lora_rank=4", *HELD_OUT, *VALIDATION), ranks=1),
+    "fsdp2": Kind(("--fsdp_enable", "--use_ema", *HELD_OUT)),
+}
+OF_ITS_OWN = ("log.txt", "settings.json", "settings_history.jsonl", "status.json")
+"""Files that differ with each start, or name the folder in the bucket."""
+
+
+@dataclass
+class BucketCampaign(Campaign):
+    """Kills of runs that each start in an empty folder."""
+
+    proxy: Proxy = field(default_factory=lambda: Proxy(""))
+    prefix: str = ""
+    newest: int = -1
+    """Step of the newest checkpoint that was whole in the bucket of the present run."""
+
+    def command(self, output: Path) -> tuple[str, ...]:
+        return (*super().command(output), f"--mirror_output={self.address}")
+
+    @property
+    def address(self) -> str:
+        return f"s3://{BUCKET}/{self.prefix}"
+
+    def run(self, kills: int, first: int = 0, note: Callable[[int, int], None] = lambda number, kills: None) -> None:
+        number, began = first, time.monotonic()
+        self.prefix = f"{self.folder.name}/undisturbed"
+        wanted = self.undisturbed()
+        longest = time.monotonic() - began
+        while (left := kills - self.killed.total()) > 0:
+            draw = random.Random(f"{self.seed} {number}")
+            self.prefix, self.newest = f"{self.folder.name}/run{number}", -1
+            count = min(left, draw.randint(1, MOST_KILLS))
+            for start in range(count):
+                output = self.folder / f"run{number}-{start}"
+                refused = Fault("checkpoints/", 503, "SlowDown", times=draw.randint(1, 6))
+                self.proxy.faults = [refused] if number % 3 == 2 else []
+                self.kill_ranks(output, draw.uniform(0.05, longest))
+                self.killed["group"] += 1
+                self.proxy.faults = []
+                self.look(f"run {number}, kill {start}")
+                shutil.rmtree(output, ignore_errors=True)
+            output = self.folder / f"run{number}-last"
+            self.finish(output)
+            self.compare(wanted, self.fetched(), output)
+            shutil.rmtree(output, ignore_errors=True)
+            note(number, count)
+            number += 1
+
+    def undisturbed(self) -> dict[str, str]:
+        output = self.folder / "undisturbed"
+        self.finish(output)
+        assert not self.problems, self.problems
+        shutil.rmtree(output)
+        return self.fetched()
+
+    def look(self, when: str) -> None:
+        """Note what is whole in the bucket and is not, and a checkpoint that was there before."""
+        folder = self.copied()
+        steps = [self.newest]
+        for state in sorted(folder.glob("checkpoints/checkpoint-*/state.json")):
+            checkpoint = load_checkpoint(state.parent)
+            steps.append(checkpoint.step)
+            for name, value in checkpoint.state["checksums"].items():
+                if file_checksum(state.parent / name) != value:
+                    self.problems.append(f"{when}: {state.parent.name}/{name} differs from its checksum")
+        found = max(steps[1:], default=-1)
+        if found < self.newest:
+            self.problems.append(f"{when}: the newest checkpoint is of step {found}, and was of {self.newest}")
+        self.newest = found
+
+    def fetched(self) -> dict[str, str]:
+        """Return what stands for the content of the bucket."""
+        return {name: value for name, value in contents(self.copied()).items() if name not in OF_ITS_OWN}
+
+    def copied(self) -> Path:
+        """Copy what the bucket has of a run into a folder."""
+        folder, storage = self.folder / "copied", self.storage()
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in storage.all_sizes():
+            if not name.startswith("."):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(storage.read(name, 1 << 30))
+        return folder
+
+    def storage(self) -> ObjectStorage:
+        return open_bucket(mirror_place(self.address))
+
+
+def main() -> None:
+    """Run the campaign in a temporary folder, and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="kills of all kinds together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=BUCKET_KINDS, action="append", help="one of several; default: all")
+    parser.add_argument("--results", type=Path, help="a file of JSON lines to append to, and to go on from")
+    given = parser.parse_args()
+    kinds = given.kind or list(BUCKET_KINDS)
+    with tempfile.TemporaryDirectory() as name, bucket_server(Path(name)) as (proxy, config):
+        results = given.results or Path(name) / "results.jsonl"
+        starter = Starter(fork_server_context(), Path(name))
+        base = (f"--config={config}", *fixtures(Path(name), starter))
+        for kind in kinds:
+            done = [row for row in read_results(results) if row["kind"] == kind and row["seed"] == given.seed]
+            left = given.count // len(kinds) - sum(row["kills"] for row in done)
+            if left > 0:
+                folder = Path(name) / kind
+                folder.mkdir()
+                campaign = BucketCampaign(starter, base, folder, BUCKET_KINDS[kind], given.seed, 16, proxy=proxy)
+                campaign.run(left, len(done), Recorder(campaign, results, kind))
+        rows = read_results(results)
+    problems = [problem for row in rows for problem in row["problems"]]
+    print(f"{sum(row['kills'] for row in rows)} kills, {len(problems)} problems", *problems, sep="\n")
+    raise SystemExit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""What a run's mirror leaves in a bucket, whatever happens to the bucket meanwhile, and what a start makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from buckets_here import bucket_server
+from checkpoint_states import save_checkpoint
+from patience import PATIENCE
+from s3_server import BUCKET, Fault, Proxy
+
+from simpletuner.checkpoints.layout import load_checkpoint, prune_checkpoints
+from simpletuner.data.config.object_store_keys import mirror_place
+from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket
+from simpletuner.errors import EnvironmentNotReady, Stopped
+from simpletuner.report import Report
+from simpletuner.settings.declared.sections import Checkpoints, Launch, Settings, Training
+from simpletuner.system.files.checksums import file_checksum, with_checksum
+from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.run_status import StatusWriter
+from simpletuner.system.processes.signals import StopRequest
+from simpletuner.training.metrics.eta import UPLOADING, Durations
+from simpletuner.training.mirroring import lease, run_mirror
+from simpletuner.training.mirroring.lease import LEASE, Lease, LeaseLost
+from simpletuner.training.mirroring.run_files import WholeFolder
+from simpletuner.training.mirroring.run_mirror import RunMirror
+
+ADDRESS = f"s3://{BUCKET}/run"
+LARGE = 9 << 20
+"""Bytes of weights, sent in parts."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Proxy]:
+    with bucket_server(tmp_path_factory.mktemp("bucket")) as (proxy, _):
+        yield proxy
+
+
+@pytest.fixture
+def proxy(server, monkeypatch) -> Proxy:
+    monkeypatch.setattr(run_mirror, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(run_mirror, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(run_mirror, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
+    server.faults = []
+    bucket().remove([*bucket().all_sizes()])
+    return server
+
+
+def bucket() -> ObjectStorage:
+    return open_bucket(mirror_place(ADDRESS))
+
+
+def whole_in_bucket() -> list[int]:
+    """Return the steps of the checkpoints that have a manifest, after comparing all their files with it."""
+    storage, found = bucket(), []
+    for name in storage.all_sizes():
+        parts = name.split("/")
+        if parts[0] == "checkpoints" and len(parts) == 3 and parts[2] == "state.json":
+            try:
+                state = json.loads(storage.read(name, 1 << 20))
+            except FileNotFoundError:  # pruned since the listing
+                continue
+            sizes = storage.all_sizes(name.rpartition("/")[0])
+            if name not in sizes:
+                continue
+            assert {each.split("/", 2)[2]: size for each, size in sizes.items() if each != name} == state["files"]
+            found.append(state["step"])
+    return sorted(found)
+
+
+@pytest.fixture
+def mirrored(proxy, tmp_path) -> Iterator[Callable[..., RunMirror]]:
+    made: list[RunMirror] = []
+
+    def opened(name: str, **wanted: object) -> RunMirror:
+        output = tmp_path / name
+        output.mkdir(exist_ok=True)
+        checkpoints = Checkpoints(mirror_output=ADDRESS, **{"checkpoints_total_limit": 2, **wanted})
+        launch = Launch(preemption_grace_seconds=0.2)
+        settings = Settings(training=Training(output_dir=output), checkpoints=checkpoints, launch=launch)
+        world = SimpleNamespace(activity=Activity(), is_first=True)
+        status = StatusWriter()
+        status.begin(output, "")
+        session = SimpleNamespace(settings=settings, report=Report(), status=status, stop=StopRequest(), world=world)
+        made.append(RunMirror(session))
+        return made[-1]
+
+    yield opened
+    for mirror in made:  # of a test that failed
+        mirror.lease.release()
+
+
+def save(output: Path, step: int, size: int = 1000, keep: int = 2) -> Path:
+    """Write a checkpoint as a run does, and remove the oldest."""
+    folder = save_checkpoint(output, step, size)
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step}) + "\n")
+    prune_checkpoints(output / "checkpoints", keep)
+    return folder
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_checkpoints_are_uploaded_while_others_are_pruned_and_come_back_as_they_were(proxy, mirrored, tmp_path):
+    mirror = mirrored("first")
+    mirror.begin()
+    mirror.restore({})
+    durations = Durations()
+    mirror.start(0, durations)
+    for step in range(1, 5):
+        save(mirror.output, step, LARGE, keep=1)
+        time.sleep(0.1)
+    wait_for(lambda: 4 in whole_in_bucket())
+    assert durations.mean(UPLOADING) > 0
+    mirror.finish(None)
+    assert whole_in_bucket()[-1] == 4 and len(whole_in_bucket()) <= 2
+    assert mirror.status.status.mirror == f"{ADDRESS} has checkpoints/checkpoint-000004"
+    assert LEASE not in bucket().all_sizes(), "the next start need not wait"
+    assert not (mirror.output / ".mirror.unfinished").exists()
+
+    second = mirrored("second")
+    second.begin()
+    assert (second.output / "metrics.jsonl").read_text() == (mirror.output / "metrics.jsonl").read_text()
+    second.restore({})
+    found = load_checkpoint(second.output / "checkpoints" / "checkpoint-000004")
+    assert {name: file_checksum(found.folder / name) for name in found.state["files"]} == found.state["checksums"]
+    proxy.requests.clear()
+    second.start(4, durations)
+    second.finish(None)
+    assert not [path for path, _ in proxy.requests if "w.safetensors" in path], "nothing is uploaded twice"
+
+
+def test_what_is_incomplete_or_damaged_in_the_bucket_is_not_resumed_from(proxy, mirrored, capsys):
+    mirror = mirrored("first", checkpoints_total_limit=4)
+    for step in range(1, 5):
+        save(mirror.output, step, keep=4)
+    mirror.begin()
+    mirror.finish(None)
+    storage = bucket()
+    storage.remove(["checkpoints/checkpoint-000004/state.json"])
+    content = storage.read("checkpoints/checkpoint-000003/model/w.safetensors", 1 << 20)
+    storage.write("checkpoints/checkpoint-000003/model/w.safetensors", content[:-1] + b"x")
+    storage.remove(["checkpoints/checkpoint-000002/model/w.safetensors"])
+    second = mirrored("second")
+    second.begin()
+    second.restore({})
+    assert [path.name for path in (second.output / "checkpoints").iterdir()] == ["checkpoint-000001"]
+    said = capsys.readouterr().err
+    assert "checkpoint-000003/model/w.safetensors is damaged: its checksum does not match" in said
+    assert "checkpoint-000002/model/w.safetensors is damaged: it has 0 of 1000 bytes" in said
+    second.finish(None)
+
+    storage.write("checkpoints/checkpoint-000001/state.json", b"{}")
+    third = mirrored("third")
+    third.begin()
+    with pytest.raises(EnvironmentNotReady) as caught:
+        third.restore({})
+    assert "no checkpoint in s3://pictures/run/checkpoints can be resumed" in caught.value.message
+    third.lease.release()
+
+
+def test_a_damaged_checkpoint_on_disk_does_not_replace_a_whole_one(proxy, mirrored, capsys):
+    mirror = mirrored("first")
+    save(mirror.output, 1)
+    damaged = save(mirror.output, 2) / "model" / "w.safetensors"
+    damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
+    mirror.begin()
+    mirror.finish(None)
+    assert whole_in_bucket() == [1]
+    said = (
+        "checkpoints/checkpoint-000002/model/w.safetensors is damaged: its checksum does not match; it is not uploaded"
+    )
+    assert said in capsys.readouterr().err
+
+
+def test_an_outage_is_told_once_and_made_up_for(proxy, mirrored, capsys):
+    mirror = mirrored("first")
+    mirror.begin()
+    mirror.start(0, Durations())
+    save(mirror.output, 1)
+    wait_for(lambda: whole_in_bucket() == [1])
+    proxy.faults = [Fault("", 403, "AccessDenied")]
+    for step in (2, 3):
+        save(mirror.output, step)
+        time.sleep(1)
+    assert "access is denied" in mirror.status.status.mirror
+    proxy.faults = []
+    mirror.patience_seconds = PATIENCE
+    mirror.finish(None)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("warning: mirror_output: bucket") == 1 and "access is denied" in said
+    assert f"{ADDRESS} answers again, and has what was missing" in said and "hidden7" not in said
+    assert whole_in_bucket() == [2, 3]
+
+
+def test_what_could_not_be_uploaded_ends_the_run_with_a_sentence_and_the_next_one_makes_up_for_it(
+    proxy, mirrored, capsys
+):
+    mirror = mirrored("first")
+    mirror.begin()
+    mirror.start(0, Durations())
+    save(mirror.output, 1)
+    proxy.faults = [Fault("checkpoints/", 403, "AccessDenied")]
+    with pytest.raises(EnvironmentNotReady) as caught:
+        mirror.finish(None)
+    assert "checkpoints/checkpoint-000001" in caught.value.message and "could not be uploaded" in caught.value.message
+    assert "the same command uploads it" in caught.value.hint
+
+    with pytest.raises(EnvironmentNotReady, match="access is denied"):
+        proxy.faults = [Fault("", 403, "AccessDenied")]
+        mirrored("nothing here").begin()
+    again = mirrored("first")
+    again.begin()  # goes on from what is here
+    with pytest.raises(Stopped), again.finishing():
+        raise Stopped(15, "stopped by SIGTERM")
+    assert "could not be uploaded" in capsys.readouterr().err
+    proxy.faults = []
+    last = mirrored("first")
+    last.begin()
+    last.finish(None)
+    assert whole_in_bucket() == [1]
+
+
+def test_a_run_that_went_back_sets_later_checkpoints_aside_in_the_bucket(proxy, mirrored, capsys):
+    mirror = mirrored("first")
+    for step in (1, 2):
+        save(mirror.output, step, LARGE)
+    mirror.begin()
+    mirror.finish(None)
+    back = mirrored("second", resume_from_checkpoint="checkpoint-000001")
+    back.begin()
+    back.restore({})
+    assert [path.name for path in (back.output / "checkpoints").iterdir()] == ["checkpoint-000001"]
+    back.start(1, Durations())
+    wait_for(lambda: whole_in_bucket() == [1])
+    back.finish(None)
+    sizes = bucket().all_sizes("checkpoints/set-aside/checkpoint-000002")
+    assert len(sizes) == 3 and max(sizes.values()) == LARGE
+    assert f"later checkpoints are set aside in {ADDRESS}" in capsys.readouterr().err
+
+
+def test_two_runs_do_not_write_to_one_folder(proxy, mirrored, tmp_path, capsys):
+    def nothing() -> None: ...
+
+    first, second = Lease(bucket(), print), Lease(bucket(), print)
+    first.acquire(nothing)
+    with pytest.raises(LeaseLost) as caught:
+        second.acquire(nothing)
+    assert "another run (pid" in caught.value.message and f"writes to {ADDRESS}" in caught.value.message
+    first.release()
+    second.acquire(nothing)
+    second.release()
+
+    mirror = mirrored("first")
+    mirror.begin()
+    mirror.start(0, Durations())
+    save(mirror.output, 1)
+    wait_for(lambda: whole_in_bucket() == [1])
+    other = {"id": "other", "host": "elsewhere", "pid": 7, "renewed": 1}
+
+    def take_over() -> None:
+        bucket().write(LEASE, json.dumps(other).encode())
+        mirror.lease.check()
+
+    folder = save_checkpoint(tmp_path / "elsewhere", 9)
+    late = WholeFolder("checkpoints/checkpoint-000009", "state.json")
+    with pytest.raises(LeaseLost):  # while it uploads: the checkpoint stays invisible
+        mirror.remote.upload(late, folder, (folder / "state.json").read_bytes(), take_over)
+    assert whole_in_bucket() == [1]
+    save(mirror.output, 2)
+    with pytest.raises(EnvironmentNotReady, match="another run .pid 7 on elsewhere. has taken over"):
+        mirror.finish(None)
+    assert whole_in_bucket() == [1] and "this run uploads nothing any more" in capsys.readouterr().err
+    assert json.loads(bucket().read(LEASE, 1000)) == other
+
+
+def test_a_dead_run_on_another_machine_is_waited_for_and_an_old_one_is_not(proxy, mirrored, monkeypatch, capsys):
+    monkeypatch.setattr(lease, "DEAD_SECONDS", 1.0)
+    bucket().write(LEASE, b'{"id": "other", "host": "elsewhere", "pid": 7, "renewed": 1}')
+    mirror = mirrored("first")
+    began = time.monotonic()
+    mirror.begin()
+    assert time.monotonic() - began >= 1
+    assert "waiting up to 1 s for an earlier run (pid 7 on elsewhere)" in capsys.readouterr().err
+    mirror.finish(None)
+    bucket().write(LEASE, b'{"id": "other", "host": "elsewhere", "pid": 7, "renewed": 1}')
+    monkeypatch.setattr(lease, "SURELY_DEAD_SECONDS", -1.0)
+    mirror = mirrored("first")
+    mirror.begin()
+    assert "waiting" not in capsys.readouterr().err
+    mirror.finish(None)
+
+
+def test_a_pipeline_comes_after_its_average_without_which_a_run_is_not_done(proxy, mirrored):
+    mirror = mirrored("first")
+    for name in ("pipeline", "pipeline-ema"):
+        (mirror.output / name).mkdir()
+        marker = with_checksum({"steps": 2, "files": {}, "checksums": {}})
+        (mirror.output / name / "simpletuner.json").write_text(json.dumps(marker))
+    save(mirror.output, 1)
+    save(mirror.output, 2)
+    mirror.begin()
+    proxy.requests.clear()
+    mirror.finish(None)
+    paths = [path.removeprefix(f"/{BUCKET}/run/") for path, _ in proxy.requests]
+    manifests = list(dict.fromkeys(path for path in paths if path.endswith(("state.json", "simpletuner.json"))))
+    wanted = ["checkpoints/checkpoint-000002/state.json", "checkpoints/checkpoint-000001/state.json"]
+    assert manifests == [*wanted, "pipeline-ema/simpletuner.json", "pipeline/simpletuner.json"]
+    assert [each.name for each in mirror.remote.whole()][2:] == ["pipeline-ema", "pipeline"]
+    assert paths.index("metrics.jsonl") < paths.index(wanted[0]), "who resumes from it needs its metrics"
+
+
+def test_a_signal_while_the_end_is_uploaded_waits_as_long_as_a_machine_may_live(proxy, mirrored, capsys):
+    mirror = mirrored("first")
+    mirror.begin()
+    save(mirror.output, 1)
+    proxy.latency_seconds = 0.3
+    threading.Timer(0.1, mirror.session.stop.receive, (signal.SIGTERM,)).start()
+    with pytest.raises(Stopped, match="stopped by SIGTERM while it uploaded its results"):
+        mirror.finish(None)
+    proxy.latency_seconds = 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "could not be uploaded" in said and "the upload was interrupted" in said
+    mirror.thread.join(PATIENCE)
+
+
+def test_what_is_no_file_is_left_out(proxy, mirrored, capsys):
+    mirror = mirrored("first")
+    mirror.begin()
+    mirror.patience_seconds = PATIENCE
+    (mirror.output / "validation").mkdir()
+    os.mkfifo(mirror.output / "validation" / "a.png")  # no file: left out
+    save(mirror.output, 1)
+    mirror.finish(None)
+    assert "validation/a.png" not in bucket().all_sizes() and whole_in_bucket() == [1]
+
+
+def test_a_start_removes_what_a_killed_one_had_no_time_to(proxy, mirrored):
+    mirror = mirrored("first", checkpoints_total_limit=4)
+    for step in (1, 2, 3):
+        save(mirror.output, step, keep=4)
+    mirror.begin()
+    mirror.finish(None)
+    bucket().write("checkpoints/checkpoint-000004/model/w.safetensors", b"half")
+    again = mirrored("second")
+    again.begin()
+    again.restore({})
+    again.start(3, Durations())
+    again.finish(None)
+    assert whole_in_bucket() == [2, 3] and not bucket().all_sizes("checkpoints/checkpoint-000004")
