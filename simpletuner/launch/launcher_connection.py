@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from simpletuner.errors import SimpleTunerError
 from simpletuner.launch.stall_detection import ProgressMeter
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import StopRequest
@@ -46,6 +47,10 @@ class LauncherConnection:
         with suppress(OSError):
             if self.connection is not None:
                 self.connection.send(json.dumps(message).encode())
+
+    def send_reason(self, error: SimpleTunerError) -> None:
+        """Send why this rank fails, for the launchers of all machines to print."""
+        self.send(reason={"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint})
 
     def _run(self) -> None:
         while not self.closed.is_set():

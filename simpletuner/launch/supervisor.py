@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from simpletuner.errors import EnvironmentNotReady, SimpleTunerError
@@ -60,8 +61,10 @@ class SupervisedRun:
     stalls: StallDetector
 
 
-def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
+def launch_ranks(loaded: Loaded, arguments: Sequence[str], run_folder: Path | None) -> None:
     """Run `simpletuner ARGUMENTS` once per rank of this machine, until the run ends on all machines.
+
+    `run_folder` gets the launcher's part of the status and the log; None for what is not a run.
 
     Raises SettingsError or EnvironmentNotReady when the rendezvous fails. Exits with the exit code of the first rank
     that failed, and prints why unless that rank has printed it here.
@@ -72,7 +75,8 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
     signer, ranks = message_signer(launch.run_secret_file), Ranks(inherited)
     with handle_stop_signals(ranks.unsaved) as stop:
         status = StatusWriter()
-        status.supervise(loaded.settings.training.output_dir)
+        if run_folder is not None:
+            status.supervise(run_folder)
         stop.before_exit = partial(kill_ranks, ranks, status)
         served = serve(launch) if launch.machine_rank == 0 else None
         # several machines: machine 0 connects too, to find out whether main_process_ip leads to itself
@@ -80,7 +84,8 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
         infos = rendezvous(store, loaded, stop.check, signer)
         names = [f"machine {number} ({info.host})" for number, info in enumerate(infos)]
         plan = plan_of(launch.machine_rank, launch, arguments, store.port)
-        write_log_to(loaded.settings.training.output_dir / LOG, create=False)  # the first rank makes it
+        if run_folder is not None:
+            write_log_to(run_folder / LOG, create=False)  # the first rank makes it
         log_ranks(launch.machine_rank, names, plan.ranks)
         # from here on messages of another run with the same secret are rejected, even recorded ones
         messages = MessageStore(TorchStore(store), signer.for_run(infos[0].nonce))
