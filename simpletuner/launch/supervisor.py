@@ -9,12 +9,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from simpletuner.errors import EnvironmentNotReady, SimpleTunerError
+from simpletuner.launch.flight_recorder import dumps_at, prefix_in, where_dumps_are
 from simpletuner.launch.heartbeat import PeerMonitor
 from simpletuner.launch.node_info import NodeInfo, check_addresses, node_info
 from simpletuner.launch.plan import plan_of, visible_gpus
@@ -73,6 +74,8 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str], run_folder: Path | No
     launch, inherited = loaded.settings.launch, inherited_environment()
     visible_gpus(launch)  # refuses wrong gpu_ids before any machine waits for another
     signer, ranks = message_signer(launch.run_secret_file), Ranks(inherited)
+    prefix = prefix_in(run_folder, inherited) if run_folder is not None else None
+    dumps = dumps_at(prefix) if prefix is not None else {}
     with handle_stop_signals(ranks.unsaved) as stop:
         status = StatusWriter()
         if run_folder is not None:
@@ -96,9 +99,13 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str], run_folder: Path | No
             run = SupervisedRun(ranks, peers, stop, StallDetector(ranks, launch.stall_timeout))
             termination = supervise(run)
             if termination is not None:
+                if termination.stalled and prefix is not None:
+                    ranks.request_dumps()
                 shut_down(run, termination)
             peers.leave(SAVE_ON_SIGNAL_SECONDS)
     if termination is not None:
+        if prefix is not None and (place := where_dumps_are(prefix, dumps)):
+            termination = replace(termination, hint="; ".join(filter(None, (termination.hint, place))))
         status.fail(termination.error(launch.machine_rank, names))  # unless the rank that failed has written why
         exit_with_reason(termination, run)
 
