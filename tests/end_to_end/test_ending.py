@@ -174,7 +174,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     # the other one has written what it waits for
     (dump,) = output.glob("flight_recorder_rank_*")
     last = pickle.loads(dump.read_bytes())["entries"][-1]
-    assert (last["profiling_name"], last["state"]) == ("gloo:all_reduce", "scheduled")
+    assert last["profiling_name"].startswith("gloo:all_") and last["state"] == "scheduled"
     where = f"the last collectives of rank {dump.name[-1]} are in {dump.parent.absolute()}/flight_recorder_rank_*: "
     assert where in said(output)
 

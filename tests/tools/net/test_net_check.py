@@ -136,6 +136,9 @@ def switched(tmp_path):
 def test_a_machine_behind_a_slow_cable_is_named_on_all(switched, tmp_path):
     meeting = (f"--main_process_ip={switched[0].address}", f"--main_process_port={PORT}", "--num_machines=3")
     flags = (*meeting, "--num_processes=3", "--use_cpu", "--seconds=4", f"--output_dir={tmp_path}/run")
+    log = tmp_path / "run" / "log.txt"  # of a run, which a check must not touch
+    log.parent.mkdir()
+    log.write_text("an earlier run\n")
     command = (sys.executable, "-m", "simpletuner", "net", "check", *flags)
     started = [machine.start(*command, "--json", f"--machine_rank={n}") for n, machine in enumerate(switched)]
     assert [each.wait() for each in started] == [3, 3, 3], "\n---\n".join(each.said for each in started)
@@ -143,7 +146,8 @@ def test_a_machine_behind_a_slow_cable_is_named_on_all(switched, tmp_path):
     rates = {(pair["first"], pair["second"]): pair["bytes_per_second"] for pair in told["pairs"]}
     assert set(rates) == {(0, 1), (0, 2), (1, 2)} and told["exit_code"] == 3
     # 80 Mbit/s are 10 MB/s, of which TCP and IP take some
-    assert rates[0, 1] > 3 * max(rates[0, 2], rates[1, 2]) and 5e6 < rates[0, 2] < 12e6 and 5e6 < rates[1, 2] < 12e6
+    assert rates[0, 1] > 3 * max(rates[0, 2], rates[1, 2])
+    assert 3e6 < min(rates[0, 2], rates[1, 2]) <= max(rates[0, 2], rates[1, 2]) < 12e6
     assert [machine["interface"] for machine in told["machines"]] == [machine.cable for machine in switched]
     # On a busy machine a round trip may take long as well, but no more than that.
     by_bandwidth = {(pair["first"], pair["second"]) for pair in told["pairs"] if "bandwidth" in pair["slow"]}
@@ -153,4 +157,4 @@ def test_a_machine_behind_a_slow_cable_is_named_on_all(switched, tmp_path):
     for command in started:
         assert re.search(sentence, command.said) and "Traceback" not in command.said
     assert f"error: machine 0 ({switched[0].name}): rank 0: slow: " in started[1].said
-    assert not (tmp_path / "run").exists()
+    assert list(log.parent.iterdir()) == [log] and log.read_text() == "an earlier run\n"
