@@ -127,11 +127,19 @@ def wire_to_switch(folder: Path, prefix: str, count: int) -> list[Machine]:
     return machines
 
 
-def slow_down(machine: Machine, rate: str) -> None:
-    """Let a machine send no more than this rate, such as 100mbit. Raises CalledProcessError where tc cannot do so."""
-    limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "400ms")
-    command = ["tc", "-n", machine.name, "qdisc", "add", "dev", machine.cable, "root", *limit]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def slow_down(machine: Machine, other: Machine, rate: str) -> None:
+    """Let a machine send no more than this rate, such as 100mbit, to one other.
+
+    Raises CalledProcessError where tc cannot do so.
+    """
+    to_other = ("protocol", "ip", "u32", "match", "ip", "dst", other.address)
+    for kind, *arguments in (
+        ("qdisc", "root", "handle", "1:", "htb"),
+        ("class", "parent", "1:", "classid", "1:1", "htb", "rate", rate),
+        ("filter", "parent", "1:", *to_other, "flowid", "1:1"),
+    ):
+        command = ["tc", "-n", machine.name, kind, "add", "dev", machine.cable, *arguments]
+        subprocess.run(command, check=True, capture_output=True, text=True)
 
 
 def tear_down(prefix: str, count: int = 2) -> None:
