@@ -103,7 +103,7 @@ def conclude(result: NetworkResult, planned: PlannedCommunication | str, as_json
         print_result(result, planned, report)
     if slow:
         variable = f"{result.backend.upper()}_SOCKET_IFNAME"
-        hint = f"look at their cables and switch ports, at {variable}, and at what else uses their network"
+        hint = f"look at their cables and switch ports, at {variable}, and at what else uses their network or CPUs"
         raise EnvironmentNotReady("slow: " + "\n  ".join(slow), hint)
 
 

@@ -84,6 +84,10 @@ def test_the_pairs_of_a_slow_machine_and_a_slow_pair_are_named():
     # below 1 ms, what waits for a CPU is not told from the network
     assert result_of({**dict.fromkeys(pairs_of(4), fast), (1, 3): late}, "gloo").slow == ()
     assert result_of({(0, 1): slow}).slow == (), "with two machines there is nothing to compare"
+    machine = NetworkMachine(0, "node0", (0, 1, 2), "lo")
+    within = [PairResult(*pair, *(slow if pair == (0, 2) else fast), 1 << 20) for pair in pairs_of(3)]
+    named = [list(NetworkResult(kind, 30, [machine], [], within, [], 3).slow_sentences()) for kind in ("nccl", "gloo")]
+    assert named == [["rank 0 (node0) with rank 2 (node0): 4.0 GB/s, usual are 10.0 GB/s"], []]
 
 
 def test_ranks_of_one_machine_measure_each_other_and_predict_the_share_of_a_step(starter, tmp_path):
@@ -91,8 +95,7 @@ def test_ranks_of_one_machine_measure_each_other_and_predict_the_share_of_a_step
     run = starter.start(ranks.command_line, 3, ["net", "check", "--use_cpu", "--seconds=2", "--json", *model])
     codes = run.wait()
     told = json_in(run.logs[0].read_text())
-    # On a busy machine a pair may well be slow; then rank 0 says so with its exit code.
-    assert codes == [told["exit_code"], 0, 0] and told["exit_code"] == (3 if told["slow"] else 0), run.said
+    assert (codes, told["exit_code"], told["slow"]) == ([0, 0, 0], 0, []), run.said
     assert (told["backend"], told["pairs_not_measured"]) == ("gloo", 0) and 1 < told["seconds"] < 10
     assert [machine["ranks"] for machine in told["machines"]] == [[0, 1, 2]]
     assert "chosen by gloo; GLOO_SOCKET_IFNAME=lo leads to rank 0" in told["machines"][0]["interface"]
