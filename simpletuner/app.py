@@ -21,6 +21,7 @@ from simpletuner.commands.deepspeed import build_deepspeed
 from simpletuner.commands.detect_blocks import SHOWN, detect_blocks
 from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.models import models
+from simpletuner.commands.net import build_net
 from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, outranked_flags, with_settings
 from simpletuner.commands.page import page
@@ -77,6 +78,7 @@ def build_app(only: str = "") -> typer.Typer:
         "deepspeed": lambda name: app.add_typer(build_deepspeed(), name=name),
         "cache": lambda name: app.add_typer(build_cache(), name=name),
         "nfs": lambda name: app.add_typer(build_nfs(), name=name),
+        "net": lambda name: app.add_typer(build_net(), name=name),
         "completion": lambda name: app.command(name)(completion),
     }
     for name in [only] if only in commands else commands:

@@ -15,6 +15,7 @@ from simpletuner.checkpoints.verification import CheckpointDamaged, Checksums, V
 from simpletuner.data.batches.prefetch import RankSlice, prefetch
 from simpletuner.data.sampler.permutation import hash_key
 from simpletuner.errors import EnvironmentNotReady, explain_system_errors
+from simpletuner.launch.flight_recorder import prefix_in, record_into, write_records
 from simpletuner.launch.launcher_connection import connect_to_launcher
 from simpletuner.launch.node_info import check_local_ranks, node_info
 from simpletuner.launch.preemption import check_of_machine, watch_preemption
@@ -87,7 +88,8 @@ from simpletuner.training.validation.validator import open_validator
 
 def run_rank(loaded: Loaded) -> None:
     """Run one rank. Collective with the other ranks of the run."""
-    launch, activity = loaded.settings.launch, Activity()
+    launch, activity, folder = loaded.settings.launch, Activity(), loaded.settings.training.output_dir
+    record_into(folder, os.environ)
     with (
         # Left in reverse: an error becomes a sentence, then the launcher and the other ranks get it, and only
         # then are the connections to both closed.
@@ -97,9 +99,10 @@ def run_rank(loaded: Loaded) -> None:
         joined_world(os.environ, launch.use_cpu, stop, activity) as world,
         recorded_status(stop, activity) as status,
         report_first_failure(world, stop, launcher),
-        explain_system_errors(loaded.settings.training.output_dir),
+        explain_system_errors(folder),
         ExitStack() as stack,
     ):
+        launcher.dump = partial(write_records, prefix_in(folder, os.environ), world.rank)
         messages = MessageStore(TorchStore(world.store), message_signer(launch.run_secret_file))
         infos = verify_same_config(
             messages, Group("rank", world.rank, world.size), node_info(loaded), stop.check, STALL_SECONDS

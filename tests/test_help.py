@@ -25,6 +25,7 @@ COMMANDS = (
     "deepspeed validate --help",
     "deepspeed templates --help",
     "cache list --help",
+    "net check --help",
     "nfs check --help",
     "page --help",
     "train --help",

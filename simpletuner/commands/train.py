@@ -25,13 +25,12 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again to resume."""
-    from simpletuner.launch.launcher_connection import exit_if_launcher_died
-    from simpletuner.launch.plan import check_world_size, choose_gpus, is_rank, round_no_pinned_memory
+    from simpletuner.launch.plan import is_rank, prepare_rank
     from simpletuner.launch.started_tasks import rank_variables
     from simpletuner.launch.supervisor import launch_ranks
     from simpletuner.models.catalog.support import check_runnable
     from simpletuner.settings.resolving.sources import collect_sources
-    from simpletuner.system.processes.signals import exit_on_interrupt, terminate_with_parent
+    from simpletuner.system.processes.signals import exit_on_interrupt
     from simpletuner.tools.run_check import check_run, load_run
 
     loaded = load_run(collect_sources(flags, config, os.environ))
@@ -58,16 +57,9 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     launches = loaded.settings.launch.num_processes > 1 and not is_rank(os.environ)
     start_run_log(source_of(loaded.settings.launch, launches))
     if launches:
-        launch_ranks(loaded, ["train", *as_arguments(flags, config)])
+        launch_ranks(loaded, ["train", *as_arguments(flags, config)], loaded.settings.training.output_dir)
         return
-    check_world_size(loaded, os.environ)
-    # Both set variables that CUDA and torch's allocator read once, so they come before torch is imported.
-    choose_gpus(loaded.settings.launch, os.environ)
-    round_no_pinned_memory(os.environ)
-    if is_rank(os.environ):
-        # In this order: the kernel reports only deaths after it was asked, so an earlier one is looked for.
-        terminate_with_parent()
-        exit_if_launcher_died(os.environ)
+    prepare_rank(loaded, os.environ)
     read_checkpoint_ahead(loaded.settings)
     # torch is imported from here on: launchers and --dry_run answer without it.
     with Report(quiet=os.environ.get("RANK", "0") != "0").phase("importing torch"), exit_on_interrupt():

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from simpletuner.errors import SimpleTunerError
 from simpletuner.launch.stall_detection import ProgressMeter
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import StopRequest
@@ -39,6 +41,8 @@ class LauncherConnection:
     ) -> None:
         self.connection, self.activity, self.stop, self.stall_seconds = connection, activity, stop, stall_seconds
         self.closed, self.is_gone = threading.Event(), False
+        self.dump: Callable[[], None] = lambda: None
+        """Called when the launcher asks what this rank was last communicating, before it ends a run that hangs."""
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def send(self, **message: Any) -> None:
@@ -46,6 +50,10 @@ class LauncherConnection:
         with suppress(OSError):
             if self.connection is not None:
                 self.connection.send(json.dumps(message).encode())
+
+    def send_reason(self, error: SimpleTunerError) -> None:
+        """Send why this rank fails, for the launchers of all machines to print."""
+        self.send(reason={"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint})
 
     def _run(self) -> None:
         while not self.closed.is_set():
@@ -57,6 +65,17 @@ class LauncherConnection:
             # woken early when `unsaved` changes, so that the launcher confirms Ctrl-C correctly
             now.changed.wait(HEARTBEAT_SECONDS)
             now.changed.clear()
+            if self._is_asked():
+                with suppress(OSError):  # a full disk
+                    self.dump()
+                self.send(dumped=True)
+
+    def _is_asked(self) -> bool:
+        """Return whether the launcher has sent something; it only ever asks for a dump."""
+        assert self.connection is not None
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        return any(events & select.POLLIN for _, events in poll.poll(0)) and bool(self.connection.recv(1))
 
     def _is_broken(self, message: bytes) -> bool:
         """Send a message; return whether the launcher is gone."""

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
+from simpletuner.launch.launcher_connection import SOCKET_VARIABLE, exit_if_launcher_died
 from simpletuner.settings import Loaded
 from simpletuner.settings.declared.sections import Launch
 from simpletuner.system.network import interface_towards
 from simpletuner.system.processes.python_process import module_command
+from simpletuner.system.processes.signals import terminate_with_parent
 
 LOOPBACK = "127.0.0.1"
 FREE_PORT = "a free port"
@@ -98,6 +99,18 @@ def round_no_pinned_memory(environment: MutableMapping[str, str]) -> None:
     own = environment.get(name, "")
     if PINNED_OPTION not in own:
         environment[name] = ",".join(filter(None, (own, f"{PINNED_OPTION}:1")))
+
+
+def prepare_rank(loaded: Loaded, environment: MutableMapping[str, str]) -> None:
+    """Prepare this process to be a rank, or the only process of a run. Call it before torch is imported."""
+    check_world_size(loaded, environment)
+    # Both set variables that CUDA and torch's allocator read once.
+    choose_gpus(loaded.settings.launch, environment)
+    round_no_pinned_memory(environment)
+    if is_rank(environment):
+        # In this order: the kernel reports only deaths after it was asked, so an earlier one is looked for.
+        terminate_with_parent()
+        exit_if_launcher_died(environment)
 
 
 @dataclass(frozen=True)

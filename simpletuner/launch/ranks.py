@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,10 @@ from simpletuner.system.files.paths import descriptor_of
 KILL_SECONDS = 10
 """Longest wait for a killed process to disappear; one that waits for a broken disk or GPU driver never does."""
 MESSAGE_BYTES = 1 << 16
+DUMP_SECONDS = 5.0
+"""Longest wait for ranks that write their last collectives: they look once a second whether they should."""
+SILENT_SECONDS = 3.0
+"""Time without heartbeat after which a rank is not waited for."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Ranks:
         """Why the first rank of this machine failed, as that rank sent it."""
         self.failed_at = 0.0
         self.lost_contact = False
+        self.dumped: set[int] = set()
+        """Ranks that have answered `request_dumps`."""
 
     @contextmanager
     def started(self, command: Sequence[str], environments: Mapping[int, Mapping[str, str]]) -> Iterator[None]:
@@ -116,6 +122,8 @@ class Ranks:
         if "reason" in message and not self.reason:
             self.reason, self.failed_at = {"rank": rank, **message["reason"]}, time.monotonic()
         self.lost_contact = self.lost_contact or "lost_contact" in message
+        if "dumped" in message:
+            self.dumped.add(rank)
 
     def unsaved(self) -> int:
         """Return -1 if any rank has trained steps that are not in a checkpoint yet, else 0: see StopRequest.unsaved.
@@ -133,6 +141,19 @@ class Ranks:
         # signals are negative codes, so the least code is a kill
         failed = [(process.returncode, rank) for rank, process in self.processes.items() if process.poll()]
         return ProcessExit(min(failed)[1], self.processes[min(failed)[1]].pid, min(failed)[0]) if failed else None
+
+    def request_dumps(self) -> None:
+        """Ask all ranks to write what they were last communicating, and wait for those that send heartbeats."""
+        began = time.monotonic()
+        for connection in self.sockets.values():
+            with suppress(OSError):
+                connection.send(b"d")
+        while time.monotonic() < began + DUMP_SECONDS:
+            self.receive()
+            answering = [rank for rank, status in self.statuses.items() if began - status.received < SILENT_SECONDS]
+            if all(rank in self.dumped or self.processes[rank].poll() is not None for rank in answering):
+                return
+            time.sleep(0.05)
 
     def send_signal(self, number: int) -> None:
         for process in self.alive:

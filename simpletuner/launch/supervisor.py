@@ -9,11 +9,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from simpletuner.errors import EnvironmentNotReady, SimpleTunerError
+from simpletuner.launch.flight_recorder import dumps_at, prefix_in, where_dumps_are
 from simpletuner.launch.heartbeat import PeerMonitor
 from simpletuner.launch.node_info import NodeInfo, check_addresses, node_info
 from simpletuner.launch.plan import plan_of, visible_gpus
@@ -61,8 +63,10 @@ class SupervisedRun:
     stalls: StallDetector
 
 
-def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
+def launch_ranks(loaded: Loaded, arguments: Sequence[str], run_folder: Path | None) -> None:
     """Run `simpletuner ARGUMENTS` once per rank of this machine, until the run ends on all machines.
+
+    `run_folder` gets the launcher's part of the status and the log; None for what is not a run.
 
     Raises SettingsError or EnvironmentNotReady when the rendezvous fails. Exits with the exit code of the first rank
     that failed, and prints why unless that rank has printed it here.
@@ -71,9 +75,12 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
     launch, inherited = loaded.settings.launch, inherited_environment()
     visible_gpus(launch)  # refuses wrong gpu_ids before any machine waits for another
     signer, ranks = message_signer(launch.run_secret_file), Ranks(inherited)
+    prefix = prefix_in(run_folder, inherited) if run_folder is not None else None
+    dumps = dumps_at(prefix) if prefix is not None else {}
     with handle_stop_signals(ranks.unsaved) as stop:
         status = StatusWriter()
-        status.supervise(loaded.settings.training.output_dir)
+        if run_folder is not None:
+            status.supervise(run_folder)
         stop.before_exit, stop.save_seconds = partial(kill_ranks, ranks, status), ranks.save_seconds
         served = serve(launch) if launch.machine_rank == 0 else None
         # several machines: machine 0 connects too, to find out whether main_process_ip leads to itself
@@ -81,7 +88,8 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
         infos = rendezvous(store, loaded, stop.check, signer)
         names = [f"machine {number} ({info.host})" for number, info in enumerate(infos)]
         plan = plan_of(launch.machine_rank, launch, arguments, store.port)
-        write_log_to(loaded.settings.training.output_dir / LOG, create=False)  # the first rank makes it
+        if run_folder is not None:
+            write_log_to(run_folder / LOG, create=False)  # the first rank makes it
         log_ranks(launch.machine_rank, names, plan.ranks)
         # from here on messages of another run with the same secret are rejected, even recorded ones
         messages = MessageStore(TorchStore(store), signer.for_run(infos[0].nonce))
@@ -93,9 +101,13 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
             run = SupervisedRun(ranks, peers, stop, StallDetector(ranks, launch.stall_timeout))
             termination = supervise(run)
             if termination is not None:
+                if termination.stalled and prefix is not None:
+                    ranks.request_dumps()
                 shut_down(run, termination)
             peers.leave(SAVE_ON_SIGNAL_SECONDS)
     if termination is not None:
+        if prefix is not None and (place := where_dumps_are(prefix, dumps)):
+            termination = replace(termination, hint="; ".join(filter(None, (termination.hint, place))))
         status.fail(termination.error(launch.machine_rank, names))  # unless the rank that failed has written why
         exit_with_reason(termination, run)
 

@@ -25,6 +25,8 @@ class Termination:
     """True if a rank has printed the reason on that machine."""
     killed: bool = False
     """True if a signal has killed a rank, which has written nothing since."""
+    stalled: bool = False
+    """True if a rank hangs, so that what the others wait for is worth knowing."""
 
     @property
     def signal_number(self) -> int:
@@ -55,8 +57,8 @@ def parse_termination(values: Mapping[str, Any], machines: int) -> Termination |
         case {"machine": int(machine), "exit_code": int(code), "sentence": str(sentence), "hint": str(hint)}:
             if not 0 <= machine < machines:
                 return None
-            said, killed = (values.get(name) is True for name in ("said", "killed"))
-            return Termination(machine, failure_code(code), sanitize(sentence), sanitize(hint), said, killed)
+            flags = {name: values.get(name) is True for name in ("said", "killed", "stalled")}
+            return Termination(machine, failure_code(code), sanitize(sentence), sanitize(hint), **flags)
     return None
 
 
@@ -77,7 +79,10 @@ def rank_failed(machine: int, failure: ProcessExit) -> Termination:
     if failure.code > 0:
         said = failure.code in ExitCode.__members__.values()
         return Termination(machine, failure.code, str(failure), said=said)
-    hint = "the kernel kills a process when memory runs out: see `dmesg`; run the same command to resume"
+    if failure.code == -signal.SIGABRT:
+        hint = "see its output: torch aborts a rank whose collective takes 10 minutes; run the same command to resume"
+    else:
+        hint = "the kernel kills a process when memory runs out: see `dmesg`; run the same command to resume"
     return Termination(machine, int(ExitCode.TRAINING), str(failure), hint, killed=True)
 
 
@@ -88,7 +93,7 @@ def rank_hangs_after_failing(machine: int, reason: Mapping[str, Any]) -> Termina
 
 def rank_stalled(machine: int, stall: Stall) -> Termination:
     hint = "look at its disks, driver and debugger, then run the same command to resume; --stall_timeout sets the limit"
-    return Termination(machine, int(ExitCode.TRAINING), str(stall), hint)
+    return Termination(machine, int(ExitCode.TRAINING), str(stall), hint, stalled=True)
 
 
 def machine_silent(machine: int, name: str, seconds: float) -> Termination:

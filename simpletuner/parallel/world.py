@@ -325,7 +325,7 @@ def is_first_failure(world: World, launcher: LauncherConnection, error: SimpleTu
             return False
     if launcher.is_gone:
         return world.is_first or not isinstance(error, Stopped)
-    launcher.send(reason={"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint})
+    launcher.send_reason(error)
     return True
 
 

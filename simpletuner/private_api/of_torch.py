@@ -102,6 +102,16 @@ def set_cpu_timeout(timeout: timedelta) -> None:
     group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
+def flight_records() -> bytes:
+    """Return the flight recorder's last collectives, pickled; empty where there is none. There is no public way to ask
+    for them."""
+    compiled: Any = torch._C
+    # NCCL has a recorder of its own, which builds without CUDA lack.
+    name = "_dump_nccl_trace" if torch.cuda.is_initialized() else "_dump_fr_trace"
+    dump = getattr(compiled._distributed_c10d, name, None)
+    return dump() if dump is not None and dist.is_initialized() else b""
+
+
 def operator_build_folder(name: str) -> str:
     """Return the folder in which torch compiles a C++ extension, where a killed compilation leaves its lock file."""
     from torch.utils import cpp_extension  # 0.1 s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickle
 import pty
 import re
 import shutil
@@ -170,6 +171,12 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     for text in (said(output), (output / "log.txt").read_text()):
         assert text.count(f"`kill -CONT {victim.pid}` lets it go on; the run ends when that lasts 3 s") == 1, text
     assert ended(output)[0] == "failed" and "the process is stopped (SIGSTOP)" in ended(output)[1]
+    # the other one has written what it waits for
+    (dump,) = output.glob("flight_recorder_rank_*")
+    last = pickle.loads(dump.read_bytes())["entries"][-1]
+    assert last["profiling_name"].startswith("gloo:all_") and last["state"] == "scheduled"
+    where = f"the last collectives of rank {dump.name[-1]} are in {dump.parent.absolute()}/flight_recorder_rank_*: "
+    assert where in said(output)
 
     # a launcher that is killed: no time to ask its ranks, which save; while they start they have nothing to save
     newest = load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step

@@ -109,9 +109,42 @@ def wire(folder: Path, prefix: str) -> list[Machine]:
     return machines
 
 
-def tear_down(prefix: str) -> None:
-    """End what still runs there, and remove the namespaces, which takes the cable along."""
-    for n in range(2):
+def wire_to_switch(folder: Path, prefix: str, count: int) -> list[Machine]:
+    """Return machines that reach each other by a switch. Raises CalledProcessError where namespaces are not allowed."""
+    switch, bridge = f"{prefix}{count}", "bridge"
+    machines = [Machine(f"{prefix}{n}", f"10.88.9.{n + 1}", f"{prefix}e{n}", folder) for n in range(count)]
+    for name in (switch, *(machine.name for machine in machines)):
+        ip("netns", "add", name)
+    ip("-n", switch, "link", "add", bridge, "type", "bridge")
+    ip("-n", switch, "link", "set", bridge, "up")
+    for number, machine in enumerate(machines):
+        port = f"port{number}"
+        ip("-n", machine.name, "link", "add", machine.cable, "type", "veth", "peer", "name", port, "netns", switch)
+        ip("-n", switch, "link", "set", port, "master", bridge, "up")
+        ip("-n", machine.name, "addr", "add", f"{machine.address}/24", "dev", machine.cable)
+        for device in ("lo", machine.cable):
+            ip("-n", machine.name, "link", "set", device, "up")
+    return machines
+
+
+def slow_down(machine: Machine, other: Machine, rate: str) -> None:
+    """Let a machine send no more than this rate, such as 100mbit, to one other.
+
+    Raises CalledProcessError where tc cannot do so.
+    """
+    to_other = ("protocol", "ip", "u32", "match", "ip", "dst", other.address)
+    for kind, *arguments in (
+        ("qdisc", "root", "handle", "1:", "htb"),
+        ("class", "parent", "1:", "classid", "1:1", "htb", "rate", rate),
+        ("filter", "parent", "1:", *to_other, "flowid", "1:1"),
+    ):
+        command = ["tc", "-n", machine.name, kind, "add", "dev", machine.cable, *arguments]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def tear_down(prefix: str, count: int = 2) -> None:
+    """End what still runs in so many namespaces, and remove them, which takes the cables along."""
+    for n in range(count):
         machine = Machine(f"{prefix}{n}", "", "", Path())
         machine.kill()
         end = time.monotonic() + 5

@@ -77,16 +77,21 @@ def estimate_step(
 
 
 def communication_seconds(settings: Settings, device: Device, parameters: int) -> float:
-    """Gathering weights twice and reducing gradients in float32; for replicas only the latter, there and back."""
-    ranks, machines = settings.launch.num_processes, settings.launch.num_machines
-    if ranks == 1:
-        return 0.0
-    rate = min(device.link_gb_per_second, NETWORK_GB_PER_SECOND) if machines > 1 else device.link_gb_per_second
+    """Return the seconds in which a rank sends and receives what a step communicates."""
+    several = settings.launch.num_machines > 1
+    rate = min(device.link_gb_per_second, NETWORK_GB_PER_SECOND) if several else device.link_gb_per_second
+    return communication_bytes(settings, parameters) / (rate * 1e9 * LINK)
+
+
+def communication_bytes(settings: Settings, parameters: int) -> float:
+    """Return what a rank sends in a step: weights, gathered twice, and gradients, reduced in float32; for replicas only
+    the latter, there and back."""
+    ranks = settings.launch.num_processes
     is_sharded = settings.parallel.fsdp_enable or settings.parallel.zero_stage is not None
     reduced = FLOAT32_BYTES * (1 if is_sharded else 2)
     gathered = 2 * compute_bytes(settings) * settings.training.gradient_accumulation_steps if is_sharded else 0
     # In ring algorithms a rank sends all but its own share: (N - 1) / N of the bytes.
-    return parameters * (reduced + gathered) * (1 - 1 / ranks) / (rate * 1e9 * LINK)
+    return parameters * (reduced + gathered) * (1 - 1 / ranks)
 
 
 def optimizer_seconds(settings: Settings, device: Device, inputs: MemoryInputs) -> float:

@@ -1,0 +1,96 @@
+"""`simpletuner net check` in one rank: join the others as a run does, measure, and leave together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from simpletuner.errors import SimpleTunerError
+from simpletuner.launch.launcher_connection import connect_to_launcher
+from simpletuner.launch.node_info import NodeInfo, check_local_ranks, node_info
+from simpletuner.launch.rendezvous import Group, verify_same_config
+from simpletuner.launch.store import MessageStore, TorchStore, message_signer
+from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, report_first_failure
+from simpletuner.report import Report
+from simpletuner.settings import Loaded
+from simpletuner.system.network import interface_towards
+from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.signals import handle_stop_signals
+from simpletuner.tools.net.measure import PAIRS_SHARE, measure_all_reduce, measure_pairs, rounds_of, thinned
+from simpletuner.tools.net.results import NetworkMachine, NetworkResult
+
+
+def run_rank(loaded: Loaded, seconds: float, report: Report, show: Callable[[NetworkResult], None]) -> None:
+    """Measure the network as one of its ranks, then show the result if this is the first one. Collective."""
+    launch, activity = loaded.settings.launch, Activity()
+    with (
+        handle_stop_signals() as stop,
+        connect_to_launcher(os.environ, activity, stop, launch.stall_timeout) as launcher,
+    ):
+        stop.when_asked = lambda: stop.exit_now(stop.signal_number)  # nothing is lost
+        with (
+            joined_world(os.environ, launch.use_cpu, stop, activity) as world,
+            report_first_failure(world, stop, launcher),
+        ):
+            result = join_and_measure(loaded, world, seconds, report)
+        # Only now, since the plan counts the images in a world of its own.
+        if world.is_first:
+            activity.begin("planning", watched=False)
+            try:
+                show(result)
+            except SimpleTunerError as error:
+                launcher.send_reason(error)
+                raise
+
+
+def join_and_measure(loaded: Loaded, world: World, seconds: float, report: Report) -> NetworkResult:
+    """Verify that all ranks mean the same, as a run does, and measure. Collective."""
+    messages = MessageStore(TorchStore(world.store), message_signer(loaded.settings.launch.run_secret_file))
+    group = Group("rank", world.rank, world.size)
+    infos = verify_same_config(messages, group, node_info(loaded), lambda: None, STALL_SECONDS)
+    check_local_ranks(infos, world.rank, os.environ)
+    world.activity.begin("measuring the network", watched=False)
+    with report.phase(f"measuring the network for {seconds:g} s"):
+        return measure(world, infos, seconds)
+
+
+def measure(world: World, infos: Sequence[NodeInfo], seconds: float) -> NetworkResult:
+    """Measure pairs, then all ranks together, in so many seconds. Collective."""
+    began = time.monotonic()
+    machines = machines_of(infos, world.gather_texts(interface(world.device, os.environ)))
+    # First: NCCL's communicator of all ranks is made by a collective of all ranks, and pairs use it, too.
+    world.all_mean(torch.zeros(1, device=world.device))
+    rounds = rounds_of([machine.ranks for machine in machines])
+    pairs_seconds = PAIRS_SHARE * seconds
+    pairs = measure_pairs(world, thinned(rounds, pairs_seconds), pairs_seconds)
+    all_reduce = measure_all_reduce(world, seconds - pairs_seconds)
+    machine_of = {rank: machine.number for machine in machines for rank in machine.ranks}
+    between = [pair for pair in pairs if machine_of[pair.first] != machine_of[pair.second]]
+    within = [pair for pair in pairs if machine_of[pair.first] == machine_of[pair.second]]
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    taken = time.monotonic() - began
+    return NetworkResult(backend, taken, machines, between, within, all_reduce, sum(map(len, rounds)))
+
+
+def machines_of(infos: Sequence[NodeInfo], interfaces: Sequence[str]) -> list[NetworkMachine]:
+    """Return the machines in the order of their first ranks, given what each rank registered, and its interface."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, info in enumerate(infos):  # not by GROUP_RANK, which mpirun does not give
+        ranks.setdefault((info.host, info.boot), []).append(rank)
+    return [
+        NetworkMachine(number, host, tuple(mine), interfaces[mine[0]])
+        for number, ((host, _), mine) in enumerate(ranks.items())
+    ]
+
+
+def interface(device: torch.device, environment: Mapping[str, str]) -> str:
+    """Return which network interface this rank uses, as far as anything but the library says."""
+    library = "NCCL" if device.type == "cuda" else "GLOO"
+    name = f"{library}_SOCKET_IFNAME"
+    if value := environment.get(name):
+        return value
+    towards = interface_towards(environment.get("MASTER_ADDR", ""), int(environment.get("MASTER_PORT", "0")))
+    return f"chosen by {library.lower()}" + (f"; {name}={towards} leads to rank 0" if towards else "")
