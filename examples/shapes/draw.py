@@ -1,6 +1,7 @@
 """Draw the demo's picture set: one coloured shape on a light background, with its caption in a file beside it.
 
-With --before, pairs: each shape in another colour there, and captions that say which one it gets.
+With --before, pairs: each shape in another colour there, and captions that say which one it gets. With --frames, clips
+of a shape that moves, of which a quarter of all captions is left out, to ask for these later.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ TURNS = {  # directions of a shape's corners, in turns from straight up, and how
     "square": [(step / 4 + 1 / 8, 1.15) for step in range(4)],
     "triangle": [(step / 3, 1.2) for step in range(3)],
 }
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+CLIP_PX = 64
+PATH_PX = 32  # from the first frame to the last
 SIZES_PX = [(64, 64), (96, 64), (64, 96)]
 SUPERSAMPLING = 4
 
@@ -63,16 +67,74 @@ def draw_pairs(count: int, seed: int) -> Iterator[tuple[str, Image.Image, Image.
         yield f"make it {new}", before, after
 
 
+def held_out(colour: str, shape: str, direction: str) -> bool:
+    """Return whether a clip is never drawn: of each colour and shape one direction, of each direction three."""
+    places = [list(names).index(name) for names, name in ((COLOURS, colour), (TURNS, shape), (DIRECTIONS, direction))]
+    return sum(places) % 4 == 0
+
+
+def draw_light(side: int) -> Image.Image:
+    """Draw a background that darkens to the right in red and to the bottom in blue."""
+    # It says where in the picture a patch is: Wan itself knows only how far patches are from each other. On a plain
+    # background 10 of 24 held-out clips went as their captions say after 1500 steps, on this
+    # one 23, even with a worse VAE.
+    dimmed = [250 - level * 45 // 255 for level in range(256)]
+    down = Image.linear_gradient("L").resize((side, side)).point(dimmed)
+    across = down.transpose(Image.Transpose.TRANSPOSE)
+    return Image.merge("RGB", (across, Image.blend(across, down, 0.5), down))
+
+
+def draw_clip(shape: str, colour: str, direction: str, frames: int, dice: random.Random) -> list[Image.Image]:
+    """Draw a shape that crosses the picture near its centre."""
+    side, radius = CLIP_PX * SUPERSAMPLING, SUPERSAMPLING * dice.uniform(10, 12)
+    background = draw_light(side)
+    shade = tuple(min(255, max(0, part + dice.randint(-8, 8))) for part in COLOURS[colour])
+    path = [SUPERSAMPLING * PATH_PX * step for step in DIRECTIONS[direction]]
+    middle = [side / 2 + SUPERSAMPLING * dice.uniform(-4, 4) for _ in path]
+    drawn = []
+    for frame in range(frames):
+        centre = [place + step * (frame / (frames - 1) - 0.5) for place, step in zip(middle, path, strict=True)]
+        picture = background.copy()
+        ImageDraw.Draw(picture).polygon(corners(shape, (centre[0], centre[1]), radius), fill=shade)
+        drawn.append(picture.resize((CLIP_PX, CLIP_PX), Image.Resampling.BOX))
+    return drawn
+
+
+def draw_clips(count: int, frames: int, seed: int) -> Iterator[tuple[str, list[Image.Image]]]:
+    """Yield `count` captions with their clips, each of those that are not held out equally often."""
+    kinds = [kind for kind in itertools.product(COLOURS, TURNS, DIRECTIONS) if not held_out(*kind)]
+    for index, (colour, shape, direction) in enumerate(itertools.islice(itertools.cycle(kinds), count)):
+        dice = random.Random(f"{seed}/{index}")
+        yield f"a {colour} {shape} moves {direction}", draw_clip(shape, colour, direction, frames, dice)
+
+
+def write_clip(path: Path, frames: list[Image.Image]) -> None:
+    import av  # comes with simpletuner[video], which pictures do not need
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8, options={"crf": "12"})
+        stream.width, stream.height = frames[0].size
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        container.mux(stream.encode(None))
+
+
 def main() -> None:
-    """Write the pictures and captions into the folder named on the command line."""
+    """Write the pictures or clips and captions into the folder named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=252, help="how many; a multiple of 36 is even (default: 252)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--before", type=Path, help="folder for what each picture was before")
+    parser.add_argument("--frames", type=int, help="of each clip")
     options = parser.parse_args()
     for folder in filter(None, (options.folder, options.before)):
         folder.mkdir(parents=True, exist_ok=True)
+    if options.frames:
+        for index, (caption, frames) in enumerate(draw_clips(options.count, options.frames, options.seed)):
+            write_clip(options.folder / f"{index:04d}.mp4", frames)
+            (options.folder / f"{index:04d}.txt").write_text(caption + "\n")
+        return
     if options.before:
         pictures = []
         for index, (caption, before, after) in enumerate(draw_pairs(options.count, options.seed)):

@@ -1,69 +1,58 @@
-"""Train the tiny VAE that the tiny pipelines share, on random scenes that it draws itself: no images are needed.
+"""Train a tiny VAE of the tiny pipelines, of images or of clips, on random scenes that it draws itself.
 
-Shape letters: B batch, C channels, H and W height and width in pixels, or in latent cells after `encode`.
+Shape letters: B batch, C channels, F frames, H and W height and width in pixels, or in latent cells after `encode`.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import av
 import numpy
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
-from PIL import Image, ImageDraw
+from PIL import Image
+from scenes import Scenes, draw_scene
+from video import build_video_vae, inflate, mean_colours, normalize_clips
 
 SIDE_PX = 64
-BATCH_SIZE = 8
 KL_WEIGHT = 5e-4
 EDGE_WEIGHT = 0.25
 COLOUR_WEIGHT = 1.0  # without it, and with a higher learning rate, the first thousand steps learn only grey
-LEARNING_RATE = 5e-4
 
 
-def random_colour(dice: random.Random) -> tuple[int, ...]:
-    """Any colour; with a probability of a quarter, a light grey."""
-    return (dice.randint(225, 255),) * 3 if dice.random() < 0.25 else tuple(dice.randint(0, 255) for _ in "RGB")
+@dataclass
+class Phase:
+    """A part of the training: how many steps of what."""
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    scenes: Scenes
 
 
-def draw_background(dice: random.Random) -> Image.Image:
-    """A plain background or a slanted gradient between two colours, at twice the final size."""
-    start = numpy.array(random_colour(dice))
-    end = start if dice.random() < 0.5 else numpy.array(random_colour(dice))
-    ramp = numpy.linspace(0, 1, 2 * SIDE_PX)
-    slant = dice.random()
-    mix = (slant * ramp[:, None] + (1 - slant) * ramp[None, :])[..., None]
-    return Image.fromarray((start * (1 - mix) + end * mix).astype(numpy.uint8))
+OF_IMAGES = [Phase(2500, 8, 5e-4, Scenes(SIDE_PX))]
+# A frame costs as much in a clip as alone, but eight of nine show what the first does: so colours and edges are learned
+# from images, and from small ones.
+OF_CLIPS = [
+    Phase(2000, 8, 2e-3, Scenes(32, most=4)),
+    Phase(1200, 4, 1e-3, Scenes(32, frames=9, most=4)),
+    Phase(1000, 4, 8e-4, Scenes(32, frames=9, most=2, spread=28)),
+    Phase(400, 2, 1.2e-3, Scenes(SIDE_PX, frames=9, compact=True)),
+]
 
 
-def draw_scene(dice: random.Random) -> numpy.ndarray:
-    """One image of ellipses, polygons and lines in any colours, as uint8 height x width x 3."""
-    image = draw_background(dice)
-    brush = ImageDraw.Draw(image)
-    for _ in range(dice.randint(1, 6)):
-        points = [(dice.gauss(SIDE_PX, 40), dice.gauss(SIDE_PX, 40)) for _ in range(dice.randint(3, 5))]
-        low, high = (tuple(pick(axis) for axis in zip(*points[:2], strict=True)) for pick in (min, max))
-        colour = random_colour(dice)
-        kind = dice.choice(["ellipse", "box", "polygon", "line"])
-        if kind == "ellipse":
-            brush.ellipse((low, high), fill=colour)
-        elif kind == "box":
-            brush.rectangle((low, high), fill=colour)
-        elif kind == "polygon":
-            brush.polygon(points, fill=colour)
-        else:
-            brush.line(points, fill=colour, width=dice.randint(2, 10))
-    return numpy.asarray(image.resize((SIDE_PX, SIDE_PX), Image.Resampling.BOX))
+def to_pixels(scenes: list[numpy.ndarray]) -> torch.Tensor:
+    """Turn uint8 scenes of one size into pixels_BCFHW in -1..1."""
+    return torch.from_numpy(numpy.stack(scenes)).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
 
 
-def to_pixels(images: list[numpy.ndarray]) -> torch.Tensor:
-    """Turn uint8 images of one size into pixels_BCHW in -1..1."""
-    return torch.from_numpy(numpy.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
-def build_vae() -> AutoencoderKL:
+def build_image_vae() -> AutoencoderKL:
     """An untrained VAE: 4 latent channels, a quarter of each side, no attention, and hardly any noise yet."""
     vae = AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 3,
@@ -78,45 +67,60 @@ def build_vae() -> AutoencoderKL:
     return vae
 
 
-def without_grey(pixels_BCHW: torch.Tensor) -> torch.Tensor:
-    return pixels_BCHW - pixels_BCHW.mean(dim=1, keepdim=True)
+def without_grey(pixels: torch.Tensor) -> torch.Tensor:
+    return pixels - pixels.mean(dim=1, keepdim=True)
 
 
-def edges(pixels_BCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Differences between neighbouring pixels, vertical and horizontal."""
-    return pixels_BCHW.diff(dim=2), pixels_BCHW.diff(dim=3)
+def edges(pixels: torch.Tensor) -> list[torch.Tensor]:
+    """Differences between neighbouring pixels, and between frames."""
+    return [pixels.diff(dim=axis) for axis in range(2, pixels.ndim) if pixels.shape[axis] > 1]
 
 
-def vae_loss(vae: AutoencoderKL, pixels_BCHW: torch.Tensor) -> torch.Tensor:
+def vae_loss(vae: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     """The mean absolute error of pixels, colours and edges, and a little KL divergence."""
-    posterior = vae.encode(pixels_BCHW).latent_dist
-    decoded_BCHW = vae.decode(posterior.sample()).sample
-    colour_loss = F.l1_loss(without_grey(decoded_BCHW), without_grey(pixels_BCHW))
-    edge_loss = sum(F.l1_loss(*pair) for pair in zip(edges(decoded_BCHW), edges(pixels_BCHW), strict=True))
+    posterior = vae.encode(pixels).latent_dist
+    decoded = vae.decode(posterior.sample()).sample
+    colour_loss = F.l1_loss(without_grey(decoded), without_grey(pixels))
+    edge_loss = sum(F.l1_loss(*pair) for pair in zip(edges(decoded), edges(pixels), strict=True))
     kl = posterior.kl().sum() / posterior.mean.numel()
-    pixel_loss = F.l1_loss(decoded_BCHW, pixels_BCHW)
-    return pixel_loss + COLOUR_WEIGHT * colour_loss + EDGE_WEIGHT * edge_loss + KL_WEIGHT * kl
+    loss = F.l1_loss(decoded, pixels) + COLOUR_WEIGHT * colour_loss + EDGE_WEIGHT * edge_loss + KL_WEIGHT * kl
+    if pixels.ndim == 5:  # a hint, with which 250 steps learn what they do not learn in 1,000 without it
+        loss = loss + F.l1_loss(posterior.mean[:, :3], mean_colours(pixels))
+    return loss
 
 
-def train(vae: AutoencoderKL, steps: int, dice: random.Random) -> None:
+def train(vae: torch.nn.Module, phase: Phase, dice: random.Random) -> None:
     """Train in place; the learning rate rises over the first 5 % and falls to nothing."""
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.05)
-    for step in range(1, steps + 1):
-        loss = vae_loss(vae, to_pixels([draw_scene(dice) for _ in range(BATCH_SIZE)]))
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=phase.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, phase.learning_rate, total_steps=phase.steps, pct_start=0.05
+    )
+    losses = []
+    for step in range(1, phase.steps + 1):
+        loss = vae_loss(vae, draw_pixels(vae, phase, phase.batch_size, dice))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 200 == 0:
-            print(f"step {step}/{steps}, loss {loss.item():.4f}", flush=True)
+        losses.append(loss.item())
+        if step % 100 == 0:
+            print(f"step {step}/{phase.steps}, mean loss {numpy.mean(losses[-100:]):.4f}", flush=True)
+
+
+def draw_pixels(vae: torch.nn.Module, phase: Phase, count: int, dice: random.Random) -> torch.Tensor:
+    """Draw scenes as the VAE takes them: pixels_BCHW of one of images, else pixels_BCFHW."""
+    return as_taken(vae, to_pixels([draw_scene(dice, phase.scenes) for _ in range(count)]))
+
+
+def as_taken(vae: torch.nn.Module, pixels_BCFHW: torch.Tensor) -> torch.Tensor:
+    return pixels_BCFHW.squeeze(2) if isinstance(vae, AutoencoderKL) else pixels_BCFHW
 
 
 @torch.no_grad()
-def normalize(vae: AutoencoderKL, dice: random.Random) -> None:
+def normalize_images(vae: AutoencoderKL, pixels_BCHW: torch.Tensor) -> None:
     """Centre the latents by moving their mean into the 1x1 convolutions, and set `scaling_factor` to 1 / std."""
-    latents_BCHW = vae.encode(to_pixels([draw_scene(dice) for _ in range(512)])).latent_dist.mean
+    latents_BCHW = vae.encode(pixels_BCHW).latent_dist.mean
     mean_C = latents_BCHW.mean(dim=(0, 2, 3))
     vae.quant_conv.bias[: len(mean_C)] -= mean_C
     vae.post_quant_conv.bias += vae.post_quant_conv.weight[:, :, 0, 0] @ mean_C
@@ -124,16 +128,26 @@ def normalize(vae: AutoencoderKL, dice: random.Random) -> None:
     vae.register_to_config(scaling_factor=round(1 / std.item(), 4), shift_factor=0.0)  # Flux pipelines need a number
 
 
+def read_scenes(folder: Path) -> Iterator[numpy.ndarray]:
+    """Yield the images and clips of a folder as uint8 frames x height x width x 3."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".png":
+            yield numpy.asarray(Image.open(path).convert("RGB"))[None]
+        elif path.suffix == ".mp4":
+            with av.open(path) as container:
+                yield numpy.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
 @torch.no_grad()
-def evaluate(vae: AutoencoderKL, folder: Path) -> tuple[float, float]:
-    """The mean absolute error in 0..255 and the mean PSNR in dB over the images of a folder."""
+def evaluate(vae: torch.nn.Module, folder: Path) -> tuple[float, float]:
+    """The mean absolute error in 0..255 and the mean PSNR in dB over the images or clips of a folder."""
     maes, psnrs = [], []
-    for path in sorted(folder.glob("*.png")):
-        pixels_BCHW = to_pixels([numpy.asarray(Image.open(path).convert("RGB"))])
-        decoded_BCHW = vae.decode(vae.encode(pixels_BCHW).latent_dist.mean).sample.clamp(-1, 1)
-        error_BCHW = 127.5 * (decoded_BCHW - pixels_BCHW)
-        maes.append(error_BCHW.abs().mean().item())
-        psnrs.append(10 * numpy.log10(255**2 / error_BCHW.square().mean().item()))
+    for scene in read_scenes(folder):
+        pixels = as_taken(vae, to_pixels([scene]))
+        decoded = vae.decode(vae.encode(pixels).latent_dist.mean).sample.clamp(-1, 1)
+        error = 127.5 * (decoded - pixels)
+        maes.append(error.abs().mean().item())
+        psnrs.append(10 * numpy.log10(255**2 / error.square().mean().item()))
     return float(numpy.mean(maes)), float(numpy.mean(psnrs))
 
 
@@ -141,17 +155,25 @@ def main() -> None:
     """Train, save in fp16, and print the reconstruction error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where to save the VAE")
-    parser.add_argument("pictures", type=Path, help="folder of images to evaluate on, from examples/shapes/draw.py")
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("scenes", type=Path, help="images, or clips, to evaluate on, from examples/shapes/draw.py")
+    parser.add_argument("--video", action="store_true", help="a VAE of clips")
+    parser.add_argument("--steps", type=int, help="of each phase")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     dice = random.Random(options.seed)
-    vae = build_vae()
-    train(vae, options.steps, dice)
-    normalize(vae, dice)
+    vae = build_video_vae() if options.video else build_image_vae()
+    phases = OF_CLIPS if options.video else OF_IMAGES
+    for number, phase in enumerate(phases):
+        if number == 1:
+            inflate(vae)
+        train(vae, phase if options.steps is None else replace(phase, steps=options.steps), dice)
+    if options.video:
+        normalize_clips(vae, draw_pixels(vae, phases[-1], 512, dice))
+    else:
+        normalize_images(vae, draw_pixels(vae, phases[-1], 512, dice))
     vae.half().save_pretrained(options.folder)
-    mae, psnr = evaluate(AutoencoderKL.from_pretrained(options.folder), options.pictures)
+    mae, psnr = evaluate(type(vae).from_pretrained(options.folder), options.scenes)
     print(f"mean absolute error {mae:.2f} of 255, PSNR {psnr:.1f} dB")
 
 

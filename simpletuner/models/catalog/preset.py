@@ -55,8 +55,8 @@ class Tiny:
     """Of the denoiser."""
     components: Mapping[str, Mapping[str, Any]]
     """By name, in the order in which they are built: a class of diffusers (`class_name`) with what differs from its
-    defaults, a kind of text `encoder`, which comes with its tokenizer, the `tokenizer` of such a kind alone, or the VAE
-    of this package (`pretrained`)."""
+    defaults, a kind of text `encoder`, which comes with its tokenizer, the `tokenizer` of such a kind alone, or one of
+    the VAEs of this package (`pretrained`)."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's class."""
     adjust: str = ""

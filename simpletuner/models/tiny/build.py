@@ -19,7 +19,7 @@ from simpletuner.models.catalog.preset import Tiny
 from simpletuner.models.catalog.registry import import_object, load_preset
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.folder.diffusers_io import choose_accelerator
-from simpletuner.models.tiny.encoders import ENCODERS, build_encoder, load_vae
+from simpletuner.models.tiny.encoders import ENCODERS, build_encoder, load_vae, load_video_vae
 from simpletuner.settings.declared.sections import Model
 
 SEED = 0
@@ -67,8 +67,8 @@ def build_component(name: str, described: dict[str, Any]) -> dict[str, Any]:
     """Return a component by its name; a text encoder comes with its tokenizer."""
     import diffusers
 
-    if described.get("pretrained") == "vae":
-        return {name: load_vae()}
+    if trained := described.get("pretrained"):
+        return {name: {"vae": load_vae, "video_vae": load_video_vae}[trained]()}
     if kind := described.pop("encoder", ""):
         tokenizer, encoder = build_encoder(kind, **described)
         return {name: encoder, name.replace("text_encoder", "tokenizer"): tokenizer}

@@ -1,4 +1,4 @@
-"""Parts shared by tiny pipelines: the small trained VAE of this package, and text encoders with random weights."""
+"""Parts shared by tiny pipelines: the small trained VAEs of this package, and text encoders with random weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from simpletuner.models.tiny.tokenizers import (
 )
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL
+    from diffusers import AutoencoderKL, AutoencoderKLWan
     from transformers import (
         CLIPTextModel,
         CLIPTokenizer,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
 
 VAE_FOLDER = Path(__file__).parent / "vae"
+VIDEO_VAE_FOLDER = Path(__file__).parent / "video_vae"
 
 QWEN_WIDTH = 64
 
@@ -88,6 +89,12 @@ def load_vae() -> AutoencoderKL:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL.from_pretrained(VAE_FOLDER)
+
+
+def load_video_vae() -> AutoencoderKLWan:
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan.from_pretrained(VIDEO_VAE_FOLDER)
 
 
 def build_clip(tokenizer: CLIPTokenizer, width: int, projection: bool = False) -> CLIPTextModel:

@@ -15,7 +15,7 @@ CLIP_MAX_LENGTH = 77
 WORDS = """
 a an the and of on in at with by is to photo picture painting drawing image small large big little bright dark light
 red green blue yellow orange purple pink brown black white grey cyan magenta
-circle square triangle star cross ring heart shape background left right above below one two three four
+circle square triangle star cross ring heart shape background left right above below one two three four moves up down
 """
 """Words that are one token each; any other text falls apart into characters."""
 
