@@ -26,6 +26,8 @@ from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, outranked_flags, with_settings
 from simpletuner.commands.page import page
 from simpletuner.commands.plan import plan
+from simpletuner.commands.runs import build_runs
+from simpletuner.commands.runs.status import status
 from simpletuner.commands.shell.completions import completion, print_completions, words_of
 from simpletuner.commands.shell.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
@@ -78,6 +80,8 @@ def build_app(only: str = "") -> typer.Typer:
         "deepspeed": lambda name: app.add_typer(build_deepspeed(), name=name),
         "cache": lambda name: app.add_typer(build_cache(), name=name),
         "nfs": lambda name: app.add_typer(build_nfs(), name=name),
+        "status": lambda name: app.command(name)(status),
+        "runs": lambda name: app.add_typer(build_runs(), name=name),
         "net": lambda name: app.add_typer(build_net(), name=name),
         "completion": lambda name: app.command(name)(completion),
     }

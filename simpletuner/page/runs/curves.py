@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 
 from simpletuner.page.runs.folder import RunFolder
 from simpletuner.page.runs.watching import Watched
-from simpletuner.training.metrics.charts import Chart, Curve, Style, make_chart, make_charts, with_mean
+from simpletuner.training.metrics.charts import Chart, make_charts
+from simpletuner.training.metrics.comparison import compare
 from simpletuner.training.metrics.curves import WINDOW_SHARE
-from simpletuner.training.metrics.metrics_reader import METRICS, MetricColumns
+from simpletuner.training.metrics.metrics_reader import METRICS
 
 SMOOTHING = {"none": 0.0, "little": 0.01, "medium": WINDOW_SHARE, "strong": 0.2}
 """Share of all steps that a running mean is over."""
-STYLES: tuple[Style, ...] = ("run-1", "run-2", "run-3", "run-4", "run-5", "run-6")
-"""Styles of runs in a chart, one each; more could not be told apart."""
-COMPARED = (
-    ("Loss", "loss", True),
-    ("Loss on held-out images", "eval_loss", True),
-    ("Learning rate", "learning_rate", False),
-    ("Gradient norm, before clipping", "grad_norm", True),
-    ("Samples per second", "samples_per_second", False),
-)
-SMOOTHED = ("loss", "grad_norm", "samples_per_second")
 
 
 def charts_of(watched: Watched, runs: list[RunFolder], smoothing: float) -> list[Chart]:
@@ -35,17 +25,6 @@ def charts_of(watched: Watched, runs: list[RunFolder], smoothing: float) -> list
         if len(columns) == 1:
             return make_charts(next(iter(columns.values())), smoothing)
         return list(compare(columns, smoothing))
-
-
-def compare(columns: Mapping[str, MetricColumns], smoothing: float) -> Iterator[Chart]:
-    for title, metric, log in COMPARED:
-        curves = []
-        for (name, each), style in zip(columns.items(), STYLES, strict=False):
-            curve = with_mean(each, metric, smoothing if metric in SMOOTHED else 0.0)[-1]
-            if len(curve.steps):
-                curves.append(Curve(name, style, curve.steps, curve.values))
-        if (chart := make_chart(title, curves, log)) is not None:
-            yield chart
 
 
 def update(watched: Watched, runs: list[RunFolder]) -> list[int]:

@@ -19,6 +19,7 @@ from simpletuner.page.runs.summary import Summary, summarize
 from simpletuner.page.runs.watching import Watched
 from simpletuner.system.files.checksums import value_checksum
 from simpletuner.training.html_report.checkpoint_rows import checkpoint_rows
+from simpletuner.training.metrics.comparison import STYLES
 
 # Of the log, below the problems, which are all shown.
 LAST_ENTRIES = 200
@@ -44,7 +45,7 @@ def view_of(request: Request) -> tuple[list[RunFolder], str]:
     others = [open_run(folders, name) for name in request.query_params.getlist("with") if name]
     runs = {each.path: each for each in (run, *others)}
     smoothing = field(request, "smoothing", "medium")
-    return [*runs.values()][: len(curves.STYLES)], smoothing if smoothing in curves.SMOOTHING else "medium"
+    return [*runs.values()][: len(STYLES)], smoothing if smoothing in curves.SMOOTHING else "medium"
 
 
 def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) -> list[Fragment]:

@@ -54,7 +54,7 @@ class HtmlReport:
     def render(self, status: str) -> str:
         columns = self.columns.update()
         prompts, note = self.gallery.collect()
-        return template().render(
+        return template("page.html.jinja").render(
             facts=self.facts,
             status=status,
             time=datetime.now(UTC).strftime(TIME),
@@ -63,25 +63,32 @@ class HtmlReport:
             prompts=prompts,
             note=note,
             checkpoints=list(checkpoint_rows(self.output)),
-            script=script(),
-            script_hash=base64.b64encode(hashlib.sha256(script().encode()).digest()).decode(),
-            style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
+            **embedded(),
         )
 
 
 @cache
-def template() -> Any:
+def template(name: str) -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     settings = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, **settings)
     environment.filters["as_text"] = as_text
-    return environment.get_template("page.html.jinja")
+    return environment.get_template(name)
 
 
 @cache
 def script() -> str:
     return (TEMPLATES / "script.js").read_text(encoding="utf-8")
+
+
+def embedded() -> dict[str, str]:
+    """Return script and style, which a page has in itself: it fetches nothing."""
+    return {
+        "script": script(),
+        "script_hash": base64.b64encode(hashlib.sha256(script().encode()).digest()).decode(),
+        "style": (TEMPLATES / "style.css").read_text(encoding="utf-8"),
+    }
 
 
 @contextmanager

@@ -71,6 +71,11 @@ class Gallery:
         kept, note = self.choose()
         return self._with_thumbnails(kept), note
 
+    def collect_last(self) -> list[PromptRounds]:
+        """Return the prompts with the images of their last round alone."""
+        kept, _ = self.choose()
+        return self._with_thumbnails([replace(each, before=None, rounds=each.rounds[-1:]) for each in kept])
+
     def choose(self) -> tuple[list[PromptRounds], str]:
         """Return the same without thumbnails."""
         return limit(self._group())

@@ -1,0 +1,14 @@
+"""`simpletuner status` and `simpletuner runs`: what runs do and did, from the files in their output folders."""
+
+from __future__ import annotations
+
+import typer
+
+from simpletuner.commands.runs.compare import compare
+
+
+def build_runs() -> typer.Typer:
+    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Learn from runs.")
+    app.callback()(lambda: None)  # a group, though it has one command
+    app.command("compare")(compare)
+    return app
