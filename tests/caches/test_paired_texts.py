@@ -76,7 +76,7 @@ def filled(tmp_path: Path, family: ModelFamily, samples: DatasetSamples) -> Iter
     encoder = Encoder(lambda: loads.append(0) or family.text_encoder(CPU, torch.float32), CPU)
     with ExitStack() as writers:
         world = World(0, 1, 0, CPU, dist.HashStore())
-        cache = PairedTexts(tmp_path / "cache", samples, encoder, family, world, torch.float32, False, writers)
+        cache = PairedTexts(tmp_path / "cache", samples, encoder, family, world, torch.float32, False, None, writers)
         broken = cache.fill(Report(quiet=True), lambda: None)
         yield cache, broken, len(loads)
 

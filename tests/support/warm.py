@@ -51,7 +51,7 @@ for lazy in ("CLIPTextModel", "CLIPTextModelWithProjection", "CLIPTokenizer", "T
     getattr(transformers, lazy)
 get_checkpoint_conversion_mapping("clip")  # builds, and keeps, those of all models
 PIL.Image.init()
-simpletuner.training.html_report.page.template()
+simpletuner.training.html_report.page.template("page.html.jinja")
 simpletuner.training.images.fonts.fonts_for(frozenset("plain"))
 
 gc.collect()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.models.tiny.tokenizers import (
     CLIP_MAX_LENGTH,
+    MOTION_WORDS,
     build_byt5_tokenizer,
     build_clip_tokenizer,
     build_gemma_tokenizer,
@@ -252,7 +254,7 @@ def build_t5gemma(tokenizer: GemmaTokenizer, width: int) -> T5GemmaEncoderModel:
 ENCODERS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "clip": (build_clip_tokenizer, build_clip),
     "t5": (build_t5_tokenizer, build_t5),
-    "umt5": (build_t5_tokenizer, build_umt5),
+    "umt5": (partial(build_t5_tokenizer, MOTION_WORDS), build_umt5),
     "gemma": (build_gemma_tokenizer, build_gemma),
     "gemma3": (build_gemma_tokenizer, build_gemma3),
     "qwen3": (build_qwen_tokenizer, build_qwen3),

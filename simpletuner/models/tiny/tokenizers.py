@@ -15,9 +15,12 @@ CLIP_MAX_LENGTH = 77
 WORDS = """
 a an the and of on in at with by is to photo picture painting drawing image small large big little bright dark light
 red green blue yellow orange purple pink brown black white grey cyan magenta
-circle square triangle star cross ring heart shape background left right above below one two three four moves up down
+circle square triangle star cross ring heart shape background left right above below one two three four
 """
 """Words that are one token each; any other text falls apart into characters."""
+
+MOTION_WORDS = "moves up down"
+"""The same, of models of clips."""
 
 QWEN_WORDS = """
 system user assistant Describe the image by detailing the color shape size texture quantity text spatial relationships
@@ -46,13 +49,13 @@ def build_clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=CLIP_MAX_LENGTH)
 
 
-def build_t5_tokenizer() -> T5Tokenizer:
+def build_t5_tokenizer(more_words: str = "") -> T5Tokenizer:
     """Unigram: prefers WORDS to characters; characters beyond ASCII are unknown to it."""
     from transformers import T5Tokenizer
 
     specials = [(token, 0.0) for token in ("<pad>", "</s>", "<unk>")]
     # Scores are logarithms of probabilities: -4 for a word beats -8 for each of its characters.
-    words = [(f"▁{word}", -4.0) for word in WORDS.split()]
+    words = [(f"▁{word}", -4.0) for word in (WORDS + more_words).split()]
     letters = [(letter, -8.0) for letter in "▁" + string.ascii_letters + string.digits + string.punctuation]
     return T5Tokenizer(vocab=specials + words + letters, extra_ids=0, model_max_length=512)
 

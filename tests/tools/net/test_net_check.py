@@ -151,11 +151,12 @@ def test_a_slow_pair_of_three_machines_is_named_on_all(switched, tmp_path):
     # 80 Mbit/s are 10 MB/s, of which TCP and IP take some
     assert 3e6 < rates[0, 2] < 12e6 and min(rates[0, 1], rates[1, 2]) > 3 * rates[0, 2]
     assert [machine["interface"] for machine in told["machines"]] == [machine.cable for machine in switched]
-    # On a busy machine a round trip may take long as well, but no more than that.
+    # On a busy machine others may be slow as well, but not as slow.
     by_bandwidth = {(pair["first"], pair["second"]) for pair in told["pairs"] if "bandwidth" in pair["slow"]}
-    assert by_bandwidth == {(0, 2)}
+    assert (0, 2) in by_bandwidth
     names = [f"machine {n} ({machine.name})" for n, machine in enumerate(switched)]
-    sentence = rf"{re.escape(f'{names[0]} with {names[2]}')}: \d+\.\d MB/s, usual are [\d.]+ [MG]B/s"
+    named = "|".join(re.escape(f"{names[n]} with {other}") for n, other in ((0, names[2]), (0, "all"), (2, "all")))
+    sentence = rf"({named})( others)?: \d+\.\d MB/s, usual are [\d.]+ [MG]B/s"
     for command in started:
         assert re.search(sentence, command.said) and "Traceback" not in command.said
     assert f"error: machine 0 ({switched[0].name}): rank 0: slow: " in started[1].said
