@@ -50,6 +50,22 @@ def test_linear_layers_of_blocks_compute_in_float8_and_train_nearly_alike():
     assert 1e-5 < difference < 0.05
 
 
+def test_outputs_and_gradients_of_a_frozen_layer_are_as_far_off_as_the_docs_say():
+    pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    torch.manual_seed(0)
+    exact = nn.Sequential(nn.Linear(512, 1024, bias=False)).requires_grad_(False)
+    model = nn.Sequential(nn.Sequential(nn.Linear(512, 1024, bias=False))).requires_grad_(False)
+    model[0].load_state_dict(exact.state_dict())
+    convert_linear_layers(model, ("Sequential",), emulate=True)
+    inputs, other = (each.requires_grad_() for each in torch.randn(300, 512).expand(2, 300, 512).clone())
+    wanted, found = exact(inputs), model(other)
+    gradient = torch.randn_like(wanted)
+    wanted.backward(gradient)
+    found.backward(gradient)
+    errors = [(found - wanted).norm() / wanted.norm(), (other.grad - inputs.grad).norm() / inputs.grad.norm()]
+    assert [each.item() for each in errors] == pytest.approx([0.037, 0.058], rel=0.05)
+
+
 def test_a_run_on_a_device_without_float8_ends_with_a_sentence(sdxl_flags, train, tmp_path):
     flags = (*sdxl_flags, "--train_batch_size=2", "--mixed_precision=bf16", "--max_train_steps=1")
     run = train(tmp_path / "run", *flags, "--float8", "--dynamo_backend=no", code=3)
