@@ -106,8 +106,19 @@ class BucketCampaign(Campaign):
         self.newest = found
 
     def fetched(self) -> dict[str, str]:
-        """Return what stands for the content of the bucket."""
-        return {name: value for name, value in contents(self.copied()).items() if name not in OF_ITS_OWN}
+        """Return what stands for the content of the bucket, without checkpoints that have no manifest.
+
+        A server may finish what a killed process was uploading after the next start has listed the bucket: nobody sees
+        it, and the start after that removes it.
+        """
+        found = contents(self.copied())
+        whole = {name.rpartition("/")[0] for name in found if name.endswith("/state.json")}
+        kept = {name: value for name, value in found.items() if name not in OF_ITS_OWN}
+        return {
+            name: value
+            for name, value in kept.items()
+            if not name.startswith("checkpoints/checkpoint-") or "/".join(name.split("/")[:2]) in whole
+        }
 
     def copied(self) -> Path:
         """Copy what the bucket has of a run into a folder."""
