@@ -63,7 +63,8 @@ def plan(
         raise SettingsError("--apply needs --auto", "add --auto, whose proposal it writes")
     loaded = load(flags, config or apply, complete=False)
     loaded.pass_on_variables(os.environ)
-    named = device_by_name(gpu) if gpu else None
+    otherwise = "for any other, give --gpu_memory and no time is estimated"
+    named = device_by_name(gpu, otherwise) if gpu else None
     named_bytes = parse_bytes(gpu_memory, "--gpu_memory") if gpu_memory else None
     host_bytes = parse_bytes(host_memory, "--host_memory") if host_memory else None
     report = Report()

@@ -51,16 +51,18 @@ def test_the_status_of_a_run_is_a_table_json_and_an_exit_code(answer, tmp_path):
     assert code == 5 and "killed" in out and "ended without a word" in " ".join(out.split())
     code, _, err = answer("status", tmp_path)
     assert code == 2 and "there is no run in" in err
+    code, _, err = answer("status", tmp_path / "gone")
+    assert code == 2 and f"there is no run in {tmp_path / 'gone'}" in err and "hint: name the output folder" in err
 
 
 def test_runs_are_compared_in_one_file_that_fetches_nothing(answer, tmp_path):
     one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", rate=1e-3, colour="blue")
-    code, _, err = answer("runs", "compare", one, two, "--output", tmp_path / "both.html")
-    page = (tmp_path / "both.html").read_text()
+    code, _, err = answer("runs", "compare", one, two, "--output", tmp_path / "new" / "both.html")
+    page = (tmp_path / "new" / "both.html").read_text()
     assert code == 0 and "compares" in err
     settings = re.findall(r"<tr><td>(\w+)</td><td>(.*?)</td><td>(.*?)</td></tr>", page)
     assert settings == [("learning_rate", "0.0001", "0.001")]
-    assert page.count('src="data:image/webp') == 2 and 'href="two/validation/step-000003/trained-00.png"' in page
+    assert page.count('src="data:image/webp') == 2 and 'href="../two/validation/step-000003/trained-00.png"' in page
     assert {"Loss", "Learning rate"} <= set(re.findall(r"<figcaption>([^<]+)</figcaption>", page))
     assert not re.findall(r'(?:src|href)="https?:', page) and "default-src 'none'" in page
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
-from simpletuner.system.files.atomic import write_file
+from simpletuner.system.files.atomic import save
 
 
 def compare(
@@ -16,15 +16,14 @@ def compare(
     output: Annotated[Path, path_option("--output", "File to write.")] = Path("comparison.html"),
 ) -> None:
     """Compare runs: settings that differ, curves, and images of the same prompts side by side."""
-    from simpletuner.page.runs.folder import is_run
+    from simpletuner.page.runs.folder import check_run
     from simpletuner.training.html_report.comparison import render_comparison
     from simpletuner.training.metrics.comparison import STYLES
 
     runs = {str(folder): folder.resolve() for folder in folders}
     if not 2 <= len(runs) <= len(STYLES):
         raise SettingsError(f"{len(runs)} of 2 to {len(STYLES)} runs are named", "name the output folder of each")
-    for name, folder in runs.items():
-        if not is_run(folder):
-            raise SettingsError(f"there is no run in {name}", "name the output folder of a run")
-    write_file(output, render_comparison(runs, output.resolve().parent).encode("utf-8", "replace"))
+    for folder in folders:
+        check_run(folder)
+    save(output, render_comparison(runs, output.resolve().parent))
     Report().say(f"{output} compares {' and '.join(runs)}")

@@ -30,11 +30,12 @@ def status(
     """
     from simpletuner.page.folders import Folders
     from simpletuner.page.runs.condition import Known, State, find_condition
-    from simpletuner.page.runs.folder import FILES, open_run
+    from simpletuner.page.runs.folder import FILES, RunFolder, check_run
     from simpletuner.page.runs.summary import read_status_of
     from simpletuner.system.processes.run_status import RunState, RunStatus
 
-    run = open_run(Folders.of([folder]), str(folder.resolve()))
+    check_run(folder)
+    run = RunFolder(folder.resolve(), Folders.of([folder]))
     found = read_status_of(run)
     condition = find_condition(run, found, Known())
     known, age = found or RunStatus(RunState.STARTING), time.time() - run.written(*FILES)

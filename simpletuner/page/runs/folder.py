@@ -69,5 +69,11 @@ def open_run(folders: Folders, name: str) -> RunFolder:
     return run
 
 
+def check_run(path: Path) -> None:
+    """Raise SettingsError for a folder in which nothing has run, or that is not there."""
+    if not is_run(path):
+        raise SettingsError(f"there is no run in {path}", "name the output folder of a run")
+
+
 def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in RUN_FILES)

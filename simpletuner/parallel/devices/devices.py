@@ -52,12 +52,15 @@ def device_by_driver_name(name: str) -> Device | None:
     return next((device for device in DEVICES.values() if re.fullmatch(device.pattern, name)), None)
 
 
-def device_by_name(name: str) -> Device:
-    """Return the device of a typed name, in any case. Raises SettingsError that names the nearest one."""
+def device_by_name(name: str, otherwise: str = "") -> Device:
+    """Return the device of a typed name, in any case. Raises SettingsError that names the nearest one.
+
+    `otherwise` says what to do for a device that is not in the table.
+    """
     known = {each.lower().replace("-", ""): each for each in DEVICES}
     if found := known.get(re.sub(r"[\s_-]", "", name.lower())):
         return DEVICES[found]
     raise SettingsError(
         f"--gpu = {name}: not in the table{nearest(name.upper(), DEVICES)}",
-        f"known are {', '.join(DEVICES)}; for any other, give --gpu_memory and no time is estimated",
+        "; ".join(filter(None, [f"known are {', '.join(DEVICES)}", otherwise])),
     )

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from simpletuner.settings.declared.knob import Section, knob
 from simpletuner.settings.declared.optimizer_defaults import with_own_defaults
 from simpletuner.settings.files.secret_values import SecretUrl
-from simpletuner.settings.values.buckets import check_bucket
+from simpletuner.settings.values.buckets import check_bucket, no_url
 from simpletuner.settings.values.export_formats import normalize_formats
 from simpletuner.settings.values.hosts import check_host, check_kernel, check_repository
 from simpletuner.settings.values.placeholders import OF_A_RUN, only_placeholders
@@ -152,7 +152,7 @@ class Data(DatasetSettings):
 class Training(Section):
     """Training"""
 
-    output_dir: Path = knob(Path("output"), "Folder of this run: checkpoints, caches, validation images, metrics, the final pipeline.")
+    output_dir: Annotated[Path, AfterValidator(no_url)] = knob(Path("output"), "Folder of this run: checkpoints, caches, validation images, metrics, the final pipeline.")
     seed: int = knob(42, "Determines data order, noise, timesteps and crops.", ge=0, aliases=("training_seed",))
     train_batch_size: int = knob(4, "Samples per rank in one forward pass.", ge=1, le=LARGEST_BATCH)
     gradient_accumulation_steps: int = knob(1, "Forward passes per optimizer step.", ge=1, le=1_000_000)

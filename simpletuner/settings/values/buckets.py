@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 ADDRESS = re.compile(r"(s3|gs|az)://([^/\s?#@:]+)((?:/[^/\s?#]+)*)/?")
@@ -22,6 +23,13 @@ def parse_bucket(address: str) -> BucketAddress | None:
     if not found or {".", ".."} & {*address.split("/")}:
         return None
     return BucketAddress(found[1], found[2], found[3].strip("/"))
+
+
+def no_url(folder: Path) -> Path:
+    """Return a folder as it came. Raises ValueError for an address that is none of a bucket, such as `s3:/BUCKET`."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
+        raise ValueError("is no folder: use a path, or s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://CONTAINER/FOLDER")
+    return folder
 
 
 def check_bucket(address: str) -> str:

@@ -30,6 +30,13 @@ def test_another_mirror_is_a_mistake_that_names_both():
     assert "s3://b/x" in caught.value.message and "s3://b/y" in caught.value.message
 
 
+@pytest.mark.parametrize("written", ["s3:/b/x", "s4://b/x", "https://b/x", "s3://b//x?y"])
+def test_an_address_that_is_none_of_a_bucket_is_no_folder(written):
+    with pytest.raises(SettingsError) as caught:
+        load({"output_dir": written}, complete=False)
+    assert "is no folder: use a path, or s3://BUCKET/FOLDER" in caught.value.message
+
+
 def test_a_folder_stays_a_folder():
     loaded = load({"output_dir": "s3/b", "mirror_output": "s3://b/y"}, complete=False)
     assert (loaded.settings.training.output_dir, loaded.settings.checkpoints.mirror_output) == (
