@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from simpletuner.data.batches.references import FIRST_FRAME
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.first_frame import begin_with
+from simpletuner.models.family.first_frame import condition_on_first_frame
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
@@ -60,7 +60,7 @@ class LTXVideo(ModelFamily):
         shape, timesteps = Shape.of_axes(noised.shape[2:]), timesteps_B[:, None] * 1000
         if FIRST_FRAME in conditioning:
             first = self.first_shown(conditioning[FIRST_FRAME], noised[:, :, :1], timesteps_B)
-            noised, timesteps = begin_with(first, noised, timesteps_B * 1000, shape)
+            noised, timesteps = condition_on_first_frame(first, noised, timesteps_B * 1000, shape)
         # LTXPipeline gives frames, rows, columns and a scale, which are the same numbers.
         coords = video_coords(shape, self.cell, self.is_conditioned, noised.device)
         tokens = model(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from simpletuner.data.batches.references import FIRST_FRAME
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.first_frame import begin_with
+from simpletuner.models.family.first_frame import condition_on_first_frame
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
@@ -96,8 +96,8 @@ class LTXVideo2(ModelFamily):
         timesteps, mask = timesteps_B * 1000, conditioning["prompt_attention_mask"]
         times: dict[str, Tensor] = {"timestep": timesteps}
         if FIRST_FRAME in conditioning:
-            noised, of_tokens = begin_with(conditioning[FIRST_FRAME], noised, timesteps, shape)
-            times = {"timestep": of_tokens, "audio_timestep": timesteps}
+            noised, per_token = condition_on_first_frame(conditioning[FIRST_FRAME], noised, timesteps, shape)
+            times = {"timestep": per_token, "audio_timestep": timesteps}
         video_coords, audio_coords = self.coords(len(noised), shape, noised.device)
         audio_frames = audio_coords.shape[2]
         tokens, _ = model(

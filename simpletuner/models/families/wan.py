@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from simpletuner.data.batches.references import FIRST_FRAME
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.first_frame import begin_with, times_of_tokens
+from simpletuner.models.family.first_frame import condition_on_first_frame, per_token_timesteps
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
@@ -99,9 +99,9 @@ class Wan(ModelFamily):
         if self.index.get("expand_timesteps"):
             tokens = Shape(*(cells // side for cells, side in zip(shape, self.config["patch_size"], strict=True)))
             if first_frame is None:
-                timesteps = times_of_tokens(timesteps, tokens)
+                timesteps = per_token_timesteps(timesteps, tokens)
             else:
-                noised, timesteps = begin_with(first_frame, noised, timesteps, tokens)
+                noised, timesteps = condition_on_first_frame(first_frame, noised, timesteps, tokens)
         elif first_frame is not None:
             noised = torch.cat([noised, self.mask_of_first(first_frame), first_frame], dim=1).to(noised.dtype)
         image = conditioning.get("image_embeds")
