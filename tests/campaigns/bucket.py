@@ -9,22 +9,20 @@ the bucket refuses some requests, too. `tests/end_to_end/test_campaigns.py` runs
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 
 from buckets_here import bucket_server  # noqa: E402
-from conftest import Starter, fork_server_context  # noqa: E402
-from kills import HELD_OUT, ON_DEMAND, VALIDATION, Campaign, Kind, Recorder, contents, fixtures  # noqa: E402
-from results import read_results  # noqa: E402
+from conftest import Starter  # noqa: E402
+from kills import HELD_OUT, ON_DEMAND, VALIDATION, Campaign, Kind, contents, fixtures, run_campaigns  # noqa: E402
 from s3_server import BUCKET, Fault, Proxy  # noqa: E402
 
 from simpletuner.checkpoints.layout import load_checkpoint  # noqa: E402
@@ -105,20 +103,21 @@ class BucketCampaign(Campaign):
             self.problems.append(f"{when}: the newest checkpoint is of step {found}, and was of {self.newest}")
         self.newest = found
 
-    def fetched(self) -> dict[str, str]:
-        """Return what stands for the content of the bucket, without checkpoints that have no manifest.
+    def compare(self, wanted: dict[str, str], found: dict[str, str], output: Path) -> None:
+        """Note every file that differs.
 
-        A server may finish what a killed process was uploading after the next start has listed the bucket: nobody sees
-        it, and the start after that removes it.
+        Older checkpoints may be other ones: the newest is uploaded first, and who dies takes the others along.
         """
-        found = contents(self.copied())
-        whole = {name.rpartition("/")[0] for name in found if name.endswith("/state.json")}
-        kept = {name: value for name, value in found.items() if name not in OF_ITS_OWN}
-        return {
-            name: value
-            for name, value in kept.items()
-            if not name.startswith("checkpoints/checkpoint-") or "/".join(name.split("/")[:2]) in whole
-        }
+        ours, theirs = checkpoints_in(wanted), checkpoints_in(found)
+        both = ours & theirs
+        if max(ours) not in both or len(ours) != len(theirs):
+            self.problems.append(f"{output.name}: checkpoints {sorted(theirs)}, not {sorted(ours)}")
+        kept = [{name: each[name] for name in each if checkpoints_in([name]) <= both} for each in (wanted, found)]
+        super().compare(*kept, output)
+
+    def fetched(self) -> dict[str, str]:
+        """Return what stands for the content of the bucket."""
+        return {name: value for name, value in contents(self.copied()).items() if name not in OF_ITS_OWN}
 
     def copied(self) -> Path:
         """Copy what the bucket has of a run into a folder."""
@@ -134,31 +133,23 @@ class BucketCampaign(Campaign):
         return open_bucket(mirror_place(self.address))
 
 
+def checkpoints_in(names: Iterable[str]) -> set[str]:
+    """Return the folders of checkpoints that files are in."""
+    found = (name.split("/") for name in names)
+    return {parts[1] for parts in found if parts[0] == "checkpoints" and len(parts) > 2}
+
+
 def main() -> None:
-    """Run the campaign in a temporary folder, and print what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200, help="kills of all kinds together")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", choices=BUCKET_KINDS, action="append", help="one of several; default: all")
-    parser.add_argument("--results", type=Path, help="a file of JSON lines to append to, and to go on from")
-    given = parser.parse_args()
-    kinds = given.kind or list(BUCKET_KINDS)
     with tempfile.TemporaryDirectory() as name, bucket_server(Path(name)) as (proxy, config):
-        results = given.results or Path(name) / "results.jsonl"
-        starter = Starter(fork_server_context(), Path(name))
-        base = (f"--config={config}", *fixtures(Path(name), starter))
-        for kind in kinds:
-            done = [row for row in read_results(results) if row["kind"] == kind and row["seed"] == given.seed]
-            left = given.count // len(kinds) - sum(row["kills"] for row in done)
-            if left > 0:
-                folder = Path(name) / kind
-                folder.mkdir()
-                campaign = BucketCampaign(starter, base, folder, BUCKET_KINDS[kind], given.seed, 16, proxy=proxy)
-                campaign.run(left, len(done), Recorder(campaign, results, kind))
-        rows = read_results(results)
-    problems = [problem for row in rows for problem in row["problems"]]
-    print(f"{sum(row['kills'] for row in rows)} kills, {len(problems)} problems", *problems, sep="\n")
-    raise SystemExit(bool(problems))
+        made: list[str] = []
+
+        def campaign_of(starter: Starter, kind: str, folder: Path, seed: int) -> Campaign:
+            if not made:
+                made.extend(fixtures(folder.parent, starter))
+            base = (f"--config={config}", *made)
+            return BucketCampaign(starter, base, folder, BUCKET_KINDS[kind], seed, 16, proxy=proxy)
+
+        run_campaigns(__doc__, BUCKET_KINDS, 200, campaign_of)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -372,33 +372,50 @@ def built(starter: Starter, family: str, folder: Path) -> Path:
     return folder
 
 
-def main() -> None:
-    """Run a campaign in a temporary folder, and print what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=300, help="kills of all kinds together")
+def run_campaigns(
+    description: str | None,
+    kinds: Collection[str],
+    count: int,
+    campaign_of: Callable[[Starter, str, Path, int], Campaign],
+) -> None:
+    """Run the campaigns of the kinds that the command line names, and print what was found.
+
+    `campaign_of` makes one for a starter, a kind, a folder of its own, whose parent all of them share, and a seed.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=count, help="kills of all kinds together")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", choices=KINDS, action="append", help="one of several; default: all")
+    parser.add_argument("--kind", choices=kinds, action="append", help="one of several; default: all")
     parser.add_argument("--results", type=Path, help="a file of JSON lines to append to, and to go on from")
     given = parser.parse_args()
-    kinds = given.kind or list(KINDS)
+    chosen = given.kind or list(kinds)
     with tempfile.TemporaryDirectory() as name:
         results = given.results or Path(name) / "results.jsonl"
         starter = Starter(fork_server_context(), Path(name))
-        made = {media: FIXTURES[media](Path(name), starter) for media in {KINDS[kind].media for kind in kinds}}
-        for kind in kinds:
+        for kind in chosen:
             done = [row for row in read_results(results) if row["kind"] == kind and row["seed"] == given.seed]
-            left = given.count // len(kinds) - sum(row["kills"] for row in done)
+            left = given.count // len(chosen) - sum(row["kills"] for row in done)
             if left > 0:
-                folder = Path(name) / kind
-                folder.mkdir()
-                campaign = Campaign(starter, made[KINDS[kind].media], folder, KINDS[kind], given.seed)
+                (folder := Path(name) / kind).mkdir()
+                campaign = campaign_of(starter, kind, folder, given.seed)
                 campaign.run(left, len(done), Recorder(campaign, results, kind))
         rows = read_results(results)
-    for kind in KINDS:
+    for kind in kinds:
         print(f"{kind}: {sum(row['kills'] for row in rows if row['kind'] == kind)} kills")
     problems = [problem for row in rows for problem in row["problems"]]
     print(f"{len(problems)} problems", *problems, sep="\n")
     raise SystemExit(bool(problems))
+
+
+def main() -> None:
+    made: dict[str, tuple[str, ...]] = {}
+
+    def campaign_of(starter: Starter, kind: str, folder: Path, seed: int) -> Campaign:
+        if (media := KINDS[kind].media) not in made:
+            made[media] = FIXTURES[media](folder.parent, starter)
+        return Campaign(starter, made[media], folder, KINDS[kind], seed)
+
+    run_campaigns(__doc__, KINDS, 300, campaign_of)
 
 
 @dataclass

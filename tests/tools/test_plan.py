@@ -156,7 +156,7 @@ def test_engines_hold_what_is_estimated(run_on, pipelines, tmp_path):
 
 SAVED = [
     *("ema whole", "split fsdp2", "lora whole", "muon lora whole", "adagrad whole", "adafactor whole"),
-    *(f"{name} fsdp2" for name in ("adam", "lion", "adafactor", "muon", "ema adamw_schedulefree")),
+    *(f"{name} fsdp2" for name in ("adam", "lion", "adafactor", "muon", "prodigy", "ema adamw_schedulefree")),
 ]
 
 
