@@ -15,9 +15,9 @@ from typer.main import get_command
 
 from simpletuner import __version__
 from simpletuner.commands.cache import build_cache
-from simpletuner.commands.config import build_config
+from simpletuner.commands.config.commands import build_config
 from simpletuner.commands.dataset import build_dataset
-from simpletuner.commands.deepspeed import build_deepspeed
+from simpletuner.commands.deepspeed.build import build_deepspeed
 from simpletuner.commands.detect_blocks import SHOWN, detect_blocks
 from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.models import models

@@ -17,7 +17,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from simpletuner.errors import SimpleTunerError, explain_os_error
-from simpletuner.page import blocks, builder_dialog, configurations, editor, exports, preferences
+from simpletuner.page import configurations, exports, preferences
+from simpletuner.page.editing import blocks, builder_dialog, editor
 from simpletuner.page.folders import Folders
 from simpletuner.page.guard import HEADERS, Guard, Secrets
 from simpletuner.page.rendering import HERE, editor_address, folders_of, render, respond_error

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from simpletuner.errors import SettingsError, SimpleTunerError
 from simpletuner.page.configurations import list_files
-from simpletuner.page.documents import Document, load_document
+from simpletuner.page.editing.documents import Document, load_document
 from simpletuner.page.rendering import field, folders_of, respond
 from simpletuner.settings.showing.export import FORMATS, Exported
 from simpletuner.tools.config_files import export_checked

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from simpletuner.errors import SettingsError, SimpleTunerError
 from simpletuner.page.configurations import list_files
-from simpletuner.page.documents import Document, load_document
+from simpletuner.page.editing.documents import Document, load_document
 from simpletuner.page.rendering import field, folders_of, render, respond, toast
 from simpletuner.settings import Settings
 from simpletuner.system.files.locks import RUN_LOCK, describe_holder, is_locked

@@ -20,7 +20,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from simpletuner.caches.store.shards import ShardWriter
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.page import blocks
+from simpletuner.page.editing import blocks
 from simpletuner.settings.declared.sections import Model
 from simpletuner.settings.showing.export import FORMATS
 

@@ -14,7 +14,7 @@ import psutil
 from starlette.requests import Request
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
-from simpletuner.page.documents import Document, load_document
+from simpletuner.page.editing.documents import Document, load_document
 from simpletuner.page.rendering import folders_of
 from simpletuner.page.runs.condition import Condition, Known, find_condition
 from simpletuner.page.runs.folder import CONSOLE, RunFolder

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from simpletuner.commands.importing.import_trainer import import_their_datasets, import_their_run, other_trainer
-from simpletuner.commands.importing.import_writing import (
+from simpletuner.commands.config.import_trainer import import_their_datasets, import_their_run, other_trainer
+from simpletuner.commands.config.import_writing import (
     DATASETS,
     after_what_is_lost,
     beside_of,

@@ -73,7 +73,7 @@ def build(
 
     Asks one question at a time in a terminal, or takes flags. What is not chosen stays `auto`: settings fill it in.
     """
-    from simpletuner.commands.wizard import DEFAULT_OUTPUT
+    from simpletuner.commands.deepspeed.wizard import DEFAULT_OUTPUT
     from simpletuner.deepspeed.builder import DeepSpeedBuilder
     from simpletuner.deepspeed.requirements import check_platform
     from simpletuner.deepspeed.template_files import format_template, user_template_path
@@ -116,7 +116,7 @@ def check_targets(output: Path | None, template: Path | None, apply: Path | None
 
 def run_wizard(report: Report, builder: DeepSpeedBuilder, output: Path | None, force: bool) -> Path:
     """Ask for what is not chosen yet, and return where to write. Raises SettingsError without a terminal."""
-    from simpletuner.commands.wizard import Wizard
+    from simpletuner.commands.deepspeed.wizard import Wizard
 
     if not sys.stdin.isatty():
         raise SettingsError(

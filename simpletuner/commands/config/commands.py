@@ -148,7 +148,7 @@ def import_original(
     ] = False,
 ) -> None:
     """Turn the original's files into ours; comments say what changed and what was left out."""
-    from simpletuner.commands.importing.config_import import import_files
+    from simpletuner.commands.config.config_import import import_files
 
     import_files(source, output, force, partial)
 

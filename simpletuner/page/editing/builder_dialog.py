@@ -18,8 +18,8 @@ from simpletuner.deepspeed.questions import OFFLOAD_FOLDER, QUESTIONS
 from simpletuner.deepspeed.requirements import check_platform, check_settings
 from simpletuner.deepspeed.template_files import format_template, load_templates, user_template_path
 from simpletuner.errors import SettingsError, SimpleTunerError
-from simpletuner.page.documents import Document, find_outside, shown_value
-from simpletuner.page.editor import read_document
+from simpletuner.page.editing.documents import Document, find_outside, shown_value
+from simpletuner.page.editing.editor import read_document
 from simpletuner.page.rendering import field, folders_of, render, toast
 from simpletuner.parallel.devices.memory import MemoryEstimate
 from simpletuner.settings.declared.sections import setting_fields

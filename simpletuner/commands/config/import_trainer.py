@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from simpletuner.commands.importing.import_writing import (
+from simpletuner.commands.config.import_writing import (
     DATASETS,
     after_what_is_lost,
     beside_of,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from simpletuner.errors import BrokenRule, Mistake, SettingsError, SimpleTunerError
-from simpletuner.page.documents import Document, find_outside, holds_table
+from simpletuner.page.editing.documents import Document, find_outside, holds_table
 from simpletuner.page.folders import Folders
 from simpletuner.settings import Loaded, Origin, Settings
 from simpletuner.settings.declared.errors import InvalidSettings

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, get_origin
 
 from simpletuner.models.catalog.registry import AUTO, presets, trainable_flavours
-from simpletuner.page.documents import TYPED, Document, shown_value
-from simpletuner.page.examination import Examined
+from simpletuner.page.editing.documents import TYPED, Document, shown_value
+from simpletuner.page.editing.examination import Examined
 from simpletuner.settings.declared.knob import bounds_of, extra_of, kind_of, shown_default, type_name
 from simpletuner.settings.declared.optimizer_defaults import own_defaults
 from simpletuner.settings.declared.secret_names import is_secret

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from simpletuner.page.documents import Document
-from simpletuner.page.examination import Examined, examine
-from simpletuner.page.fields import FieldGroup, essential_groups, make_field, sections_of
-from simpletuner.page.hardware import accelerate_groups
+from simpletuner.page.editing.documents import Document
+from simpletuner.page.editing.examination import Examined, examine
+from simpletuner.page.editing.fields import FieldGroup, essential_groups, make_field, sections_of
+from simpletuner.page.editing.hardware import accelerate_groups
 from simpletuner.page.rendering import field, fields_of, folders_of, render, respond, toast
 from simpletuner.settings.declared.sections import setting_fields
 from simpletuner.settings.editors.editing import write

@@ -1,0 +1,1 @@
+"""`deepspeed build`: by flags, or by questions in a terminal."""
