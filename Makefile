@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo/pictures: | install
-	$(BIN)/python examples/shapes/draw.py $@
+	$(BIN)/python examples/shapes/draw.py $@ --count 264 --without 'a yellow triangle'
 
 demo: install demo/pictures
 	$(BIN)/simpletuner train --config examples/shapes/demo.toml

@@ -75,9 +75,9 @@ from simpletuner.training.run_folder.resuming import (
     set_later_aside,
     warn_of_changed_base,
 )
-from simpletuner.training.run_folder.run_summary import facts_of
+from simpletuner.training.run_folder.run_summary import Rows, facts_of
 from simpletuner.training.run_folder.settings_record import record_settings, report_changes
-from simpletuner.training.run_folder.summary import describe_run, print_datasets, print_result
+from simpletuner.training.run_folder.summary import describe_prompts, describe_run, print_datasets, print_result
 from simpletuner.training.state import TrainingState
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Evaluation, Trainer
@@ -154,18 +154,21 @@ def run(session: Session, notifier: Notifier, mirror: RunMirror | None) -> None:
     while True:
         try:
             restore_from_bucket(session, mirror, damaged)
-            resume(session, checkpoint_to_resume(session, damaged), notifier, mirror)
+            shown = resume(session, checkpoint_to_resume(session, damaged), notifier, mirror)
             break
         except CheckpointDamaged as error:  # known before the engine is built; what was encoded is in the caches
             damaged[error.folder] = error.message
             session = session.restarted()
     export_single_files(session)
-    print_result(output, pipelines_of(session.settings)[0], session.report)
+    print_result(output, shown, pipelines_of(session.settings)[0], session.report)
     push_to_hub(session)
 
 
-def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier, mirror: RunMirror | None) -> None:
-    """Plan the data and train the steps that are left, if any. Raises CheckpointDamaged on all ranks."""
+def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier, mirror: RunMirror | None) -> Rows:
+    """Plan the data, train the steps that are left, if any, and return what the last table says of the prompts.
+
+    Raises CheckpointDamaged on all ranks.
+    """
     settings, world, stop = session.settings, session.world, session.stop.check
     refuse_other_order(checkpoint)
     report_changes(session, checkpoint)
@@ -185,7 +188,8 @@ def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier, 
         caches = folders_of(settings, plan)
         with shared_lock(caches), ExitStack() as writers:  # `cache clear` must not remove what this run reads
             verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
-            train(session, plan, checkpoint, verification, writers, notifier, mirror)
+            return train(session, plan, checkpoint, verification, writers, notifier, mirror)
+    return []
 
 
 def train(
@@ -196,8 +200,8 @@ def train(
     writers: ExitStack,
     notifier: Notifier,
     mirror: RunMirror | None,
-) -> None:
-    """Encode the data, build the engine, train, export."""
+) -> Rows:
+    """Encode the data, build the engine, train, export; return what the last table says of the prompts."""
     session.world.activity.begin("reading the base model", watched=False)
     with no_collection():  # the classes of the model are imported here
         family = load_family(session.settings, session.world, session.stop.check, skips_checked=True)
@@ -244,6 +248,7 @@ def train(
             with trainer.durations.timed(EXPORTING):
                 export(session, family, state, partial(write_card, session.settings, family, facts))
             trainer.durations.write()
+    return describe_prompts(sampled, prepared.plan)
 
 
 def verify_same_facts(facts: Mapping[str, str], world: World) -> None:

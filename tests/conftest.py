@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import count, groupby, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import hypothesis
@@ -46,6 +47,10 @@ def pytest_configure() -> None:
     """Take the signals that a shell ignores in what it starts with `&` or `nohup`: children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # one for all workers: what each finds complete is so for the others
+        home = TemporaryDirectory(prefix="simpletuner-home-")
+        atexit.register(home.cleanup)
+        os.environ["SIMPLETUNER_HOME"] = home.name
     gc.disable()  # until all tests are collected, and torch imported by some: 5 of 10 CPU seconds of each worker
     atexit.register(gc.freeze)  # the interpreter's end would collect garbage among all that was imported
 

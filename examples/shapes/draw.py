@@ -1,7 +1,8 @@
 """Draw the demo's picture set: one coloured shape on a light background, with its caption in a file beside it.
 
-With --before, pairs: each shape in another colour there, and captions that say which one it gets. With --frames, clips
-of a shape that moves, of which a quarter of all captions is left out, to ask for these later.
+A caption that --without names is left out, to ask for it later. With --before, pairs: each shape in another colour
+there, and captions that say which one it gets. With --frames, clips of a shape that moves, of which a quarter of all
+captions is left out, to ask for these later.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ def draw(shape: str, colour: str, size_px: tuple[int, int], dice: random.Random)
     return picture.resize(size_px, Image.Resampling.BOX)
 
 
-def draw_all(count: int, seed: int) -> Iterator[tuple[str, Image.Image]]:
+def draw_all(count: int, seed: int, without: str = "") -> Iterator[tuple[str, Image.Image]]:
     """Yield `count` captions with their pictures, every shape, colour and size equally often."""
     dice = random.Random(seed)
-    kinds = itertools.cycle(itertools.product(SIZES_PX, TURNS, COLOURS))
-    for size_px, shape, colour in itertools.islice(kinds, count):
-        yield f"a {colour} {shape}", draw(shape, colour, size_px, dice)
+    kinds = [kind for kind in itertools.product(SIZES_PX, TURNS, COLOURS) if caption_of(*kind[1:]) != without]
+    for size_px, shape, colour in itertools.islice(itertools.cycle(kinds), count):
+        yield caption_of(shape, colour), draw(shape, colour, size_px, dice)
+
+
+def caption_of(shape: str, colour: str) -> str:
+    return f"a {colour} {shape}"
 
 
 def draw_pairs(count: int, seed: int) -> Iterator[tuple[str, Image.Image, Image.Image]]:
@@ -123,8 +128,14 @@ def main() -> None:
     """Write the pictures or clips and captions into the folder named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--count", type=int, default=252, help="how many; a multiple of 36 is even (default: 252)")
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=252,
+        help="how many (default: 252); a multiple of 36, or of 33 with --without, is even",
+    )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--without", default="", help="a caption, such as `a yellow triangle`, that is not drawn")
     parser.add_argument("--before", type=Path, help="folder for what each picture was before")
     parser.add_argument("--frames", type=int, help="of each clip")
     options = parser.parse_args()
@@ -141,7 +152,7 @@ def main() -> None:
             before.save(options.before / f"{index:04d}.png")
             pictures.append((caption, after))
     else:
-        pictures = draw_all(options.count, options.seed)
+        pictures = draw_all(options.count, options.seed, options.without)
     for index, (caption, picture) in enumerate(pictures):
         path = options.folder / f"{index:04d}.png"
         picture.save(path)

@@ -332,7 +332,6 @@ READERS: dict[str, Callable[[Path], str]] = {
     "log.txt": lambda path: "",
     "status.json": how_it_ended,
     "durations.json": lambda path: "",
-    "base_model.json": lambda path: "",
     "memory.json": lambda path: "",
     "README.md": lambda path: "",  # a model card, with samples per second
     "state.json": without_checksums,

@@ -32,8 +32,16 @@ from simpletuner.settings.declared.sections import setting_fields  # noqa: E402
 from simpletuner.training.images.image_files import ImageInfo, write_png  # noqa: E402
 
 INFO = ImageInfo("a circle", "", 1, 4, 3.0, 8, 8, 5, "trained")
-OWN_FILES = ("status.json", "metrics.jsonl", "log.txt", "settings.json", "console.txt", "durations.json", ".lock")
-OWN_FILES += ("base_model.json", "memory.json")
+OWN_FILES = (
+    "status.json",
+    "metrics.jsonl",
+    "log.txt",
+    "settings.json",
+    "console.txt",
+    "durations.json",
+    ".lock",
+    "memory.json",
+)
 
 MARKUP = '"><img src=x onerror=alert(1)><script>alert(2)</script>{{7*7}}'
 SECRET = "what nobody may read"

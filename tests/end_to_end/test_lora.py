@@ -30,6 +30,7 @@ def test_a_run_resumes_bit_for_bit_and_its_file_is_opened_and_trained_on(flux, s
     flags = (*flags, "--lora_dropout=0.1", "--mixed_precision=bf16", "--gradient_checkpointing")
     run = train(tmp_path / "four", *flags, "--max_train_steps=4")
     output = run.output
+    assert "captions of the images: 1 of 1" in run.said
     for steps in (2, 4):
         halves = train(tmp_path / "halves", *flags, f"--max_train_steps={steps}")
     assert "resuming from" in halves.said and halves.losses == run.losses and run.losses[-1] < run.losses[0]

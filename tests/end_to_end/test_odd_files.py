@@ -24,7 +24,6 @@ KINDS: dict[str, Callable[[Path], None]] = {
 DERIVED = (
     "settings.json",
     "durations.json",
-    "base_model.json",
     "memory.json",
     "wandb.json",
     "validation/step-000000/trained-00.png",

@@ -45,6 +45,14 @@ def different_captions(samples: Sequence[DatasetSamples], prompts: Sequence[str]
     return TextColumn(texts, pc.array_sort_indices(texts))  # bytes of UTF-8 are in the order of code points
 
 
+def those_in_captions(samples: Sequence[DatasetSamples], texts: Sequence[str]) -> set[str]:
+    """Return which of these texts are captions of the samples."""
+    wanted, found = pa.array(texts, pa.large_string()), set[str]()
+    for block in (block for part in samples for block in caption_blocks(part)):
+        found.update(block.filter(pc.is_in(block, wanted)).to_pylist())
+    return found
+
+
 def caption_blocks(samples: DatasetSamples) -> Iterator[pa.Array]:
     """Yield the captions of samples in blocks."""
     dataset = samples.dataset

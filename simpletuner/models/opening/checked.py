@@ -1,11 +1,13 @@
-"""A file in the run's folder that says which base model was found complete, so that later starts skip the check.
+"""Files in the user's home that say which base models were found complete, so that later starts skip the check.
 
 Most of the check's time imports the classes of text encoders, which a start with warm caches does not need.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,24 +15,29 @@ from typing import Any
 from simpletuner.launch.node_info import versions
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.system.files.atomic import write_json
+from simpletuner.system.files.cache_files import user_home
 from simpletuner.system.files.regular_files import read_file
 
-NOTE = "base_model.json"
+NOTES = "base_models"
 
 
 def is_checked(family: ModelFamily) -> bool:
-    """Return whether this run has found the same files complete, with the same settings and versions."""
+    """Return whether a start has found the same files complete, with the same settings and versions."""
     return read_note(note_of(family)) == facts_of(family)
 
 
 def note_checked(family: ModelFamily) -> None:
     """Note that a base model is complete, once a start has been found right in all else, too."""
     with suppress(OSError):  # no reason to end a run
+        note_of(family).parent.mkdir(parents=True, exist_ok=True)
         write_json(note_of(family), facts_of(family))
 
 
 def note_of(family: ModelFamily) -> Path:
-    return family.settings.training.output_dir / NOTE
+    """Return the file for a base model with these settings, in the home rather than the run's folder: its next run has
+    another folder, and a bucket or another machine does not have this one's files."""
+    named = json.dumps([str(family.folder.absolute()), family.settings.model.model_dump(mode="json")])
+    return user_home(os.environ) / NOTES / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
 
 
 def facts_of(family: ModelFamily) -> dict[str, Any]:

@@ -31,7 +31,7 @@ VARIANT_WEIGHTS = "*/*.*.safetensors"
 def load_family(settings: Settings, world: World, stop: Callable[[], None], skips_checked: bool = False) -> ModelFamily:
     """Collective: open the base model's folder, which the first rank builds or downloads if need be.
 
-    With `skips_checked`, what an earlier start of the run has found complete is not checked again (`note_checked`).
+    With `skips_checked`, what an earlier start has found complete here is not checked again (`note_checked`).
     Raises EnvironmentNotReady for a folder that is malformed or lacks anything that would be made up.
     """
     model = settings.model

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from simpletuner.checkpoints.layout import list_checkpoints
+from simpletuner.data.samples.caption_column import those_in_captions
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, summarize
 from simpletuner.models.family.adapter_types import LABELS
 from simpletuner.models.family.base import ModelFamily
@@ -13,6 +15,7 @@ from simpletuner.parallel.gpu import describe_device
 from simpletuner.parallel.model.activations import describe_activations
 from simpletuner.parallel.model.module_stats import count_parameters
 from simpletuner.preparation.plan import Plan, describe_buckets
+from simpletuner.preparation.sampled_prompts import SampledPrompt
 from simpletuner.report import Report
 from simpletuner.settings import Settings, provenance
 from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
@@ -96,7 +99,18 @@ def format_engine(settings: Settings, world_size: int) -> str:
     return "data-parallel" if world_size > 1 else "plain"
 
 
-def print_result(output: Path, exported: Path, report: Report) -> None:
+def describe_prompts(sampled: Sequence[SampledPrompt], plan: Plan) -> Rows:
+    """Return which prompts are captions of the data, if any is: what the others show was not memorized."""
+    prompts = list(dict.fromkeys(each.prompt.prompt for each in sampled))
+    known = those_in_captions(plan.samples.parts, prompts)
+    if not known:
+        return []
+    new = [prompt for prompt in prompts if prompt not in known]
+    named = f"; new: {', '.join(new)}" if new else ""
+    return [("prompts", f"captions of the images: {len(known)} of {len(prompts)}{named}")]
+
+
+def print_result(output: Path, prompts: Rows, exported: Path, report: Report) -> None:
     """Print how the run went and where everything is."""
     numbers = describe_result(read_columns(output / METRICS)) if not report.quiet else []
     if not numbers:
@@ -111,4 +125,4 @@ def print_result(output: Path, exported: Path, report: Report) -> None:
         ("pipeline" if exported.name == "pipeline" else "LoRA", exported),
         *([("one file", single_file)] if (single_file := single_file_of(exported)).is_file() else []),
     ]
-    report.table("finished", [*numbers, *places])
+    report.table("finished", [*numbers, *prompts, *places])

@@ -1,4 +1,4 @@
-"""A base model that a run has found complete is not checked again, until one of its files changes."""
+"""A base model that a run has found complete is not checked again by any run, until one of its files changes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ import torch
 import torch.distributed as dist
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.opening.checked import NOTE, note_checked
+from simpletuner.models.opening.checked import note_checked, note_of
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import World
 from simpletuner.settings.declared.sections import Data, Model, Settings, Training
 
 
 @pytest.fixture
-def folder(sdxl, tmp_path) -> Path:
+def folder(sdxl, tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SIMPLETUNER_HOME", str(tmp_path / "home"))
     return Path(shutil.copytree(sdxl, tmp_path / "base"))
 
 
-def start(folder: Path, run: Path | None, **model: str) -> None:
-    """Open a base model as a start does whose run has this folder, and note that it is complete."""
+def start(folder: Path, run: Path | None, **model: str) -> Path:
+    """Open a base model as a start does whose run has this folder, and note that it is complete; return the note."""
     world = World(0, 1, 0, torch.device("cpu"), dist.HashStore(), 0)
     chosen = Model(model_family="sdxl", pretrained_model_name_or_path=str(folder), **model)
     settings = Settings(model=chosen, data=Data(), training=Training(output_dir=run or folder))
     family = load_family(settings, world, lambda: None, skips_checked=run is not None)
     if run is not None:
         note_checked(family)
+    return note_of(family)
 
 
 def damage(file: Path, **times: tuple[int, int]) -> None:
@@ -42,10 +44,8 @@ def damage(file: Path, **times: tuple[int, int]) -> None:
 
 def test_a_model_is_checked_again_where_a_setting_or_a_version_has_changed(folder, tmp_path):
     weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
-    (run := tmp_path / "run").mkdir()
-    status = weights.stat()
-    start(folder, run)
-    note = run / NOTE
+    run, status = tmp_path / "another run", weights.stat()
+    note = start(folder, tmp_path / "run")
     facts = json.loads(note.read_text())
     assert facts["files"]["vae/diffusion_pytorch_model.safetensors"] == [status.st_size, status.st_mtime_ns]
 
@@ -66,7 +66,7 @@ def test_a_model_is_checked_again_where_a_setting_or_a_version_has_changed(folde
 
 
 def test_a_file_that_changed_is_read(folder, tmp_path):
-    (run := tmp_path / "run").mkdir()
+    run = tmp_path / "run"
     start(folder, run)
     damage(folder / "vae" / "diffusion_pytorch_model.safetensors")
     with pytest.raises(EnvironmentNotReady, match="vae lacks"):
