@@ -34,8 +34,12 @@ def convert_linear_layers(model: nn.Module, blocks: tuple[str, ...], emulate: bo
     # Rows are padded: those of a modulation layer are as many as samples.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     for unit in units_by_class(model, blocks):
-        convert_to_float8_training(unit, module_filter_fn=is_multiple, config=config)
+        convert_to_float8_training(unit, module_filter_fn=gains, config=config)
 
 
-def is_multiple(layer: nn.Module, name: str) -> bool:
-    return isinstance(layer, nn.Linear) and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+def gains(layer: nn.Module, name: str) -> bool:
+    """Return whether a layer is multiplied in float8: not a LoRA's, whose products are small and whose updates are."""
+    of_lora = {"lora_A", "lora_B"} & {*name.split(".")}
+    return isinstance(layer, nn.Linear) and not (
+        of_lora or layer.in_features % MULTIPLE or layer.out_features % MULTIPLE
+    )

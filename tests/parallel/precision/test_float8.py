@@ -66,6 +66,18 @@ def test_outputs_and_gradients_of_a_frozen_layer_are_as_far_off_as_the_docs_say(
     assert [each.item() for each in errors] == pytest.approx([0.037, 0.058], rel=0.05)
 
 
+def test_the_matrices_of_a_lora_keep_their_precision():
+    pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    from peft import LoraConfig, inject_adapter_in_model
+    from torchao.float8.float8_linear import Float8Linear
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32)))
+    inject_adapter_in_model(LoraConfig(r=16, target_modules=["0.0"]), model)
+    convert_linear_layers(model, ("Sequential",), emulate=True)
+    converted = {name for name, layer in model.named_modules() if isinstance(layer, Float8Linear)}
+    assert converted == {"0.0.base_layer"}
+
+
 def test_a_run_on_a_device_without_float8_ends_with_a_sentence(sdxl_flags, train, tmp_path):
     flags = (*sdxl_flags, "--train_batch_size=2", "--mixed_precision=bf16", "--max_train_steps=1")
     run = train(tmp_path / "run", *flags, "--float8", "--dynamo_backend=no", code=3)
