@@ -6,7 +6,6 @@ Loading, caching, sampling and export are the same for all. `docs/families.md` s
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,20 +23,11 @@ from simpletuner.data.images.geometry import Geometry
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.objectives import EVERY_SIGMA, Objective, keep_float32
+from simpletuner.models.family.pipeline_folder import PipelineFolder
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
-from simpletuner.models.family.vae import Vae, cell_of
-from simpletuner.models.folder.diffusers_io import (
-    ENCODING_PARTS,
-    build_on_meta,
-    cast_inputs,
-    component_class,
-    diffusers_class,
-    refuse_second_denoiser,
-    require_packages,
-)
-from simpletuner.models.folder.index import read_index
-from simpletuner.models.folder.malformed import read_config, read_json
+from simpletuner.models.family.vae import Vae
+from simpletuner.models.folder.diffusers_io import cast_inputs
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.values.shape import Shape
@@ -46,18 +36,12 @@ CLIP_TOKENS = 77
 """Length of every prompt that CLIP encodes."""
 
 
-class ModelFamily(ABC):
+class ModelFamily(PipelineFolder, ABC):
     """A model family, opened from one pipeline folder in diffusers format.
 
     A subclass defines `pipelines`, `objective`, `encode_prompts` and `predict`, and overrides anything else only where
-    its pipeline differs. `self.config` is the denoiser's config.json, `self.index` the pipeline's model_index.json.
+    its pipeline differs. Its folder, configs and components are those of `PipelineFolder`.
     """
-
-    pipelines: ClassVar[tuple[str, ...]] = ()
-    """Pipeline classes of diffusers; a folder that names none of them is opened as the first."""
-
-    denoiser_name: ClassVar[str] = "transformer"
-    """The denoiser's component in the pipeline, which is also the name of its folder: `transformer` or `unet`."""
 
     float32_inputs: ClassVar[tuple[str, ...]] = ("timestep",)
     """Arguments of the denoiser's `forward` (or keys of a dict among them) that stay float32 while sampling in bf16:
@@ -89,10 +73,6 @@ class ModelFamily(ABC):
     packing: ClassVar[int] = 1
     """The denoiser's input channels for each channel of the latents: 4 where it is given 2x2 patches."""
 
-    tiny_pipeline: ClassVar[str] = ""
-    """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
-    `tiny`; a built-in family has a table `[tiny]` in its preset."""
-
     least_references: ClassVar[int] = 0
     most_references: ClassVar[int] = 0
     """Number of reference images that the pipeline takes."""
@@ -109,44 +89,11 @@ class ModelFamily(ABC):
     lora_options: Mapping[str, Any] = MappingProxyType({})
     """Arguments with which the pipeline's `load_lora_weights` puts a LoRA into this denoiser."""
 
-    other_denoiser: str = ""
-    """Component that denoises the rest of the noise levels, where the pipeline has two: it is kept as it is."""
-
     sequence_plan: ClassVar[SequencePlan | None] = None
     """Split of the denoiser's tokens for context parallelism; None where it is not supported."""
 
-    @classmethod
-    def variants(cls) -> tuple[type[ModelFamily], ...]:
-        """Further classes of this family, for pipelines that are called differently (FLUX.2: klein and dev)."""
-        return ()
-
-    @classmethod
-    def opens(cls, pipeline: object) -> bool:
-        """Return whether the family has this pipeline class, in one of its variants."""
-        return any(pipeline in each.pipelines for each in (cls, *cls.variants()))
-
-    @classmethod
-    def denoiser_in(cls, folder: Path) -> str:
-        """Return the name of the denoiser's component in a pipeline folder."""
-        return cls.denoiser_name
-
-    @classmethod
-    def open(cls, folder: Path, settings: Settings) -> ModelFamily:
-        """Open a pipeline folder with the class, of this family, whose pipeline model_index.json names."""
-        named = read_index(folder).get("_class_name")
-        variant = next((each for each in cls.variants() if named in each.pipelines), cls)
-        return variant(folder, settings)
-
     def __init__(self, folder: Path, settings: Settings) -> None:
-        self.folder, self.settings = folder, settings
-        self.index = read_index(folder)
-        self.choose_denoiser()
-        self.config = read_config(folder / self.denoiser_name / "config.json")
-        self.vae_config = read_config(folder / "vae" / "config.json")
-        # Both sampling and export use this config, so a prediction type that the settings override must be in it.
-        self.scheduler_config = self.published_scheduler_config()
-        if settings.model.prediction_type:
-            self.scheduler_config["prediction_type"] = settings.model.prediction_type
+        super().__init__(folder, settings)
         longest = self.default_max_length()
         self.max_length = (settings.data.tokenizer_max_length or longest) if longest else None
 
@@ -172,10 +119,6 @@ class ModelFamily(ABC):
         """
 
     # What a family may override.
-
-    def choose_denoiser(self) -> None:
-        """Set which of a pipeline's denoisers is trained. Raises SettingsError for two, of which one alone may be."""
-        refuse_second_denoiser(self.folder, self.index, self.denoiser_name)
 
     @property
     def sigma_range(self) -> tuple[float, float]:
@@ -217,10 +160,6 @@ class ModelFamily(ABC):
         shapes = {"prompt_embeds": (tokens, width)}
         return shapes | {name: (tokens,) for name in masks if name}
 
-    def unused_parameters(self) -> tuple[str, ...]:
-        """Prefixes of parameters that no prediction depends on: they get no gradient and stay as published."""
-        return ()
-
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
     ) -> dict[str, Any]:
@@ -235,7 +174,7 @@ class ModelFamily(ABC):
         """Arguments of the pipeline's `__call__` for reference images."""
         return {"image": list(references)}
 
-    def enter_pipeline(self, pipeline: Any, positive: Conditioning) -> None:  # noqa: B027
+    def enter_pipeline(self, pipeline: Any, positive: Conditioning) -> None:
         """Set on a pipeline that samples what its call has no argument for."""
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
@@ -257,7 +196,7 @@ class ModelFamily(ABC):
         slope = (config["max_shift"] - config["base_shift"]) / (last - first)
         return config["base_shift"] + slope * (tokens - first)
 
-    def prove(self, shapes: list[Shape], device: torch.device, sampled: Sequence[Shape] = ()) -> None:  # noqa: B027 (nothing to prove of a class)
+    def prove(self, shapes: list[Shape], device: torch.device, sampled: Sequence[Shape] = ()) -> None:
         """Check what has to be run to be known, before anything is encoded for samples of these shapes in px.
 
         `sampled` are the shapes of validation.
@@ -284,11 +223,6 @@ class ModelFamily(ABC):
 
     # What is the same for all families.
 
-    @cached_property
-    def cell(self) -> Shape:
-        """Frames and px that one latent cell covers."""
-        return cell_of(self.vae_config)
-
     def input_shapes(
         self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False
     ) -> dict[str, tuple[int, ...]]:
@@ -297,18 +231,6 @@ class ModelFamily(ABC):
         latents, *others = ((channels, *each.in_cells(self.cell).axes) for each in (target, *references))
         first = {FIRST_FRAME: (channels, 1, *latents[-2:])} if has_first_frame else {}
         return {"latents": latents, **self.conditioning_shapes(), **named_references(others), **first}
-
-    def denoiser(self, include_buffers: bool = False) -> nn.Module:
-        """Build the denoiser with parameters, or buffers too, on the meta device; unused parameters are frozen."""
-        model, unused = build_on_meta(self.config, include_buffers), self.unused_parameters()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.startswith(unused))
-        return model
-
-    @cached_property
-    def meta_denoiser(self) -> nn.Module:
-        """The denoiser without any memory, buffers included, for names, shapes and classes. Not to be modified."""
-        return self.denoiser(include_buffers=True)
 
     @cached_property
     def adapter(self) -> Adapter | None:
@@ -341,13 +263,6 @@ class ModelFamily(ABC):
             facts["denoiser"] = self.denoiser_name
         return facts
 
-    def published_scheduler_config(self) -> dict[str, Any]:
-        return read_json(self.folder / "scheduler" / "scheduler_config.json")
-
-    def exported_config(self) -> dict[str, Any]:
-        """The denoiser's config as diffusers writes it into config.json: with all defaults and its own class."""
-        return json.loads(self.meta_denoiser.to_json_string())
-
     @property
     def lora_prefix(self) -> str:
         """Return with what the names of a LoRA's tensors begin in the file that the pipeline loads."""
@@ -357,23 +272,6 @@ class ModelFamily(ABC):
     def has_any_text_length(self) -> bool:
         """Return whether batches of texts have any length, up to `max_length`, rather than one."""
         return bool(self.padding_mask or self.host_inputs)
-
-    @property
-    def pipeline_class(self) -> Any:
-        """Diffusers' class of this pipeline."""
-        named = self.index.get("_class_name")
-        return diffusers_class(named if named in self.pipelines else self.pipelines[0])
-
-    @property
-    def image_to_video_class(self) -> Any:
-        """Diffusers' class of the pipeline that is given the first frame of a clip."""
-        return self.pipeline_class
-
-    def scheduler(self) -> Any:
-        return component_class(self.index, "scheduler", self.folder).from_config(self.scheduler_config)
-
-    def vae(self, device: torch.device) -> Vae:
-        return Vae(self.folder / "vae", device, self.settings.model)
 
     def text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:
         return TextEncoder(self, device, dtype)
@@ -397,24 +295,3 @@ class ModelFamily(ABC):
             latents = pipeline(**kwargs)[0]
         latents = vae.normalize(latents) if self.outputs_vae_latents else latents
         return self.unpack_latents(latents, sampling.shape.in_cells(vae.cell))
-
-    def load_pipeline(
-        self,
-        vae: nn.Module | None,
-        model: nn.Module | None = None,
-        dtype: torch.dtype = torch.float32,
-        with_text: bool = False,
-        others: Mapping[str, Any] = MappingProxyType({}),
-        cls: Any = None,
-    ) -> Any:
-        """Assemble diffusers' pipeline from this denoiser and VAE, with or without its text encoders."""
-        # `from_pretrained` loads every component that is not passed, so all that is not wanted is passed as None.
-        parts: dict[str, Any] = {name: None for name, value in self.index.items() if isinstance(value, list)}
-        if with_text:
-            parts = {name: None for name in parts if not name.startswith(ENCODING_PARTS)}
-            require_packages(self.index[name] for name in self.index if name.startswith(ENCODING_PARTS))
-        parts |= {"vae": vae, self.denoiser_name: model, "scheduler": self.scheduler(), **others}
-        variant = self.settings.model.variant
-        return (cls or self.pipeline_class).from_pretrained(
-            self.folder, dtype=dtype, use_safetensors=True, variant=variant, **parts
-        )

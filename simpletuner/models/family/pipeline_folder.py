@@ -1,0 +1,147 @@
+"""A pipeline folder in diffusers format, and what diffusers builds of it: denoiser, VAE, scheduler, pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from simpletuner.models.family.vae import Vae, cell_of
+from simpletuner.models.folder.diffusers_io import (
+    ENCODING_PARTS,
+    build_on_meta,
+    component_class,
+    diffusers_class,
+    refuse_second_denoiser,
+    require_packages,
+)
+from simpletuner.models.folder.index import read_index
+from simpletuner.models.folder.malformed import read_config, read_json
+from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.values.shape import Shape
+
+
+class PipelineFolder:
+    """A pipeline folder; `config` is the denoiser's config.json, `index` the pipeline's model_index.json."""
+
+    pipelines: ClassVar[tuple[str, ...]] = ()
+    """Pipeline classes of diffusers; a folder that names none of them is opened as the first."""
+
+    denoiser_name: ClassVar[str] = "transformer"
+    """The denoiser's component in the pipeline, which is also the name of its folder: `transformer` or `unet`."""
+
+    tiny_pipeline: ClassVar[str] = ""
+    """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
+    `tiny`; a built-in family has a table `[tiny]` in its preset."""
+
+    other_denoiser: str = ""
+    """Component that denoises the rest of the noise levels, where the pipeline has two: it is kept as it is."""
+
+    @classmethod
+    def variants(cls) -> tuple[type[Self], ...]:
+        """Further classes of this family, for pipelines that are called differently (FLUX.2: klein and dev)."""
+        return ()
+
+    @classmethod
+    def opens(cls, pipeline: object) -> bool:
+        """Return whether the family has this pipeline class, in one of its variants."""
+        return any(pipeline in each.pipelines for each in (cls, *cls.variants()))
+
+    @classmethod
+    def denoiser_in(cls, folder: Path) -> str:
+        """Return the name of the denoiser's component in a pipeline folder."""
+        return cls.denoiser_name
+
+    @classmethod
+    def open(cls, folder: Path, settings: Settings) -> Self:
+        """Open a pipeline folder with the class, of this family, whose pipeline model_index.json names."""
+        named = read_index(folder).get("_class_name")
+        variant = next((each for each in cls.variants() if named in each.pipelines), cls)
+        return variant(folder, settings)
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.folder, self.settings = folder, settings
+        self.index = read_index(folder)
+        self.choose_denoiser()
+        self.config = read_config(folder / self.denoiser_name / "config.json")
+        self.vae_config = read_config(folder / "vae" / "config.json")
+        # Both sampling and export use this config, so a prediction type that the settings override must be in it.
+        self.scheduler_config = self.published_scheduler_config()
+        if settings.model.prediction_type:
+            self.scheduler_config["prediction_type"] = settings.model.prediction_type
+
+    def choose_denoiser(self) -> None:
+        """Set which of a pipeline's denoisers is trained. Raises SettingsError for two, of which one alone may be."""
+        refuse_second_denoiser(self.folder, self.index, self.denoiser_name)
+
+    def unused_parameters(self) -> tuple[str, ...]:
+        """Prefixes of parameters that no prediction depends on: they get no gradient and stay as published."""
+        return ()
+
+    @cached_property
+    def cell(self) -> Shape:
+        """Frames and px that one latent cell covers."""
+        return cell_of(self.vae_config)
+
+    def denoiser(self, include_buffers: bool = False) -> nn.Module:
+        """Build the denoiser with parameters, or buffers too, on the meta device; unused parameters are frozen."""
+        model, unused = build_on_meta(self.config, include_buffers), self.unused_parameters()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(unused))
+        return model
+
+    @cached_property
+    def meta_denoiser(self) -> nn.Module:
+        """The denoiser without any memory, buffers included, for names, shapes and classes. Not to be modified."""
+        return self.denoiser(include_buffers=True)
+
+    def published_scheduler_config(self) -> dict[str, Any]:
+        return read_json(self.folder / "scheduler" / "scheduler_config.json")
+
+    def exported_config(self) -> dict[str, Any]:
+        """The denoiser's config as diffusers writes it into config.json: with all defaults and its own class."""
+        return json.loads(self.meta_denoiser.to_json_string())
+
+    @property
+    def pipeline_class(self) -> Any:
+        """Diffusers' class of this pipeline."""
+        named = self.index.get("_class_name")
+        return diffusers_class(named if named in self.pipelines else self.pipelines[0])
+
+    @property
+    def image_to_video_class(self) -> Any:
+        """Diffusers' class of the pipeline that is given the first frame of a clip."""
+        return self.pipeline_class
+
+    def scheduler(self) -> Any:
+        return component_class(self.index, "scheduler", self.folder).from_config(self.scheduler_config)
+
+    def vae(self, device: torch.device) -> Vae:
+        return Vae(self.folder / "vae", device, self.settings.model)
+
+    def load_pipeline(
+        self,
+        vae: nn.Module | None,
+        model: nn.Module | None = None,
+        dtype: torch.dtype = torch.float32,
+        with_text: bool = False,
+        others: Mapping[str, Any] = MappingProxyType({}),
+        cls: Any = None,
+    ) -> Any:
+        """Assemble diffusers' pipeline from this denoiser and VAE, with or without its text encoders."""
+        # `from_pretrained` loads every component that is not passed, so all that is not wanted is passed as None.
+        parts: dict[str, Any] = {name: None for name, value in self.index.items() if isinstance(value, list)}
+        if with_text:
+            parts = {name: None for name in parts if not name.startswith(ENCODING_PARTS)}
+            require_packages(self.index[name] for name in self.index if name.startswith(ENCODING_PARTS))
+        parts |= {"vae": vae, self.denoiser_name: model, "scheduler": self.scheduler(), **others}
+        variant = self.settings.model.variant
+        return (cls or self.pipeline_class).from_pretrained(
+            self.folder, dtype=dtype, use_safetensors=True, variant=variant, **parts
+        )
