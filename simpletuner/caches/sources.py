@@ -13,7 +13,8 @@ from simpletuner.caches.on_demand import LatentsOnDemand, TextOnDemand
 from simpletuner.caches.paired_texts import PairedTexts
 from simpletuner.caches.store.mirror import open_mirror
 from simpletuner.caches.texts import TextCache
-from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
+from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.config.embeds import TextEmbeds
 from simpletuner.data.config.folders import latents_folder, paired_folder, text_folder
 from simpletuner.data.samples.references import References, references_of
 from simpletuner.data.samples.samples import DatasetSamples, Sample, Samples

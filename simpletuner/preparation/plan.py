@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
+from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.config.embeds import TextEmbeds
 from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
 from simpletuner.data.samples.buckets import Buckets
 from simpletuner.data.samples.samples import Samples

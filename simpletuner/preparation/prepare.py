@@ -12,8 +12,9 @@ from simpletuner.caches.latents import decoding_threads
 from simpletuner.caches.sources import Sources, encodes_beside, open_sources, used_texts, without_caption
 from simpletuner.data.batches.prefetch import THREADS, SampleReader, reading_threads
 from simpletuner.data.batches.references import FIRST_FRAME, named_references
-from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
+from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.datasets import load_datasets
+from simpletuner.data.config.embeds import TextEmbeds
 from simpletuner.data.config.folders import default_folder, latents_folder, text_folder
 from simpletuner.data.config.participation import NO_LIMIT, Window
 from simpletuner.data.config.validation_prompts import ValidationPrompt, load_prompts

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from simpletuner.caches.store.records import RecordLocation
 from simpletuner.caches.store.shard_index import read_index
 from simpletuner.caches.store.shards import ShardWriter, read_from_file
-from simpletuner.data.config.dataset_types import BucketEmbeds, Embeds
+from simpletuner.data.config.embeds import BucketEmbeds, Embeds
 from simpletuner.data.storage.storage import MAX_BYTES, check_obstore
 from simpletuner.system.files.atomic import unfinished_path, write_file
 from simpletuner.system.files.cache_files import OURS, SHARD_SUFFIX, disk_bytes, index_of

@@ -15,7 +15,7 @@ from simpletuner.commands.config.import_writing import (
     write_run,
 )
 from simpletuner.data.config.dataset_file import dataset_entries
-from simpletuner.data.config.original_datasets import ImportedDatasets, import_datasets
+from simpletuner.data.config.foreign.original_datasets import ImportedDatasets, import_datasets
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.models.catalog.registry import check_trainable
 from simpletuner.models.catalog.support import check_runnable, check_trains_clips

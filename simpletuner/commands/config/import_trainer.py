@@ -14,8 +14,13 @@ from simpletuner.commands.config.import_writing import (
     write_run,
 )
 from simpletuner.data.config.dataset_file import DatasetEntry
-from simpletuner.data.config.original_datasets import ImportedDatasets, import_datasets
-from simpletuner.data.config.other_datasets import kohya_entries, of_all_datasets, pipe_entries, with_different_ids
+from simpletuner.data.config.foreign.original_datasets import ImportedDatasets, import_datasets
+from simpletuner.data.config.foreign.other_datasets import (
+    kohya_entries,
+    of_all_datasets,
+    pipe_entries,
+    with_different_ids,
+)
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.support import check_runnable
 from simpletuner.settings.declared.sections import Data

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from simpletuner.data.config.original_datasets import ImportedDatasets
+from simpletuner.data.config.foreign.original_datasets import ImportedDatasets
 from simpletuner.errors import Mistake, SettingsError, collect_error
 from simpletuner.report import Report
 from simpletuner.run_log import CONTROLS

@@ -1,4 +1,4 @@
-"""Types of entries in a dataset file: images and videos, by storage, and the caches that they name."""
+"""Types of entries in a dataset file: images and videos, by storage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pydantic_core import PydanticCustomError
 
 from simpletuner.data.config.caption_rules import CaptionKeys
 from simpletuner.data.config.crops import CropKeys
-from simpletuner.data.config.folders import WITH_REFERENCES, check_id
+from simpletuner.data.config.embeds import BucketImageEmbeds, ImageEmbeds
+from simpletuner.data.config.folders import check_id
 from simpletuner.data.config.object_store_keys import AzurePlace, BucketPlace, GcsPlace, S3Place, no_address
 from simpletuner.data.config.participation import ParticipationKeys
 from simpletuner.data.config.tables import (
@@ -24,7 +25,6 @@ from simpletuner.data.config.tables import (
     check_table,
 )
 from simpletuner.data.config.videos import VideoSettings
-from simpletuner.settings.declared.knob import Section
 from simpletuner.settings.values.placeholders import OF_A_DATASET, fill, only_placeholders
 
 LARGEST_PIXELS = 1 << 28
@@ -284,82 +284,3 @@ PLACES: dict[str, type[ImageDataset]] = {
     "huggingface": SnapshotImages,
 }
 """Datasets of images by `type`."""
-
-
-class Embeds(Section):
-    """A cache folder that datasets name: an entry of the dataset file."""
-
-    id: str
-    type: Literal["local", "aws", "gcs", "azure"] = "local"
-    disabled: bool = False
-    cache_dir: Annotated[Path, AfterValidator(only_placeholders(*OF_A_DATASET))]
-
-
-class TextEmbeds(Embeds):
-    """A cache of text embeddings; the default one also has those of validation prompts."""
-
-    dataset_type: Literal["text_embeds"]
-    default: bool | None = None
-    compress_cache: bool = False
-
-    def of_pairs(self, dataset: ImageDataset) -> TextEmbeds:
-        """Return the entry of the cache of texts that are encoded with the references of a dataset."""
-        return self
-
-
-class ImageEmbeds(Embeds):
-    """A cache of latents."""
-
-    dataset_type: Literal["image_embeds"]
-
-
-class BucketEmbeds(BucketPlace):
-    """A cache in a bucket. Its local copy is below output_dir, which a run has for itself, and of bounded size."""
-
-    cache_size_limit_gb: float = Field(100, gt=0)
-
-
-class BucketTextEmbeds(BucketEmbeds, TextEmbeds):
-    """Text embeddings cached in a bucket."""
-
-    cache_dir: Path = Path("{output_dir}/cache/text_embeds/{id}")
-
-    def of_pairs(self, dataset: ImageDataset) -> BucketTextEmbeds:
-        return self.below(f"{WITH_REFERENCES}/{dataset.id}")
-
-
-class BucketImageEmbeds(BucketEmbeds, ImageEmbeds):
-    """Latents cached in a bucket."""
-
-    cache_dir: Path = Path("{output_dir}/cache/image_embeds/{id}")
-
-
-class S3TextEmbeds(S3Place, BucketTextEmbeds):
-    """Text embeddings cached in S3."""
-
-
-class GcsTextEmbeds(GcsPlace, BucketTextEmbeds):
-    """Text embeddings cached in Google Cloud Storage."""
-
-
-class AzureTextEmbeds(AzurePlace, BucketTextEmbeds):
-    """Text embeddings cached in Azure Blob Storage."""
-
-
-class S3ImageEmbeds(S3Place, BucketImageEmbeds):
-    """Latents cached in S3."""
-
-
-class GcsImageEmbeds(GcsPlace, BucketImageEmbeds):
-    """Latents cached in Google Cloud Storage."""
-
-
-class AzureImageEmbeds(AzurePlace, BucketImageEmbeds):
-    """Latents cached in Azure Blob Storage."""
-
-
-EMBEDS: dict[str, dict[str, type[Embeds]]] = {
-    "text_embeds": {"local": TextEmbeds, "aws": S3TextEmbeds, "gcs": GcsTextEmbeds, "azure": AzureTextEmbeds},
-    "image_embeds": {"local": ImageEmbeds, "aws": S3ImageEmbeds, "gcs": GcsImageEmbeds, "azure": AzureImageEmbeds},
-}
-"""Caches by `dataset_type` and `type`."""

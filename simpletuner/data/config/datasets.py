@@ -12,16 +12,8 @@ from pydantic.fields import FieldInfo
 
 from simpletuner.data.config.dataset_file import DatasetEntry, dataset_entries
 from simpletuner.data.config.dataset_keys import RULES, VALUES
-from simpletuner.data.config.dataset_types import (
-    EMBEDS,
-    PLACES,
-    BucketEmbeds,
-    Embeds,
-    ImageDataset,
-    ImageEmbeds,
-    LocalImages,
-    TextEmbeds,
-)
+from simpletuner.data.config.dataset_types import PLACES, ImageDataset, LocalImages
+from simpletuner.data.config.embeds import EMBEDS, BucketEmbeds, Embeds, ImageEmbeds, TextEmbeds
 from simpletuner.data.config.folders import find_nested_ids, id_of_folder
 from simpletuner.data.config.pairs import mistakes_of_pairs, paired
 from simpletuner.data.config.tables import (

@@ -12,7 +12,8 @@ from simpletuner.settings.values.placeholders import fill
 from simpletuner.system.files.paths import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
+    from simpletuner.data.config.dataset_types import ImageDataset
+    from simpletuner.data.config.embeds import TextEmbeds
 
 # Of each part of a path, on the usual file systems.
 MAX_NAME_BYTES = 255

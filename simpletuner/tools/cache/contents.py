@@ -96,8 +96,8 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     Raises SettingsError for mistakes in the dataset file.
     """
     # Imported here: `cache list` must know the kinds for its help, but needs datasets only now.
-    from simpletuner.data.config.dataset_types import BucketTextEmbeds
     from simpletuner.data.config.datasets import default_texts, load_datasets
+    from simpletuner.data.config.embeds import BucketTextEmbeds
     from simpletuner.data.config.folders import (
         default_folder,
         latents_folder,

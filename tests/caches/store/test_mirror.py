@@ -22,7 +22,7 @@ from simpletuner.caches.fill.write_through import open_growing
 from simpletuner.caches.store import mirror as mirrors
 from simpletuner.caches.store.mirror import Mirror, open_mirror
 from simpletuner.caches.store.shards import ShardReader
-from simpletuner.data.config.dataset_types import S3TextEmbeds
+from simpletuner.data.config.embeds import S3TextEmbeds
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.parallel.world import World
 from simpletuner.report import Report

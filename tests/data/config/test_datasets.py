@@ -8,8 +8,9 @@ from dataset_files import data_of, image, refusal
 
 from simpletuner.data.config.dataset_file import OTHER_NAMES
 from simpletuner.data.config.dataset_keys import MISSED, NO_EFFECT, REASONS, VALUES
-from simpletuner.data.config.dataset_types import EMBEDS, PLACES, LocalImages
+from simpletuner.data.config.dataset_types import PLACES, LocalImages
 from simpletuner.data.config.datasets import load_datasets, unused_keys
+from simpletuner.data.config.embeds import EMBEDS
 from simpletuner.data.config.folders import latents_folder, text_folder
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load

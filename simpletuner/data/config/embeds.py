@@ -1,0 +1,95 @@
+"""Caches of latents and text embeddings that datasets name: entries of a dataset file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from simpletuner.data.config.folders import WITH_REFERENCES
+from simpletuner.data.config.object_store_keys import AzurePlace, BucketPlace, GcsPlace, S3Place
+from simpletuner.settings.declared.knob import Section
+from simpletuner.settings.values.placeholders import OF_A_DATASET, only_placeholders
+
+if TYPE_CHECKING:
+    from simpletuner.data.config.dataset_types import ImageDataset
+
+
+class Embeds(Section):
+    """A cache folder that datasets name: an entry of the dataset file."""
+
+    id: str
+    type: Literal["local", "aws", "gcs", "azure"] = "local"
+    disabled: bool = False
+    cache_dir: Annotated[Path, AfterValidator(only_placeholders(*OF_A_DATASET))]
+
+
+class TextEmbeds(Embeds):
+    """A cache of text embeddings; the default one also has those of validation prompts."""
+
+    dataset_type: Literal["text_embeds"]
+    default: bool | None = None
+    compress_cache: bool = False
+
+    def of_pairs(self, dataset: ImageDataset) -> TextEmbeds:
+        """Return the entry of the cache of texts that are encoded with the references of a dataset."""
+        return self
+
+
+class ImageEmbeds(Embeds):
+    """A cache of latents."""
+
+    dataset_type: Literal["image_embeds"]
+
+
+class BucketEmbeds(BucketPlace):
+    """A cache in a bucket. Its local copy is below output_dir, which a run has for itself, and of bounded size."""
+
+    cache_size_limit_gb: float = Field(100, gt=0)
+
+
+class BucketTextEmbeds(BucketEmbeds, TextEmbeds):
+    """Text embeddings cached in a bucket."""
+
+    cache_dir: Path = Path("{output_dir}/cache/text_embeds/{id}")
+
+    def of_pairs(self, dataset: ImageDataset) -> BucketTextEmbeds:
+        return self.below(f"{WITH_REFERENCES}/{dataset.id}")
+
+
+class BucketImageEmbeds(BucketEmbeds, ImageEmbeds):
+    """Latents cached in a bucket."""
+
+    cache_dir: Path = Path("{output_dir}/cache/image_embeds/{id}")
+
+
+class S3TextEmbeds(S3Place, BucketTextEmbeds):
+    """Text embeddings cached in S3."""
+
+
+class GcsTextEmbeds(GcsPlace, BucketTextEmbeds):
+    """Text embeddings cached in Google Cloud Storage."""
+
+
+class AzureTextEmbeds(AzurePlace, BucketTextEmbeds):
+    """Text embeddings cached in Azure Blob Storage."""
+
+
+class S3ImageEmbeds(S3Place, BucketImageEmbeds):
+    """Latents cached in S3."""
+
+
+class GcsImageEmbeds(GcsPlace, BucketImageEmbeds):
+    """Latents cached in Google Cloud Storage."""
+
+
+class AzureImageEmbeds(AzurePlace, BucketImageEmbeds):
+    """Latents cached in Azure Blob Storage."""
+
+
+EMBEDS: dict[str, dict[str, type[Embeds]]] = {
+    "text_embeds": {"local": TextEmbeds, "aws": S3TextEmbeds, "gcs": GcsTextEmbeds, "azure": AzureTextEmbeds},
+    "image_embeds": {"local": ImageEmbeds, "aws": S3ImageEmbeds, "gcs": GcsImageEmbeds, "azure": AzureImageEmbeds},
+}
+"""Caches by `dataset_type` and `type`."""
