@@ -20,7 +20,7 @@ from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.importing import no_collection
-from simpletuner.system.numbers import format_count, format_flops, format_gib, parse_bytes
+from simpletuner.system.numbers import count_noun, format_count, format_flops, format_gib, parse_bytes
 
 if TYPE_CHECKING:
     from simpletuner.tools.plan.estimate import RunPlan
@@ -158,7 +158,7 @@ def summary(plan: RunPlan, budget: MemoryBudget, device: Device | None) -> Itera
             parts = {PARTS.get(name, name): seconds for name, seconds in asdict(plan.parts).items() if seconds}
             yield "of which", ", ".join(f"{name} {seconds:.2g} s" for name, seconds in parts.items())
         if plan.steps is not None:
-            yield "run", f"{timedelta(seconds=round(plan.steps * plan.step_seconds))} for {plan.steps:,} steps"
+            yield "run", f"{timedelta(seconds=round(plan.steps * plan.step_seconds))} for {count_noun(plan.steps, 'step')}"
     yield "disk", f"{decimal(plan.disk.total_bytes)} at most: {plan.disk.parts}"
 
 
