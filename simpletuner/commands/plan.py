@@ -158,7 +158,8 @@ def summary(plan: RunPlan, budget: MemoryBudget, device: Device | None) -> Itera
             parts = {PARTS.get(name, name): seconds for name, seconds in asdict(plan.parts).items() if seconds}
             yield "of which", ", ".join(f"{name} {seconds:.2g} s" for name, seconds in parts.items())
         if plan.steps is not None:
-            yield "run", f"{timedelta(seconds=round(plan.steps * plan.step_seconds))} for {count_noun(plan.steps, 'step')}"
+            duration = timedelta(seconds=round(plan.steps * plan.step_seconds))
+            yield "run", f"{duration} for {count_noun(plan.steps, 'step')}"
     yield "disk", f"{decimal(plan.disk.total_bytes)} at most: {plan.disk.parts}"
 
 
