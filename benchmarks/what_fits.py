@@ -1,15 +1,16 @@
 """Published models in full and by LoRA on cards of 24, 48 and 80 GB: what fits, as `simpletuner plan` counts it.
 
-    python benchmarks/what_fits.py [full|lora] [FAMILY[:FLAVOUR]...]
+    python benchmarks/what_fits.py [full|lora|readme] [FAMILY[:FLAVOUR]...]
 
-Prints the tables of docs/what-fits.md. Each cell is the fastest of the settings that fit, as `plan --auto` finds them,
-with one sample of 1024x1024 px per GPU; its seconds per step are predicted, not measured.
+Prints the tables of docs/what-fits.md, or with `readme` that of README.md, which has the memory, too. Each cell is the
+fastest of the settings that fit, as `plan --auto` finds them, with one sample of 1024x1024 px per GPU; its seconds per
+step are predicted, not measured.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,16 @@ MODELS = (
 CARDS = {"RTX-4090": "24 GB", "RTX-6000-Ada": "48 GB", "H100": "80 GB"}
 COUNTS = (1, 4, 8)
 TYPES = ("full", "lora")
+README_MODELS = {
+    "sdxl:base-1.0": "SDXL",
+    "sd3:large": "SD 3.5 Large",
+    "z_image": "Z-Image",
+    "flux:dev": "FLUX.1-dev",
+    "wan:t2v-480p-14b-2.1": "Wan 2.1 14B, a frame",
+    "qwen_image": "Qwen-Image",
+    "flux2:dev": "FLUX.2-dev",
+}
+README_PLACES = {"lora": (("RTX-4090", 1), ("H100", 1)), "full": (("RTX-4090", 1), ("H100", 1), ("H100", 8))}
 
 
 @dataclass(frozen=True)
@@ -42,20 +53,21 @@ class Model:
     name: str
     model_type: str
 
-    def rows(self) -> list[str]:
-        quiet, places = Report(quiet=True), [(card, count) for card in CARDS for count in COUNTS]
+    def plans(self, places: Iterable[tuple[str, int]]) -> list[RunPlan | None]:
+        """Return the fastest plan that fits on each number of cards; None where nothing does."""
+        quiet = Report(quiet=True)
         first = load(self.flags(1), complete=False)
         with opened_family(first.settings, quiet) as family:
             shapes = count_shapes(first, quiet)
             workload, flops = Workload(family, shapes.largest), flops_per_sample(family, shapes.largest)
-            return [self.cell(workload, shapes, flops, DEVICES[card], count) for card, count in places]
+            return [self.plan(workload, shapes, flops, DEVICES[card], count) for card, count in places]
 
     def flags(self, count: int) -> dict[str, Any]:
         family, _, flavour = self.name.partition(":")
         flags = {"model_family": family, "model_type": self.model_type, "train_batch_size": 1, "num_processes": count}
         return flags | ({"model_flavour": flavour} if flavour else {})
 
-    def cell(self, workload: Workload, shapes: SampleShapes, flops: int, device: Device, count: int) -> str:
+    def plan(self, workload: Workload, shapes: SampleShapes, flops: int, device: Device, count: int) -> RunPlan | None:
         flags = self.flags(count)
 
         def with_settings(values: Mapping[str, Any]) -> Loaded:
@@ -66,13 +78,14 @@ class Model:
 
         try:
             budget = MemoryBudget(device.memory_bytes, None, 1 - USABLE)
-            plan, _, _ = propose(with_settings({}), with_settings, estimate, budget)
+            return propose(with_settings({}), with_settings, estimate, budget)[0]
         except SettingsError:  # nothing fits
-            return "-"
-        return described(plan)
+            return None
 
 
-def described(plan: RunPlan) -> str:
+def described(plan: RunPlan | None) -> str:
+    if plan is None:
+        return "-"
     assert plan.step_seconds is not None
     precision, layout = plan.settings.lora.base_model_precision, plan.settings.optimizer.state_layout
     notes = [] if precision == "no_change" else [precision]
@@ -81,17 +94,48 @@ def described(plan: RunPlan) -> str:
     return " ".join([f"{plan.step_seconds:.2g} s", *notes])
 
 
+def with_memory(plan: RunPlan | None) -> str:
+    return f"{plan.peak_bytes / 2**30:.0f} GiB, {described(plan)}" if plan else "-"
+
+
+def size_of(card: str, count: int) -> str:
+    return f"{CARDS[card]} x {count}" if count > 1 else CARDS[card]
+
+
 def main(names: list[str]) -> None:
-    """Print a table for full fine-tuning, and one for LoRA."""
-    head = [f"{size} x {count}" if count > 1 else size for size in CARDS.values() for count in COUNTS]
+    """Print a table for full fine-tuning, and one for LoRA; or that of README.md."""
+    if names[:1] == ["readme"]:
+        print_readme()
+        return
+    places = [(card, count) for card in CARDS for count in COUNTS]
     types = [name for name in names if name in TYPES] or TYPES
     names = [name for name in names if name not in TYPES]
     for model_type in types:
-        print(f"\n| {model_type} | {' | '.join(head)} |\n|---|{'---|' * len(head)}", flush=True)
+        print()
+        print_head([model_type, *(size_of(*place) for place in places)])
         for name in names or MODELS:
             if model_type == "lora" and not presets()[name.partition(":")[0]].loads_lora:
                 continue
-            print(f"| `{name}` | {' | '.join(Model(name, model_type).rows())} |", flush=True)
+            print_row([f"`{name}`", *map(described, Model(name, model_type).plans(places))])
+
+
+def print_readme() -> None:
+    kinds = {"lora": "LoRA", "full": "full"}
+    print_head(
+        ["", *(f"{kinds[kind]}, {size_of(*place)}" for kind, places in README_PLACES.items() for place in places)]
+    )
+    for name, title in README_MODELS.items():
+        plans = (plan for kind, places in README_PLACES.items() for plan in Model(name, kind).plans(places))
+        print_row([title, *map(with_memory, plans)])
+
+
+def print_head(cells: Sequence[str]) -> None:
+    print_row(cells)
+    print("|" + "---|" * len(cells))
+
+
+def print_row(cells: Iterable[str]) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
