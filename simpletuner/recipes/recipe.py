@@ -73,7 +73,7 @@ class Recipe(RecipePart):
     """The name of the file, without its suffix."""
     version: Annotated[int, Field(ge=1)]
     date: datetime.date
-    """When a number was last changed or looked up again."""
+    """Day on which a number was last changed or looked up again."""
     title: Text
     purpose: Literal["style", "subject", "full", "edit", "video"]
     model_family: Text

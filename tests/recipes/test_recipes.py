@@ -14,7 +14,7 @@ import pytest
 from simpletuner.app import main
 from simpletuner.models.catalog.registry import trainable_flavours
 from simpletuner.recipes.library import FOLDER, find_recipe, recipe_names, recipes
-from simpletuner.recipes.recipe import OWN_SOURCES, Chosen
+from simpletuner.recipes.recipe import OWN_SOURCES, REQUIRED, Chosen
 from simpletuner.settings import load, settings_as_json
 
 DOCS = Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -217,8 +217,15 @@ def test_numbers_of_datasets_have_sources_too(run):
     assert run("recipes", "mine.toml")[0] == 0
 
 
+def test_the_recipe_that_the_page_shows_is_one(run):
+    [shown] = re.findall(r"^```toml\n(.*?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    Path("mine.toml").write_text(shown)
+    assert run("config", "init", "--recipe=mine.toml")[0] == 0
+    assert "These twelve settings" in DOCS.read_text() and len(REQUIRED) == shown.count("{ value = ") == 12
+
+
 def test_the_page_of_recipes_has_each_of_them():
-    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", DOCS.read_text(), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.* \| .*) \|$", DOCS.read_text(), re.MULTILINE))
     memory = {each.name: f"{each.memory_gib:.1f} GiB" if each.memory_gib else "not counted" for each in recipes()}
     shown = {
         each.name: f"{each.purpose} | {each.model_family} `{each.model_flavour}` | {memory[each.name]} | "
