@@ -204,6 +204,8 @@ def test_a_recipe_of_ones_own_is_checked(run, old, new, sentence):
     code, out, err = run("config", "init", "--recipe=mine.toml", "--output=new.toml")
     assert (code, out) == (2, "") and sentence in err and "Traceback" not in err, err
     assert not Path("new.toml").exists()
+    code, out, err = run("recipes", "mine.toml")
+    assert (code, out) == (2, "") and sentence in err
 
 
 def test_numbers_of_datasets_have_sources_too(run):
