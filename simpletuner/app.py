@@ -26,6 +26,7 @@ from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, outranked_flags, with_settings
 from simpletuner.commands.page import page
 from simpletuner.commands.plan import plan
+from simpletuner.commands.recipes import recipes
 from simpletuner.commands.runs import build_runs
 from simpletuner.commands.runs.status import status
 from simpletuner.commands.shell.completions import completion, print_completions, words_of
@@ -74,6 +75,7 @@ def build_app(only: str = "") -> typer.Typer:
         "detect-blocks": lambda name: app.command(name, **settings)(with_settings(detect_blocks, SHOWN)),
         "plan": lambda name: app.command(name, **settings)(with_settings(plan)),
         "models": lambda name: app.command(name)(models),
+        "recipes": lambda name: app.command(name)(recipes),
         "page": lambda name: app.command(name)(page),
         "config": lambda name: app.add_typer(build_config(), name=name),
         "dataset": lambda name: app.add_typer(build_dataset(), name=name),

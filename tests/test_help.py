@@ -14,6 +14,7 @@ COMMANDS = (
     "--help",
     "detect-blocks --help",
     "models --help",
+    "recipes --help",
     "config --help",
     "config init --help",
     "config validate --help",

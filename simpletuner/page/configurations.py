@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -16,6 +17,8 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import presets, trainable_flavours
 from simpletuner.page.folders import Folders
 from simpletuner.page.rendering import editor_address, field, folders_of, render, respond
+from simpletuner.recipes.library import find_recipe, recipe_names
+from simpletuner.settings.declared.errors import shorten
 from simpletuner.settings.editors.editing import setting_of
 from simpletuner.settings.files.formats import FORMATS, read_entries, suffix_of
 from simpletuner.system.files.atomic import save
@@ -47,15 +50,31 @@ class ConfigFile:
 def show_list(request: Request) -> Response:
     folders = folders_of(request)
     files = list_files(folders)
-    families = [name for name, preset in presets().items() if preset.family_class]
     opened = request.app.state.config and folders.shown(request.app.state.config)
     values = {
-        "families": families,
-        "flavours": trainable_flavours(families[0]),
         "roots": folders.roots,
+        "recipes": recipe_names(),
         "target": new_name(folders),
+        **model_choices(request),
     }
     return respond(request, "configurations", title="Configurations", files=files, opened=opened, **values)
+
+
+def show_recipe(request: Request) -> Response:
+    """Answer with the purpose of the recipe that was chosen, and with its family and flavour."""
+    return HTMLResponse(render("recipe_chosen", **model_choices(request)))
+
+
+def model_choices(request: Request) -> dict[str, Any]:
+    """Return the values of the fields that a recipe decides, or those of the form without one."""
+    families = [name for name, preset in presets().items() if preset.family_class]
+    name = field(request, "recipe")
+    chosen = find_recipe(name) if name in recipe_names() else None
+    family = chosen.model_family if chosen else field(request, "model_family")
+    family = family if family in families else families[0]
+    flavour = chosen.model_flavour if chosen else field(request, "model_flavour")
+    flavours = trainable_flavours(family)
+    return {"chosen": chosen, "families": families, "family": family, "flavours": flavours, "flavour": flavour}
 
 
 def new_name(folders: Folders) -> str:
@@ -124,9 +143,17 @@ def describe(path: Path, folders: Folders) -> ConfigFile | None:
 
 
 def create(request: Request) -> Response:
-    """Write a new file, and go to it."""
-    text = new_config(field(request, "model_family"), field(request, "model_flavour"), field(request, "num_processes"))
-    return write_new(request, field(request, "target"), text)
+    """Write a new file, and the dataset file that its recipe needs, and go to it."""
+    target = new_file(request, field(request, "target"))
+    family, flavour, gpus = (field(request, name) for name in ("model_family", "model_flavour", "num_processes"))
+    # A name of the package alone: a path would be a file that the server reads.
+    recipe = field(request, "recipe")
+    if recipe and recipe not in recipe_names():
+        raise SettingsError(f"there is no recipe {shorten(recipe)}", "choose one of the list")
+    new = new_config(family, flavour, gpus, recipe, folders_of(request).shown(target))
+    if new.datasets:
+        save(new_file(request, new.datasets_file), new.datasets)
+    return write_new(request, target, new.text)
 
 
 def copy(request: Request) -> Response:
@@ -136,23 +163,29 @@ def copy(request: Request) -> Response:
     if suffix_of(Path(field(request, "target"))) != suffix_of(source):
         raise SettingsError(f"a copy of {source.name} must end in {suffix_of(source)}", "give it such a name")
     read_entries(source)  # raises for a file that holds no settings: nothing else is copied
-    return write_new(request, field(request, "target"), source.read_bytes().decode("utf-8"))
+    return write_new(request, new_file(request, field(request, "target")), source.read_bytes().decode("utf-8"))
 
 
-def write_new(request: Request, target: str, text: str) -> Response:
+def new_file(request: Request, target: str) -> Path:
+    """Return where a new file goes. Raises SettingsError for one that exists, or that can hold no settings."""
     folders = folders_of(request)
     path = folders.resolve(target)
     if suffix_of(path) not in FORMATS:
         raise SettingsError(f"{target}: settings are in {', '.join(FORMATS)} files", "give the file such a name")
     if path.exists():
         raise SettingsError(f"{folders.shown(path)} exists already", "give another name")
+    return path
+
+
+def write_new(request: Request, path: Path, text: str) -> Response:
     save(path, text)
-    return HTMLResponse(headers={"HX-Redirect": editor_address(folders.shown(path))})
+    return HTMLResponse(headers={"HX-Redirect": editor_address(folders_of(request).shown(path))})
 
 
 ROUTES = [
     Route("/configurations", show_list),
     Route("/configurations/flavours", show_flavours),
+    Route("/configurations/recipe", show_recipe),
     Route("/configurations/new", create, methods=["POST"]),
     Route("/configurations/copy", copy, methods=["POST"]),
 ]

@@ -46,7 +46,15 @@ OWN_FILES = (
 MARKUP = '"><img src=x onerror=alert(1)><script>alert(2)</script>{{7*7}}'
 SECRET = "what nobody may read"
 GET = (
-    *("/", "/configurations", "/configurations/edit", "/configurations/flavours", "/export", "/export/download"),
+    *(
+        "/",
+        "/configurations",
+        "/configurations/edit",
+        "/configurations/flavours",
+        "/configurations/recipe",
+        "/export",
+        "/export/download",
+    ),
     *("/preferences", "/runs", "/blocks", "/deepspeed", "/static/style.css", "/static/../guard.py", "/nowhere"),
     *("/runs/rows", "/runs/watch", "/runs/watch/news", "/runs/image", "//evil.example/x", "/%5Cevil.example"),
 )
@@ -57,7 +65,16 @@ POST = (
 )
 NAMES = (
     *("file", "target", "view", "q", "checksum", "to", "all", "kind", "template", "template_name", "replace"),
-    *("model_family", "model_flavour", "num_processes", "gpu_memory", "host_memory", "parameters", "build_zero_stage"),
+    *(
+        "model_family",
+        "model_flavour",
+        "num_processes",
+        "recipe",
+        "gpu_memory",
+        "host_memory",
+        "parameters",
+        "build_zero_stage",
+    ),
     *("build_offload_param_path", "accelerate_config", "token"),
     *("run", "run", "run", "with", "step", "name", "edge", "smoothing", "seen-status", "seen-curves"),
 )

@@ -48,6 +48,8 @@ def test_the_checked_in_scripts_are_what_the_command_prints(name):
         ("simpletuner train --model_flavour=b", BEGINNING_WITH_B),
         ("simpletuner train --model_family flux --model_flavour ", {*flavours_of("flux"), "tiny"}),
         ("simpletuner completion ", {"bash", "zsh", "fish"}),
+        ("simpletuner recipes wan", {"wan-video"}),
+        ("simpletuner config init --recipe=wan", {"wan-video"}),
         ("simpletuner config s", {"show", "schema"}),
         ("simpletuner train --fsdp_v", {"--fsdp_version"}),
         ("simpletuner train --fsdp_version=2 --fsdp_v", set()),

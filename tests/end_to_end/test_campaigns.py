@@ -17,6 +17,7 @@ from kills import FIXTURES, Campaign
 from kills import KINDS as RUNS
 from learning import learn
 from mutants import ROOT, read_mutants
+from recipes import train
 from settings_files import KINDS
 from tables import SUFFIXES, TableFuzz
 from video_files import write_films
@@ -83,3 +84,7 @@ def test_a_pipeline_without_a_class_learns_its_captions(tmp_path):
     learned = learn("HunyuanVideoPipeline", tmp_path / "base", steps=50)
     assert learned.last_loss < 0.7 * learned.first_loss
     assert learned.own < 0.8 * learned.other and learned.own < 0.8 * learned.before
+
+
+def test_a_recipe_trains_in_miniature_with_all_of_its_values(tmp_path):
+    assert train("sd15-subject", tmp_path) == []

@@ -48,6 +48,26 @@ def test_listing_creating_and_copying(page: Page, server: PageServer, folder: Pa
     (folder / "broken.toml").write_text("a = ")
     page.reload()
     assert page.locator("tbody th").all_inner_texts() == ["config/run.toml"]
+    page.get_by_label("GPUs").fill("2")
+    page.get_by_label("Recipe").select_option("wan-video")
+    expect(page.locator("#new-purpose")).to_contain_text("by LoRA on clips")
+    expect(page.get_by_label("Model family")).to_have_value("wan")
+    expect(page.get_by_label("Model flavour")).to_have_value("t2v-480p-1.3b-2.1")
+    page.get_by_role("textbox", name="File").fill("config/clips.toml")
+    page.get_by_role("button", name="Create").click()
+    page.wait_for_url("**/configurations/edit?file=*clips.toml")
+    made = replayed(folder, Path("config/clips.toml"))
+    assert (made["lora_rank"], made["num_processes"], made["learning_rate"]) == (32, 2, 5e-5)
+    assert made["data_backend_config"] == "config/clips.datasets.json"
+    assert "finetrainers_wan: --rank 32" in (folder / "config" / "clips.toml").read_text()
+    assert json.loads((folder / "config" / "clips.datasets.json").read_text())[0]["video"] == {"num_frames": 49}
+    refused = server.post("/configurations/new", {"recipe": "/etc/passwd.toml", "target": "config/no.toml"})
+    assert refused.code == 400 and "there is no recipe" in refused.text
+    page.goto(server.origin + "/configurations")
+    page.get_by_label("Recipe").select_option("sdxl-full")
+    expect(page.locator("#new-purpose")).to_contain_text("All weights of SDXL")
+    page.get_by_label("Recipe").select_option("")
+    expect(page.locator("#new-purpose")).to_contain_text("for one purpose")
     page.get_by_label("Model family").select_option("flux")
     expect(page.get_by_label("Model flavour").locator("option").first).to_have_text("krea")
     page.get_by_label("Model flavour").select_option("tiny")
@@ -59,10 +79,10 @@ def test_listing_creating_and_copying(page: Page, server: PageServer, folder: Pa
     assert 'model_family = "flux"' in new and "num_processes = 4" in new and "fsdp_enable = true" in new
     page.goto(server.origin + "/configurations")
     page.get_by_label("Copy config/run.toml").click()
-    page.get_by_label("Name of the copy").nth(1).fill("../outside.toml")
+    page.get_by_label("Name of the copy").nth(2).fill("../outside.toml")
     page.get_by_role("button", name="Copy", exact=True).click()
     expect(page.locator("#toasts .error")).to_contain_text("is not in")
-    page.get_by_label("Name of the copy").nth(1).fill("config/copy.toml")
+    page.get_by_label("Name of the copy").nth(2).fill("config/copy.toml")
     page.get_by_role("button", name="Copy", exact=True).click()
     page.wait_for_url("**/configurations/edit?file=*copy.toml")
     assert (folder / "config" / "copy.toml").read_text() == CONFIG

@@ -14,6 +14,7 @@ import typer
 from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.paths import path_argument, path_option
+from simpletuner.commands.shell.recipe_names import complete_recipe
 from simpletuner.report import Report
 from simpletuner.settings import load, settings_as_json
 from simpletuner.settings.declared.sections import setting_fields
@@ -124,16 +125,30 @@ def init(
     model_family: Annotated[str, typer.Option("--model_family", help="Which architecture to train.")] = "",
     model_flavour: Annotated[str, typer.Option("--model_flavour", help="Which published checkpoint of it.")] = "",
     num_processes: Annotated[str, typer.Option("--num_processes", help="How many GPUs.", metavar="INTEGER")] = "1",
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--recipe",
+            help="Start from a recipe's values, with their sources; `simpletuner recipes` lists them.",
+            metavar="NAME",
+            show_default=False,
+            autocompletion=complete_recipe,
+        ),
+    ] = "",
     output: Annotated[Path, path_option("--output", "Where to write it.")] = Path("config/config.toml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a commented config file to start from."""
     from simpletuner.tools.config_files import new_config
 
-    text = new_config(model_family, model_flavour, num_processes)
-    refuse_overwriting(output, force)
-    save(output, text)
-    Report().say(f"{output} is written: set instance_data_dir in it, then `simpletuner train --config {output}`")
+    new = new_config(model_family, model_flavour, num_processes, recipe, str(output))
+    files = {output: new.text} | ({Path(new.datasets_file): new.datasets} if new.datasets else {})
+    for path in files:
+        refuse_overwriting(path, force)
+    for path, text in files.items():
+        save(path, text)
+    images = f"the folders in {new.datasets_file}" if new.datasets else "instance_data_dir in it"
+    Report().say(f"{output} is written: set {images}, then `simpletuner train --config {output}`")
 
 
 def import_original(

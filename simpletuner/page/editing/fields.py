@@ -17,7 +17,7 @@ from simpletuner.settings.resolving.loading import NO_ORIGIN
 from simpletuner.settings.rules.engine_rules import WRAP_POLICIES
 from simpletuner.settings.showing.explain import because
 from simpletuner.settings.showing.export import field_value
-from simpletuner.settings.showing.schema import GROUPS
+from simpletuner.settings.showing.scaffold import GROUPS
 from simpletuner.settings.values.spelling import SWITCHES, choices_of, normalize_value
 
 KINDS = {"true|false": "true or false", "INTEGER": "whole number", "NUMBER": "number", "TEXT": "", "PATH": "path"}

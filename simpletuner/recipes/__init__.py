@@ -1,0 +1,1 @@
+"""Recipes: settings to start a fine-tune from, one TOML file each, with the source of every number."""
