@@ -136,8 +136,6 @@ def plan(name: str, folder: Path) -> tuple[list[str], float]:
         return [f"plan ended with {done.returncode}: {done.stderr[-2000:]}"], 0.0
     told = json.loads(done.stdout)
     gib = told["gpu_bytes"] / 2**30
-    if recipe.purpose == "edit":  # plan counts no references, so the file has no number either
-        return [f"memory_gib is {recipe.memory_gib}"] * (recipe.memory_gib is not None), gib
     if recipe.memory_gib is None or abs(gib / recipe.memory_gib - 1) > MEMORY_OFF:
         return [f"{gib:.1f} GiB are counted, and memory_gib is {recipe.memory_gib}"], gib
     return [], gib

@@ -39,7 +39,7 @@ GROUP_OF_SECTION = {
 CONFIG_HEAD = """\
 #:schema simpletuner.schema.json
 # Start with `simpletuner train`; the same command resumes where it stopped. All settings: docs/options.md.
-# An editor completes and checks this file after `simpletuner config schema > config/simpletuner.schema.json`.
+# An editor completes and checks this file after `simpletuner config schema > simpletuner.schema.json` in this folder.
 
 """
 
@@ -86,7 +86,7 @@ def lines_of(name: str, values: Mapping[str, Any], notes: Mapping[str, str]) -> 
     """A setting with its description and its note; one with an empty default as a comment."""
     field = setting_fields()[name]
     value = values.get(name, field.default)
-    plain = value if isinstance(value, str | int | float | list) else str(value)
+    plain = "" if value is None else value if isinstance(value, str | int | float | list) else str(value)
     line = tomli_w.dumps({name: plain}, multiline_strings=False)
     note = f"# {notes[name]}\n" if name in notes else ""
     return f"# {field.description} ({values_of(field).replace('`', '')})\n{note}{'# ' * (plain == '')}{line}\n"

@@ -142,6 +142,7 @@ def test_init_writes_a_file_that_loads_and_validates(run, family, count, flavour
     assert (code, out) == (0, "")
     assert err.startswith("config/config.toml is written")
     text = Path("config/config.toml").read_text()
+    assert "None" not in text, "an empty default is no value"
     settings = load({}).settings
     assert (settings.model.model_family, settings.model.model_flavour) == (family, flavour)
     assert (settings.launch.num_processes, settings.parallel.fsdp_enable) == (count, count > 1)

@@ -1,0 +1,43 @@
+"""Published models that are opened without their weights, as `plan` does, are of the pipeline that they are published as."""
+
+from __future__ import annotations
+
+import pytest
+
+from simpletuner.models.catalog.registry import flavours_of
+from simpletuner.models.opening.published import open_without_weights
+from simpletuner.settings.declared.sections import Model, Settings
+from simpletuner.settings.values.shape import SampleShape, Shape
+from simpletuner.training.auto.memory_estimate import estimate_training
+from simpletuner.training.auto.workload import Workload
+
+
+@pytest.mark.parametrize(
+    ("family", "flavour", "pipeline"),
+    [
+        ("flux", "dev", "FluxPipeline"),
+        ("flux", "kontext", "FluxKontextPipeline"),
+        ("flux2", "klein-4b", "Flux2KleinPipeline"),
+        ("flux2", "dev", "Flux2Pipeline"),
+        ("qwen_image", "v1.0", "QwenImagePipeline"),
+        ("qwen_image", "edit-v1", "QwenImageEditPipeline"),
+        ("qwen_image", "edit-v2", "QwenImageEditPlusPipeline"),
+        ("qwen_image", "edit-v3", "QwenImageEditPlusPipeline"),
+        ("wan", "i2v-14b-2.1", "WanImageToVideoPipeline"),
+    ],
+)
+def test_a_flavour_is_of_its_own_pipeline(family, flavour, pipeline, tmp_path):
+    settings = Settings(model=Model(model_family=family, model_flavour=flavour))
+    opened = open_without_weights(flavours_of(family)[flavour].architecture, settings, tmp_path)
+    assert opened.pipeline_class.__name__ == pipeline
+
+
+def test_references_are_counted(tmp_path):
+    settings = Settings(model=Model(model_family="flux", model_flavour="kontext", model_type="lora"))
+    family = open_without_weights(flavours_of("flux")["kontext"].architecture, settings, tmp_path)
+    image = Shape(1, 512, 512)
+    alone, paired = (
+        sum(row.gpu for row in estimate_training(settings, Workload(family, shape)).rows if row.name == "activations")
+        for shape in (SampleShape(image), SampleShape(image, (image,)))
+    )
+    assert paired > 1.4 * alone
