@@ -1,4 +1,4 @@
-"""Published models that are opened without their weights, as `plan` does, are of the pipeline that they are published as."""
+"""Published models that are opened without their weights, as by `plan`, are of their own pipeline, not the first."""
 
 from __future__ import annotations
 
