@@ -1,0 +1,10 @@
+"""The datasets of a configuration as pictures: what `dataset check` finds in a separate process, and their captions.
+
+routes.py          requests; what needs Arrow or Pillow is imported by the first one
+checks.py          start a check, follow it, and where its results are kept
+images.py          choose, sort and page the images of a kept result
+files.py           the only way from the name of an image in a request to its file
+thumbnails.py      small pictures
+captions.py        read, save and undo captions
+journal.py         what was edited, so that nothing is lost
+"""
