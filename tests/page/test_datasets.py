@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from holders import holder
 from page_server import Answer, PageServer, page_server
 from patience import PATIENCE
 from PIL import Image, ImageDraw
@@ -113,7 +114,7 @@ def loaded(page: Page, address: str = "**") -> None:
 
 def settled(page: Page) -> None:
     """Wait until htmx listens to what it has put into the page: it is seen, and focused, 20 ms before."""
-    page.wait_for_function("!document.querySelector('.htmx-added, .htmx-settling, .htmx-swapping, .htmx-request')")
+    expect(page.locator(".htmx-added, .htmx-settling, .htmx-swapping, .htmx-request")).to_have_count(0)
 
 
 def test_from_headers_to_duplicates_filters_and_a_caption(page: Page, server: PageServer, folder: Path):
@@ -136,7 +137,7 @@ def test_from_headers_to_duplicates_filters_and_a_caption(page: Page, server: Pa
     expect(group.locator(".name")).to_have_text(["first.png", "second.png"])
     first = group.locator("img").first
     first.scroll_into_view_if_needed()
-    page.wait_for_function("document.querySelector('.images img').naturalWidth > 0")
+    expect(first).to_have_js_property("naturalWidth", 120)
     loaded(page)
     page.get_by_label("Finding", exact=True).select_option(label="tiny (1)")
     expect(page.locator(".name")).to_have_text(["tiny.png"])
@@ -286,8 +287,8 @@ def test_only_files_of_the_dataset_are_shown_and_written(checked: PageServer, fo
     assert (outside / "secret.txt").read_text() == "what nobody may read"
     named = checked.get("/datasets/caption", file="run.toml", dataset="named", name="a_red_shape.png")
     assert named.code == 400 and "cannot be edited here" in named.text
-    shown = checked.get("/datasets", file="run.toml", q="wide.png", page="99", finding="7777", order="x").text
-    assert "<img src=x" not in shown
+    shown = checked.get("/datasets", file="run.toml", q="wide.png", page="99", finding="7777", order="x")
+    assert shown.code == 200 and "wide.png" in shown.text and "<img src=x" not in shown.text
 
 
 def test_an_edit_is_undone_after_a_restart_and_never_over_another_one(folder: Path):
@@ -344,6 +345,9 @@ def test_a_check_that_fails_says_why_and_one_can_be_stopped(checked: PageServer,
     assert "cell" in checked.get("/datasets", file="run.toml").text, "what was found before is still there"
     for name in ("missing.toml", "broken.toml", "empty.toml"):
         (folder / name).unlink()
+    assert "A run with this configuration" not in checked.get("/datasets", file="run.toml").text
+    with holder("file", folder / "output" / ".lock"):
+        assert "A run with this configuration is going on" in checked.get("/datasets", file="run.toml").text
     changed = folder / "run.toml"
     changed.write_text(changed.read_text())
     assert "has been saved since" in checked.get("/datasets", file="run.toml").text

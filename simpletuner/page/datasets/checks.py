@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,12 +117,10 @@ def start_check(request: Request, checked: Checked, decode: bool) -> None:
 
 def arguments_for(checked: Checked, decode: bool) -> list[str]:
     listing = f"--listing={checked.run.path}"
-    return ["dataset", "check", f"--config={checked.document.path}", listing, *([] if decode else ["--headers_only"])]
-
-
-def command_for(checked: Checked) -> str:
-    """The command that shows the same in a terminal."""
-    return shlex.join(["simpletuner", "dataset", "check", f"--config={checked.document.path}"])
+    # Of 100,000 files or more only the times of folders are looked at without --rescan, which do not tell of files that
+    # were written in place.
+    kind = "--rescan" if decode else "--headers_only"
+    return ["dataset", "check", f"--config={checked.document.path}", listing, kind]
 
 
 def remove_oldest(kept: Path) -> None:

@@ -164,9 +164,7 @@ class ListedDataset:
         return pc.sum(pc.equal(self.images["bucket"], "")).as_py() or 0
 
     def _found(self, finding: int | None) -> pa.Table | None:
-        if finding is None or not 0 <= finding < len(self.facts["findings"]):
-            return None
-        return self.found.filter(pc.equal(self.found["finding"], finding))
+        return None if finding is None else self.found.filter(pc.equal(self.found["finding"], finding))
 
     def _matches(self, query: ImageQuery) -> np.ndarray:
         mask = np.ones(len(self.images), bool)

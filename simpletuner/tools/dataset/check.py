@@ -103,7 +103,7 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
     # A world of one rank: the functions of a run are collective, and are called unchanged.
     with joined_world({}, use_cpu=True) as world, TemporaryDirectory(prefix="simpletuner-") as folder:
         session = Session(loaded, Mesh(world), report, StopRequest())
-        data = scan_data(session, copy_of_scans(settings, Path(folder) / "scan"))
+        data = scan_data(session, copy_of_scans(settings, (options.listing or Path(folder)) / "scan"))
         alignment = bucket_alignment(settings, data.datasets, world, session.stop.check)
         found = [discover([scan], alignment, settings.training.seed) for scan in data.scans]
         samples = Samples([each.samples.parts[0] for each in found])
@@ -122,9 +122,10 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
 
 
 def copy_of_scans(settings: Settings, folder: Path) -> Path:
-    """Return a folder with what earlier starts have scanned: a run that has it mapped must not lose it."""
+    """Return a folder with what earlier starts, or checks, have scanned: a run that has its own mapped must not lose
+    it."""
     kept = default_folder(settings, "scan")
-    if kept.is_dir():
+    if kept.is_dir() and not folder.exists():
         shutil.copytree(kept, folder)
     return folder
 
