@@ -86,8 +86,12 @@ def check(server: PageServer, file: str = "run.toml", decode: str = "", shows: s
 
 @pytest.fixture(scope="module")
 def checked(server: PageServer) -> PageServer:
-    done = check(server, decode="on", shows="on")
-    assert "The check is done" in done.text, done.text
+    times = []
+    for decode in ("", "on"):  # at once one after the other, while the first process still exits
+        done = check(server, decode=decode, shows="on")
+        assert "The check is done" in done.text, done.text
+        times += re.findall(r"As of <time datetime=.([^\"]*)", server.get("/datasets", file="run.toml").text)
+    assert len(set(times)) == 2
     return server
 
 

@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from simpletuner.errors import SettingsError
-from simpletuner.page.datasets.journal import Edit, as_bytes
+from simpletuner.page.datasets.journal import CaptionEdit, as_bytes
 from simpletuner.page.datasets.view import dataset_of, edit_values, edits_of, image_name, number
 from simpletuner.page.rendering import field, folders_of, render, toast
 
@@ -58,7 +58,7 @@ def save_caption(request: Request) -> Response:
     return HTMLResponse(render("datasets/caption", **place_of(request), **values) + said + history(request))
 
 
-def saved_toast(request: Request, edit: Edit, text: str) -> str:
+def saved_toast(request: Request, edit: CaptionEdit, text: str) -> str:
     return render("datasets/saved", **place_of(request), edit=edit, is_empty=not text.strip())
 
 

@@ -87,7 +87,7 @@ def caption_path(folders: Folders, facts: Mapping[str, Any], name: str) -> Path:
     return path
 
 
-def save(caption: Caption, text: str) -> journal.Edit | None:
+def save(caption: Caption, text: str) -> journal.CaptionEdit | None:
     """Write a text; return None where it is what the file has. The caller has compared checksums."""
     content = caption.encode(text)
     if len(content) > MAX_BYTES:
@@ -97,7 +97,7 @@ def save(caption: Caption, text: str) -> journal.Edit | None:
     return write(caption, content)
 
 
-def undo(caption: Caption, edit: journal.Edit) -> journal.Edit:
+def undo(caption: Caption, edit: journal.CaptionEdit) -> journal.CaptionEdit:
     """Bring back the text before an edit, which is an edit itself.
 
     Raises SettingsError where the file is not as that edit has left it.
@@ -109,7 +109,7 @@ def undo(caption: Caption, edit: journal.Edit) -> journal.Edit:
     return write(caption, journal.as_bytes(edit.before))
 
 
-def write(caption: Caption, content: bytes | None) -> journal.Edit:
+def write(caption: Caption, content: bytes | None) -> journal.CaptionEdit:
     """Write the journal, then the file. Raises OSError."""
     edit = journal.record(caption.path, caption.image, caption.content, content)
     if content is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,11 @@ from simpletuner.system.files.cache_files import user_home
 from simpletuner.system.files.checksums import value_checksum
 from simpletuner.system.files.locks import RUN_LOCK, is_locked
 from simpletuner.system.files.regular_files import read_file
-from simpletuner.system.processes.run_status import STATUS, RunState
+from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus
 
 LISTING = "datasets.json"
 """As `tools/dataset/listing.py` names it, which takes half a second to import."""
+EXIT_SECONDS = 5.0
 MAX_KEPT = 12
 """Configurations whose results are kept; 100,000 images take 20 MB."""
 
@@ -106,6 +108,7 @@ def start_check(request: Request, checked: Checked, decode: bool) -> None:
     """Start a check, unless one is running. Raises SettingsError for mistakes in the settings."""
     checked.settings(request)
     run, processes = checked.run, processes_of(request)
+    await_exit(processes.started.get(run.path), read_status_of(run))
     with request.app.state.saving:  # two tabs start one
         if is_locked(run.lock, exclusively=True) or processes.known(run).started_pid:
             return
@@ -113,6 +116,13 @@ def start_check(request: Request, checked: Checked, decode: bool) -> None:
         remove_oldest(run.path)
         (run.path / STATUS).unlink(missing_ok=True)  # it is of the last check
         processes.started[run.path] = launch(run, arguments_for(checked, decode), Path.cwd())
+
+
+def await_exit(process: subprocess.Popen[bytes] | None, status: RunStatus | None) -> None:
+    """Wait for a check whose results are there: until its process has exited, it would count as the one to begin."""
+    if process is not None and status is not None and status.has_ended:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(EXIT_SECONDS)
 
 
 def arguments_for(checked: Checked, decode: bool) -> list[str]:

@@ -86,7 +86,7 @@ class ListedImage:
 
 @dataclass(frozen=True)
 class ImagePage:
-    """One page of the images that were chosen: in groups for duplicates, else one group."""
+    """Page of the images that were chosen: in groups for duplicates, else one group."""
 
     groups: Sequence[tuple[Sequence[ListedImage], int]]
     """Each with how many more images it has."""

@@ -22,7 +22,7 @@ READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Edit:
+class CaptionEdit:
     """The content of a caption file before and after it was saved; None where there was no file."""
 
     path: str
@@ -47,9 +47,9 @@ def as_bytes(text: str | None) -> bytes | None:
     return None if text is None else text.encode("utf-8", "surrogateescape")
 
 
-def record(path: Path, image: str, before: bytes | None, after: bytes | None) -> Edit:
+def record(path: Path, image: str, before: bytes | None, after: bytes | None) -> CaptionEdit:
     """Append an edit, and return it once it is on the disk. Raises OSError."""
-    edit = Edit(str(path), image, as_text(before), as_text(after), time.time(), f"{time.time_ns():x}")
+    edit = CaptionEdit(str(path), image, as_text(before), as_text(after), time.time(), f"{time.time_ns():x}")
     place = journal_path()
     place.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -62,11 +62,11 @@ def record(path: Path, image: str, before: bytes | None, after: bytes | None) ->
     return edit
 
 
-def edits_below(folder: Path) -> Iterator[Edit]:
+def edits_below(folder: Path) -> Iterator[CaptionEdit]:
     """Yield the edits of captions in a folder, the last one first."""
     prefix = f"{folder}/"
     for line in reversed(read_end(journal_path(), READ_BYTES).splitlines()):
         with suppress(ValueError, TypeError):  # cut short, or of another version
-            edit = Edit(**json.loads(line))
+            edit = CaptionEdit(**json.loads(line))
             if edit.path.startswith(prefix):
                 yield edit

@@ -1,4 +1,4 @@
-"""What a request names - a dataset, an image, a choice of images - and what the page shows of it."""
+"""From the address of a request to a dataset, an image or a choice of images, and the values that its page shows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from simpletuner.errors import SettingsError
 from simpletuner.page.datasets.checks import Checked
 from simpletuner.page.datasets.files import why_hidden, why_no_pictures
-from simpletuner.page.datasets.journal import Edit, edits_below
+from simpletuner.page.datasets.journal import CaptionEdit, edits_below
 from simpletuner.page.rendering import field, folders_of
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def edit_values(request: Request, file: str, facts: Mapping[str, Any]) -> dict[s
     return {"file": file, "facts": facts, "is_editable": is_editable, "edits": edits}
 
 
-def edits_of(request: Request, facts: Mapping[str, Any]) -> list[Edit]:
+def edits_of(request: Request, facts: Mapping[str, Any]) -> list[CaptionEdit]:
     return list(edits_below(folders_of(request).resolve(facts["folder"])))
 
 
