@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from simpletuner import __version__
 from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerError
 from simpletuner.page.editing.documents import Document, load_document
 from simpletuner.page.folders import Folders
@@ -69,7 +70,7 @@ class Checked:
         """Return what the last check has found; None where there is none, or it was written by another version."""
         with suppress(OSError, ValueError):
             found = json.loads(read_file(self.run.path / LISTING))
-            return found if isinstance(found, dict) and "datasets" in found else None
+            return found if isinstance(found, dict) and found.get("version") == __version__ else None
         return None
 
     def is_outdated(self, found: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from simpletuner import __version__
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.geometry import crop_position
 from simpletuner.data.samples.buckets import bucket_shapes
@@ -124,7 +125,7 @@ def write_listing(folder: Path, result: CheckResult, decoded: bool) -> None:
     datasets = [as_listed(each) for each in result.datasets]
     errors = [{"message": error.message, "hint": error.hint} for error in result.errors]
     found = {"errors": errors, "not_checked": result.not_checked, "datasets": datasets}
-    write_json(folder / LISTING, {"checked": time.time(), "decoded": decoded, **found})
+    write_json(folder / LISTING, {"version": __version__, "checked": time.time(), "decoded": decoded, **found})
     # Last: a reader that has opened the former ones keeps them.
     named = {name for each in datasets for name in each["tables"].values()}
     for path in folder.glob(f"*{SUFFIX}"):
