@@ -269,7 +269,7 @@ def test_only_files_of_the_dataset_are_shown_and_written(checked: PageServer, fo
     assert "No image has all of this" in checked.get("/datasets", file="run.toml", q="nobody").text
     # A link is neither followed nor replaced, wherever it leads.
     caption, image = photos / "tiny.txt", photos / "tiny.png"
-    for target in (outside / "secret.txt", photos / "bare.png"):
+    for target in (outside / "secret.txt", photos / "first.txt"):
         caption.unlink()
         caption.symlink_to(target)
         refused = checked.get("/datasets/caption", file="run.toml", dataset="photos", name="tiny.png")
