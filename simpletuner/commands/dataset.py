@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +15,10 @@ from simpletuner.commands.paths import path_option
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
 from simpletuner.report import Report
 from simpletuner.settings import load
+from simpletuner.system.files.locks import lock_output_dir
 from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun
+from simpletuner.system.processes.run_status import StatusWriter
 
 if TYPE_CHECKING:
     from simpletuner.data.samples.dataset_summary import BucketSummary
@@ -60,6 +63,9 @@ def dataset_check(
         bool, typer.Option("--headers_only", help="Decode no image: nothing about duplicates and damaged ones.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts, with all names.")] = False,
+    listing: Annotated[
+        Path | None, path_option("--listing", "Write all images and their findings as tables, for the page.", "DIR")
+    ] = None,
 ) -> None:
     """Check datasets as a run would use them: buckets, crops, sizes, captions, duplicates, files that are not read.
 
@@ -72,17 +78,31 @@ def dataset_check(
         raise SettingsError("no dataset is given", "set --instance_data_dir or --data_backend_config")
     # Before the import below: huggingface_hub reads HF_HOME and HF_HUB_OFFLINE once, when it is imported.
     loaded.pass_on_variables(os.environ)
-    with no_collection():
-        from simpletuner.tools.dataset.check import CheckOptions, check_datasets
-
     report = Report()
-    result = check_datasets(loaded, CheckOptions(not headers_only, contact_sheets), report)
+    with followed(listing, report) if listing else nullcontext():
+        with no_collection():
+            from simpletuner.tools.dataset.check import CheckOptions, check_datasets
+            from simpletuner.tools.dataset.listing import write_listing
+
+        result = check_datasets(loaded, CheckOptions(not headers_only, contact_sheets, listing), report)
+        if listing:
+            write_listing(listing, result, decoded=not headers_only)
     if as_json:
         report.json(result.as_json())
     else:
         show(result, report)
     if result.errors:
         raise joined(result.errors)
+
+
+@contextmanager
+def followed(folder: Path, report: Report) -> Iterator[None]:
+    """Lock a folder, and keep there what the check is doing and how it ended, as a run does in its output folder."""
+    writer = StatusWriter()
+    with lock_output_dir(folder), writer.recording():
+        writer.begin(folder, "")
+        report.status.watch = writer.show
+        yield
 
 
 def joined(errors: list[SimpleTunerError]) -> SimpleTunerError:

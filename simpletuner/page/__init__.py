@@ -7,6 +7,7 @@ folders.py         the only way from a name in a request to a file
 rendering.py       templates, fragments, toasts
 configurations.py  list config files, copy one, make a new one
 editing/           one config file: its form, what is wrong in it, and dialogs that fill it
+datasets/          what `dataset check` finds as pictures, and captions to edit
 exports.py         every format of `config export`, to copy or download
 preferences.py     cache maintenance
 runs/              start, stop and watch runs

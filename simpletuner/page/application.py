@@ -18,6 +18,7 @@ from starlette.staticfiles import StaticFiles
 
 from simpletuner.errors import SimpleTunerError, explain_os_error
 from simpletuner.page import configurations, exports, preferences
+from simpletuner.page.datasets import routes as datasets
 from simpletuner.page.editing import blocks, builder_dialog, editor
 from simpletuner.page.folders import Folders
 from simpletuner.page.guard import HEADERS, Guard, Secrets
@@ -28,7 +29,7 @@ from simpletuner.page.runs.listing import RunList
 from simpletuner.page.runs.processes import Processes
 from simpletuner.page.runs.watching import Watched
 
-PAGES = (configurations, editor, blocks, builder_dialog, exports, runs, preferences)
+PAGES = (configurations, editor, blocks, builder_dialog, exports, datasets, runs, preferences)
 BUG = SimpleTunerError("This is a bug in simpletuner.", "the terminal where the page was started shows where")
 
 
@@ -52,6 +53,8 @@ def build_application(
     application.state.folders, application.state.config = folders, config
     # Locks of the server, not of a visitor: files are saved one after the other, and so are models built.
     application.state.saving, application.state.detecting = threading.Lock(), threading.Lock()
+    # Each decoded image takes up to 200 MB, and browsers ask for six at a time.
+    application.state.decoding = threading.BoundedSemaphore(2)
     application.state.watched, application.state.rows = Watched(), KeptRows()
     application.state.processes = processes = Processes()
     application.state.runs = RunList(folders, processes)

@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 
 NAVIGATION = (
     ("Configuration", "/configurations"),
+    ("Datasets", "/datasets"),
     ("Export", "/export"),
     ("Runs", "/runs"),
     ("Preferences", "/preferences"),

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +29,7 @@ sys.path[:0] = [str(TESTS / "support"), str(TESTS)]
 from page_server import Answer, PageServer, page_server  # noqa: E402
 from run_pages import write_round, write_rows  # noqa: E402
 
+from simpletuner.page.datasets.checks import result_name  # noqa: E402
 from simpletuner.settings.declared.sections import setting_fields  # noqa: E402
 from simpletuner.training.images.image_files import ImageInfo, write_png  # noqa: E402
 
@@ -45,6 +47,7 @@ OWN_FILES = (
 
 MARKUP = '"><img src=x onerror=alert(1)><script>alert(2)</script>{{7*7}}'
 SECRET = "what nobody may read"
+PICTURE = MARKUP.replace("/", "") + ".png"
 GET = (
     *(
         "/",
@@ -57,11 +60,13 @@ GET = (
     ),
     *("/preferences", "/runs", "/blocks", "/deepspeed", "/static/style.css", "/static/../guard.py", "/nowhere"),
     *("/runs/rows", "/runs/watch", "/runs/watch/news", "/runs/image", "//evil.example/x", "/%5Cevil.example"),
+    *("/datasets", "/datasets/picture", "/datasets/caption", "/datasets/progress"),
 )
 POST = (
     *("/configurations/new", "/configurations/copy", "/configurations/check", "/configurations/save"),
     *("/deepspeed/preview", "/deepspeed/recommend", "/deepspeed/template", "/deepspeed/apply", "/preferences/clear"),
     *("/runs/stop", "/runs/leave", "/runs/start"),  # of files that cannot be trained with
+    *("/datasets/caption", "/datasets/undo", "/datasets/stop"),
 )
 NAMES = (
     *("file", "target", "view", "q", "checksum", "to", "all", "kind", "template", "template_name", "replace"),
@@ -77,12 +82,14 @@ NAMES = (
     ),
     *("build_offload_param_path", "accelerate_config", "token"),
     *("run", "run", "run", "with", "step", "name", "edge", "smoothing", "seen-status", "seen-curves"),
+    *("dataset", "dataset", "name", "text", "edit", "row", "bucket", "finding", "order", "page", "shown", "shows"),
 )
 FILES = (
     *("run.toml", "run.yaml", "run.json", "config/config.env", "new.toml", "link.toml", "up/secret.toml"),
     *("out", "out", "out/validation", "trained-00.png", "../../../secret.toml"),
     *("odd/images", "odd/images", *(f"odd/fifo-{number}" for number in range(10))),
     *(f"trained-{number:02d}.png" for number in range(1, 9)),
+    *("pictures.toml", "pictures.toml", "pictures", "pictures", "a.png", "link.png", PICTURE),
     *("broken.toml", MARKUP.replace("/", "") + ".toml"),
 )
 ODD = (
@@ -124,6 +131,7 @@ def prepare(folder: Path) -> None:
     (folder / "up").symlink_to(outside)
     write_run(folder / "out", outside)
     write_odd(folder / "odd")
+    write_dataset(folder, outside)
     for number in range(185):
         write_ended(folder / "many" / f"run-{number}")
 
@@ -142,6 +150,23 @@ def write_run(output: Path, outside: Path) -> None:
     (output / "status.json").write_text(
         json.dumps({"state": "failed", "reason": MARKUP, "config": MARKUP, "doing": MARKUP})
     )
+
+
+def write_dataset(folder: Path, outside: Path) -> None:
+    """Write images with markup in names and captions, a link that leads out, and what a check finds there."""
+    pictures, config = folder / "pictures", folder / "pictures.toml"
+    pictures.mkdir()
+    for name in ("a.png", PICTURE):
+        Image.new("RGB", (64, 64)).save(pictures / name)
+        (pictures / name).with_suffix(".txt").write_text(MARKUP)
+    Image.new("RGB", (64, 64)).save(outside / "outside.png")
+    (pictures / "link.png").symlink_to(outside / "outside.png")
+    (pictures / "link.txt").symlink_to(outside / "secret.toml")
+    config.write_text("model_family = 'sdxl'\ninstance_data_dir = 'pictures'\nresolution = 64\n")
+    kept = outside / "home" / "datasets" / result_name(config)
+    command = [sys.executable, "-m", "simpletuner", "dataset", "check", f"--config={config}", f"--listing={kept}"]
+    subprocess.run([*command, "--headers_only"], cwd=folder, capture_output=True)
+    assert (kept / "datasets.json").exists()
 
 
 def write_odd(output: Path) -> None:

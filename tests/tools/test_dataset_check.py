@@ -22,6 +22,7 @@ from PIL import Image
 
 from simpletuner.app import main
 from simpletuner.data.images.image_formats import register_plugin
+from simpletuner.page.datasets.images import LEFT_OUT, ImageQuery, ListedDataset
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
 from simpletuner.preparation.plan import Plan
@@ -150,6 +151,40 @@ def test_buckets_crops_and_samples_are_those_of_the_run(messy, sdxl, tmp_path, t
     total = f"messy {dataset['images']} {dataset['samples']:.0f} {dataset['held_out']} {len(own)} "
     assert total in re.sub(r" +", " ", said) and (tmp_path / "out" / "uncaptioned.txt").read_text().count("\n") == 2
     assert "2 images without a caption left out" in said
+
+
+def test_a_listing_has_the_crops_of_the_run_and_every_image_of_a_finding(messy, tmp_path, capsys):
+    flags = {"instance_data_dir": str(messy), "skip_uncaptioned": "true", "caption_encoding": "latin-1"}
+    flags |= {"output_dir": str(tmp_path / "out"), "crop": "true", "crop_style": "random", "crop_aspect": "square"}
+    listing = tmp_path / "listing"
+    listing.mkdir()
+    (listing / "images-0.arrow").write_text("of an earlier check")
+    assert run(capsys, f"--listing={listing}", **flags)[0] == 0
+    facts = json.loads((listing / "datasets.json").read_text())["datasets"][0]
+    assert sorted(path.name for path in listing.glob("*.arrow")) == sorted(facts["tables"].values())
+    assert json.loads((listing / "status.json").read_text())["state"] == "finished"
+    dataset = ListedDataset.open(listing, facts)
+    rows = {each.name: each for each in dataset.rows(np.arange(len(dataset.images)))}
+    assert len(rows) == len(list(messy.glob("*.png"))) + 2, "those that are left out, too"
+    samples = planned(**flags).samples
+    for sample in samples:
+        row, g = rows.pop(sample.name), sample.geometry
+        assert (row.resized_width, row.resized_height) == g.resized.size and row.bucket == str(sample.shape)
+        assert (row.target_width, row.target_height, row.left, row.top) == (*g.target.size, *g.crop_left_top)
+        assert row.caption.split("\n") == list(sample.captions)
+    assert {name: row.bucket for name, row in rows.items()} == dict.fromkeys(("bare.png", "empty.png", "text.png"), "")
+    found = {each["kind"]: number for number, each in enumerate(facts["findings"])}
+    assert [each["count"] for each in facts["findings"] if each["kind"] == "tiny"] == [1]
+
+    def names(**query: Any) -> list[list[str]]:
+        return [[each.name for each in images] for images, _ in dataset.choose(ImageQuery(**query)).groups]
+
+    assert names(finding=found["exact duplicates"]) == [["first.png", "second.png"]]
+    assert names(finding=found["damaged"]) == [["cut.png"]] and names(bucket=LEFT_OUT)[0] == list(rows)
+    assert names(order="cropped")[0][0] == names(order="largest")[0][0] == "line.png"
+    assert names(order="longest")[0][0] == "long.png" and names(order="smallest")[0][:2] == ["text.png", "small.png"]
+    assert names(text="BARE png") == [["bare.png"]] and names(text="another caption") == [["third.jpg"]]
+    assert names(text="none of them", page=9) == [[]]
 
 
 def test_of_a_folder_without_images_nothing_is_fine(tmp_path, capsys):

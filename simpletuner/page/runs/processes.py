@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,12 +65,13 @@ def start_run(request: Request, name: str) -> RunFolder:
         if is_locked(run.lock, exclusively=True) or processes.known(run).started_pid:
             raise EnvironmentNotReady(f"a run is using {run.name} already", "watch it, or stop it first")
         run.path.mkdir(parents=True, exist_ok=True)
-        processes.started[run.path] = launch(run, document.path, folders.roots[0])
+        processes.started[run.path] = launch(run, ["train", "--config", str(document.path)], folders.roots[0])
     return run
 
 
-def launch(run: RunFolder, config: Path, place: Path) -> subprocess.Popen[bytes]:
-    command = module_command("simpletuner", "train", "--config", str(config))
+def launch(run: RunFolder, arguments: Sequence[str], place: Path) -> subprocess.Popen[bytes]:
+    """Start a command that goes on when the page ends; what it prints is in the folder."""
+    command = module_command("simpletuner", *arguments)
     # O_NONBLOCK: opening a FIFO of that name would wait for a reader, and is refused.
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(run.path / CONSOLE, flags, 0o666)

@@ -35,6 +35,7 @@ from simpletuner.tools.dataset.contact_sheets import choose_images, write_sheets
 from simpletuner.tools.dataset.contents import read_contents
 from simpletuner.tools.dataset.duplicates import exact_duplicates, near_duplicates
 from simpletuner.tools.dataset.findings import DatasetFinding, finding, findings_of
+from simpletuner.tools.dataset.listing import bucket_names, write_tables
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,18 @@ class CheckOptions:
 
     decode: bool = True
     sheets: Path | None = None
+    listing: Path | None = None
 
 
 @dataclass(frozen=True)
 class CheckedDataset:
-    """A dataset: its buckets, findings, and contact sheets by bucket."""
+    """A dataset: its buckets, findings, contact sheets by bucket, and files that list its images."""
 
+    samples: DatasetSamples
     summary: DatasetSummary
     findings: list[DatasetFinding]
     sheets: dict[str, Path]
+    tables: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
         total = self.summary.total
@@ -99,26 +103,29 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
     # A world of one rank: the functions of a run are collective, and are called unchanged.
     with joined_world({}, use_cpu=True) as world, TemporaryDirectory(prefix="simpletuner-") as folder:
         session = Session(loaded, Mesh(world), report, StopRequest())
-        data = scan_data(session, copy_of_scans(settings, Path(folder) / "scan"))
+        data = scan_data(session, copy_of_scans(settings, (options.listing or Path(folder)) / "scan"))
         alignment = bucket_alignment(settings, data.datasets, world, session.stop.check)
         found = [discover([scan], alignment, settings.training.seed) for scan in data.scans]
         samples = Samples([each.samples.parts[0] for each in found])
         result.errors += [error for each in found for error in each.errors()]
         buckets, held_out = plan_buckets(settings, data, samples, result)
-        for each, summary in zip(found, summarize(samples, buckets, held_out), strict=True):
+        names, summaries = bucket_names(samples.parts), summarize(samples, buckets, held_out)
+        for each, own, summary in zip(found, names, summaries, strict=True):
             part = each.samples.parts[0]
             findings = [*findings_of(each), *check_lengths(part, limits, report)]
             if options.decode:
                 findings += check_contents(part, world, report)
             sheets = write_all_sheets(part, options.sheets, world, report) if options.sheets else {}
-            result.datasets.append(CheckedDataset(summary, findings, sheets))
+            tables = write_tables(part, own, findings, options.listing) if options.listing else {}
+            result.datasets.append(CheckedDataset(part, summary, findings, sheets, tables))
     return result
 
 
 def copy_of_scans(settings: Settings, folder: Path) -> Path:
-    """Return a folder with what earlier starts have scanned: a run that has it mapped must not lose it."""
+    """Return a folder with what earlier starts, or checks, have scanned: a run that has its own mapped must not lose
+    it."""
     kept = default_folder(settings, "scan")
-    if kept.is_dir():
+    if kept.is_dir() and not folder.exists():
         shutil.copytree(kept, folder)
     return folder
 
