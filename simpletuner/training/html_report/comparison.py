@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.training.html_report.checkpoint_rows import TIME
+from simpletuner.training.html_report.image_table import runs_table
 from simpletuner.training.html_report.page import embedded, template
 from simpletuner.training.html_report.thumbnails import Gallery, GalleryImage, PromptRounds
 from simpletuner.training.metrics.comparison import compare
@@ -28,7 +29,7 @@ def render_comparison(runs: Mapping[str, Path], folder: Path) -> str:
         names=list(runs),
         time=datetime.now(UTC).strftime(TIME),
         charts=list(compare(columns, WINDOW_SHARE)),
-        prompts=list(same_prompts(runs, folder)),
+        table=runs_table(list(same_prompts(runs, folder))),
         settings=list(different_settings(runs)),
         **embedded(),
     )
@@ -45,15 +46,16 @@ def different_settings(runs: Mapping[str, Path]) -> Iterator[tuple[str, list[Any
 
 def same_prompts(
     runs: Mapping[str, Path], folder: Path
-) -> Iterator[tuple[PromptRounds, list[tuple[str, int, GalleryImage]]]]:
-    """Yield the prompts that several runs have sampled, with name, step and last image of each run."""
-    found: dict[tuple[str, str, str], list[tuple[str, int, GalleryImage]]] = {}
+) -> Iterator[tuple[PromptRounds, dict[str, tuple[int, GalleryImage]]]]:
+    """Yield the prompts that several runs have sampled, with step and last image of each run by its name."""
+    found: dict[tuple[str, str, str], dict[str, tuple[int, GalleryImage]]] = {}
     prompts: dict[tuple[str, str, str], PromptRounds] = {}
     for name, path in runs.items():
         for prompt in Gallery(path).collect_last():
             key = (prompt.prompt, prompt.negative_prompt, prompt.note)
             prompts.setdefault(key, prompt)
             for step, images in prompt.rounds:
-                opened = os.path.relpath(path / images[-1].href, folder) if images else ""
-                found.setdefault(key, []).extend((name, step, replace(each, href=opened)) for each in images[-1:])
+                if images:
+                    opened = os.path.relpath(path / images[-1].href, folder)
+                    found.setdefault(key, {})[name] = step, replace(images[-1], href=opened)
     yield from ((prompts[key], images) for key, images in found.items() if len(images) > 1)
