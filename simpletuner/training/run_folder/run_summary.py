@@ -56,6 +56,8 @@ class RunFacts:
     command: str
     trained: str = ""
     """Kind and base model, as in `LoRA of NAME`."""
+    data_digest: str = ""
+    """Of names, sizes and captions of all images; empty on ranks that write nothing."""
 
     @property
     def lead(self) -> Rows:
@@ -69,8 +71,8 @@ class RunFacts:
         return [(name, value) for name, value in known if value]
 
 
-def facts_of(loaded: Loaded, rows: Rows, plan: Plan) -> RunFacts:
-    """Return the facts of a run; `rows` are those of its first table."""
+def facts_of(loaded: Loaded, rows: Rows, plan: Plan, data_digest: str = "") -> RunFacts:
+    """Return the facts of a run; `rows` are those of its first table, `data_digest` that of its listing."""
     settings = [each for each in explain_settings(loaded) if each.value != each.default]
     words = ["simpletuner", "train", *as_flags({each.name: each.value for each in settings})]
     return RunFacts(
@@ -82,6 +84,7 @@ def facts_of(loaded: Loaded, rows: Rows, plan: Plan) -> RunFacts:
         settings=settings,
         command=format_command(words),
         trained=f"{kind_trained(loaded.settings)} of {base_of(loaded.settings.model)}",
+        data_digest=data_digest,
     )
 
 

@@ -29,6 +29,8 @@ class Start:
     gpus: int = 0
     watts: float = 0.0
     """0 where it is not known."""
+    data: str = ""
+    """Key of the listing of its data; empty where it has none."""
 
 
 def read_starts(output: Path) -> list[Start]:
@@ -46,7 +48,8 @@ def read_starts(output: Path) -> list[Start]:
 def parse_start(row: Any) -> list[Start]:
     try:
         time = datetime.fromisoformat(row["time"]).astimezone(UTC)
-        return [Start(time, int(row["step"]), int(row.get("gpus", 0)), float(row.get("gpu_watts", 0)))]
+        numbers = int(row["step"]), int(row.get("gpus", 0)), float(row.get("gpu_watts", 0))
+        return [Start(time, *numbers, str(row.get("data", "")))]
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
         return []
 

@@ -55,9 +55,9 @@ def effects_on(state: Mapping[str, Any], settings: Settings, changes: Changes) -
     return effects
 
 
-def record_settings(session: Session, step: int, facts: Mapping[str, str]) -> None:
+def record_settings(session: Session, step: int, facts: Mapping[str, str], data: str = "") -> None:
     """Write the settings of a run that starts to train at `step`, and a line of history, with what was proven of its
-    pipeline. Only rank 0 writes.
+    pipeline and the listing of its data. Only rank 0 writes.
 
     A start that ends before training leaves the files as they are.
     """
@@ -70,7 +70,7 @@ def record_settings(session: Session, step: int, facts: Mapping[str, str]) -> No
         write_json(output / SETTINGS, settings)
     time = datetime.now(UTC).isoformat(timespec="seconds")
     start = {"time": time, "step": step, "simpletuner": __version__, "host": socket.gethostname(), **facts}
-    append(output / HISTORY, {**start, **gpus_of(session.world), "changed": changes})
+    append(output / HISTORY, {**start, **gpus_of(session.world), "data": data, "changed": changes})
 
 
 def gpus_of(world: World) -> dict[str, float]:
