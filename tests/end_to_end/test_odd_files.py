@@ -26,6 +26,8 @@ DERIVED = (
     "durations.json",
     "memory.json",
     "wandb.json",
+    "trackio.json",
+    "swanlab.json",
     "validation/step-000000/trained-00.png",
     "validation/step-1",
 )

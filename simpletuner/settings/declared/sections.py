@@ -316,8 +316,8 @@ class Validation(Section):
 class Logging(Section):
     """Logging"""
 
-    report_to: Annotated[str, AfterValidator(normalize_trackers)] = knob("none", "Trackers that metrics, validation images and settings go to as well: none, tensorboard, wandb, or tensorboard,wandb.")
-    tracker_project_name: str = knob("", "Project at the online tracker; empty: WANDB_PROJECT, or simpletuner.")
+    report_to: Annotated[str, AfterValidator(normalize_trackers)] = knob("none", "Trackers that metrics, validation images and settings go to as well: none, tensorboard, wandb, trackio, swanlab, or several with commas between them.")
+    tracker_project_name: str = knob("", "Project at online trackers; empty: WANDB_PROJECT (TRACKIO_PROJECT, SWANLAB_PROJECT), or simpletuner.")
     tracker_run_name: str = knob("", "Name of the run there, and of its folder in logging_dir; empty: that of output_dir, and no folder.")
     logging_dir: Path | None = knob(None, "Folder for what trackers write on this machine; empty: output_dir/logs.")
     device_peak_tflops: float | None = knob(None, "What each device computes at most, for MFU; empty: dense bf16 of the GPUs that docs/performance.md lists.", unit="TFLOP/s", gt=0)

@@ -16,6 +16,7 @@ from simpletuner.training.html_report.thumbnails import Gallery, GalleryImage, P
 from simpletuner.training.metrics.comparison import compare
 from simpletuner.training.metrics.curves import WINDOW_SHARE
 from simpletuner.training.metrics.metrics_reader import METRICS, MetricColumns
+from simpletuner.training.run_folder.run_summary import LOSS_STEPS
 from simpletuner.training.run_folder.settings_record import SETTINGS, read_settings
 
 WHERE = ("output_dir", "instance_data_dir", "config", "tracker_run_name")
@@ -33,6 +34,22 @@ def render_comparison(runs: Mapping[str, Path], folder: Path) -> str:
         settings=list(different_settings(runs)),
         **embedded(),
     )
+
+
+def comparison_facts(runs: Mapping[str, Path]) -> dict[str, Any]:
+    """Return steps and losses of each run, and the settings that differ, for scripts."""
+    facts = {}
+    for name, path in runs.items():
+        columns = MetricColumns(path / METRICS).update()
+        steps, losses = columns.finite("loss")
+        held_out = columns.finite("eval_loss")[1]
+        facts[name] = {
+            "steps": int(steps[-1]) if len(steps) else 0,
+            "loss": float(losses[-LOSS_STEPS:].mean()) if len(losses) else None,
+            "eval_loss": float(held_out[-1]) if len(held_out) else None,
+        }
+    settings = {name: dict(zip(runs, values, strict=True)) for name, values in different_settings(runs)}
+    return {"runs": facts, "settings": settings}
 
 
 def different_settings(runs: Mapping[str, Path]) -> Iterator[tuple[str, list[Any]]]:
