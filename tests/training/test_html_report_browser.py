@@ -77,6 +77,8 @@ def test_images_scales_and_widths_in_a_browser(tmp_path):
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
         page.set_viewport_size({"width": 390, "height": 844})
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, "nothing is cut off on a phone"
+        cut = "part => part.scrollWidth > part.clientWidth"
+        assert not any(part.evaluate(cut) for part in page.locator(".wide").all()), "all columns are seen there"
         assert said == [] and [url for url in fetched if not url.startswith("data:")] == [page_file.as_uri()]
 
         still = browser.new_context(java_script_enabled=False).new_page()
