@@ -51,6 +51,7 @@ from simpletuner.training.engines import check_engine, open_engine
 from simpletuner.training.html_report.page import open_html_report
 from simpletuner.training.metrics.eta import DURATIONS, EXPORTING, Durations
 from simpletuner.training.metrics.metrics import Metrics, open_metrics
+from simpletuner.training.metrics.sample_losses import SampleLossLog, open_sample_losses
 from simpletuner.training.metrics.throughput import open_throughput
 from simpletuner.training.metrics.trackers import open_trackers, send_missed
 from simpletuner.training.mirroring.run_mirror import RunMirror
@@ -59,6 +60,7 @@ from simpletuner.training.profiling import open_profiler
 from simpletuner.training.publishing.hub import push_to_hub
 from simpletuner.training.publishing.model_card import write_card
 from simpletuner.training.publishing.notifier import Notifier, open_notifier
+from simpletuner.training.run_folder.data_listing import record_data_of
 from simpletuner.training.run_folder.data_position import refuse_other_order, resume_point, warn_of_changed_data
 from simpletuner.training.run_folder.output_dir import (
     export,
@@ -233,15 +235,20 @@ def train(
         set_later_aside(session, state.step)
         rows = describe_run(resolved, family, state, prepared.plan)
         session.report.table("simpletuner train", rows)
-        record_settings(session, state.step, family.facts())
+        listing = record_data_of(session, prepared.plan)
+        record_settings(session, state.step, family.facts(), listing.key if listing is not None else "")
         if session.world.is_first:
             note_checked(family)
-        facts = facts_of(session.loaded, rows, prepared.plan)
+        facts = facts_of(session.loaded, rows, prepared.plan, listing.digest if listing is not None else "")
         with open_html_report(session, facts, state.schedule.max_steps) as page:
             after_rounds = [page.renew, notifier.send_round] if page is not None else []
             trackers = partial(open_trackers, session)
-            with open_metrics(session.settings, state.step, session.world, trackers) as metrics, compiler_explained():
-                trainer = build_trainer(session, family, prepared, state, metrics, after_rounds)
+            with (
+                open_metrics(session.settings, state.step, session.world, trackers) as metrics,
+                open_sample_losses(session, state.step, prepared.plan.samples) as sample_losses,
+                compiler_explained(),
+            ):
+                trainer = build_trainer(session, family, prepared, state, metrics, after_rounds, sample_losses)
                 if mirror is not None:
                     mirror.start(state.step, trainer.durations)
                 trainer.train()
@@ -301,6 +308,7 @@ def build_trainer(
     state: TrainingState,
     metrics: Metrics | None,
     after_rounds: Sequence[Callable[[int], None]] = (),
+    sample_losses: SampleLossLog | None = None,
 ) -> Trainer:
     """Connect what the training loop works with."""
     settings, mesh, training = session.settings, session.mesh, session.settings.training
@@ -325,7 +333,13 @@ def build_trainer(
         learning_rate=LearningRate(state.schedule, settings.optimizer),
         ema=state.ema,
         logger=StepLogger(
-            mesh, stop_vote, metrics, open_throughput(session, family), settings.effective_batch_size, session.status
+            mesh,
+            stop_vote,
+            metrics,
+            open_throughput(session, family),
+            settings.effective_batch_size,
+            session.status,
+            sample_losses,
         ),
         stop_vote=stop_vote,
         checkpointer=checkpointer,

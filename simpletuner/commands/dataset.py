@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from simpletuner.commands.dataset_diff import dataset_diff
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.paths import path_option
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
@@ -47,8 +48,9 @@ MAX_BUCKETS = 20
 
 
 def build_dataset() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at images and captions before a run.")
+    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at images and captions.")
     app.command("check", context_settings=UNKNOWN_FLAGS)(with_settings(dataset_check, SHOWN))
+    app.command("diff")(dataset_diff)
     return app
 
 

@@ -20,7 +20,15 @@ from simpletuner.settings import Loaded, settings_as_json
 from simpletuner.system.network import own_address_towards
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
-MAY_DIFFER = ("machine_rank", "main_process_ip", "gpu_ids", "node_join_timeout", "run_secret_file", "notify_url")
+MAY_DIFFER = (
+    "machine_rank",
+    "main_process_ip",
+    "gpu_ids",
+    "node_join_timeout",
+    "run_secret_file",
+    "notify_url",
+    "notify_format",
+)
 """Settings that say where a machine is and what it has, not what is trained; and what the first rank alone uses."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from simpletuner.settings.declared.sections import Settings
 from simpletuner.system.numbers import count_noun
 
 GIB = 2**30
+# For an answer of nvidia-smi, which takes 2 s where persistence mode is off.
+SECONDS = 20.0
 
 
 def describe_device(device: torch.device) -> str:
@@ -38,6 +41,21 @@ def driver_version() -> str:
         return next((word for word in words if word[:1].isdigit()), "unknown")
     except OSError:
         return "unknown"
+
+
+def power_limit_watts(device: torch.device) -> float:
+    """Return the power limit of a GPU, on which its board's mean power is held; 0 where the driver does not say."""
+    if device.type != "cuda":
+        return 0.0
+    query = ("--query-gpu=power.limit", "--format=csv,noheader,nounits")
+    name = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    try:
+        said = subprocess.run(
+            ["nvidia-smi", name, *query], capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL
+        )
+        return float(said.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):  # not there, or it says [N/A]
+        return 0.0
 
 
 def set_float32_precision(allow_tf32: bool) -> None:

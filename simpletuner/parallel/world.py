@@ -87,6 +87,25 @@ class World:
 
         return mean
 
+    def begin_gather(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to gather a small tensor of equal shape from all ranks, and return a function that waits for
+        (ranks, *shape). Collective.
+
+        Of a GPU's tensor the gathering is queued, and nothing waits.
+        """
+        if self.size == 1:
+            return lambda: values.unsqueeze(0)
+        gathered = values.new_empty(self.size * values.numel())  # flat: gloo takes no other shape
+        work = dist.all_gather_into_tensor(gathered, values.flatten(), async_op=True)
+
+        def wait() -> torch.Tensor:
+            self.activity.advance()
+            if work is not None:
+                work.wait()
+            return gathered.view(self.size, *values.shape)
+
+        return wait
+
     def gather_texts(self, text: str) -> list[str]:
         """Return every rank's text, in order of rank. Collective."""
         self.activity.advance()

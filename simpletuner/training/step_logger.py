@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from simpletuner.system.processes.run_status import StatusWriter
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.metrics.eta import Durations, Pace
 from simpletuner.training.metrics.metrics import Metrics
+from simpletuner.training.metrics.sample_losses import SampleLossLog
 from simpletuner.training.metrics.throughput import Throughput, format_throughput
 
 TRAINING = "training"
@@ -61,6 +62,8 @@ class StepOutput:
     loss: Tensor
     grad_norm: Tensor
     learning_rate: float
+    of_samples: Sequence[tuple[Tensor, Tensor]] = ()
+    """Timesteps and losses of the samples of each micro batch, (B) each."""
 
 
 class Timestamp:
@@ -90,24 +93,35 @@ class DelayedScalars:
     event of their own: to read a tensor of the device is to wait for all that is queued by then, the next step too.
     """
 
-    def __init__(self, mean: Callable[[], Tensor], grad_norm: Tensor, device: torch.device) -> None:
-        self.mean, self.grad_norm = mean, grad_norm.reshape(1).clone()  # which an engine may write to in its next step
+    def __init__(
+        self,
+        mean: Callable[[], Tensor],
+        grad_norm: Tensor,
+        device: torch.device,
+        gathered: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """`gathered` are more numbers of all ranks, to be read behind these."""
+        self.means = [mean] if gathered is None else [mean, gathered]
+        self.grad_norm = grad_norm.reshape(1).clone()  # which an engine may write to in its next step
         self.copy: Tensor | None = None
         if device.type == "cuda":
             norm = self.grad_norm
             if not norm.is_cuda:  # where parameters are offloaded; a copy from pageable memory would wait for the step
                 norm = norm.pin_memory().to(device, non_blocking=True)
-            scalars = torch.cat([mean(), norm])
+            scalars = torch.cat([mean(), norm, *(gathered() for gathered in self.means[1:])])
             # `.item()` on the device's tensor would wait for all that is queued when it is called, the next
             # step included. Pinned memory makes this copy asynchronous, and `computed` is recorded right
             # after it.
-            self.copy = torch.empty(3, pin_memory=True).copy_(scalars, non_blocking=True)
+            self.copy = torch.empty(len(scalars), pin_memory=True).copy_(scalars, non_blocking=True)
         self.computed = Timestamp(device)
 
     def read(self) -> list[float]:
-        """Return loss, wish and norm. Collective on a CPU, which waits for the mean here."""
+        """Return loss, wish, norm and what was gathered. Collective on a CPU, which waits for it here."""
         self.computed.wait()
-        return (torch.cat([self.mean(), self.grad_norm]) if self.copy is None else self.copy).tolist()
+        if self.copy is not None:
+            return self.copy.tolist()
+        mean, *gathered = (wait() for wait in self.means)
+        return torch.cat([mean, self.grad_norm, *gathered]).tolist()
 
 
 @dataclass(frozen=True)
@@ -119,6 +133,8 @@ class PendingStep:
     scalars: DelayedScalars
     sample_ids: list[str]
     flops: float | None
+    samples: Sequence[int]
+    """Numbers of the samples of the global batch."""
 
 
 class StepLogger:
@@ -132,7 +148,9 @@ class StepLogger:
         throughput: Throughput | None,
         batch_size: int,
         status: StatusWriter | None = None,
+        sample_losses: SampleLossLog | None = None,
     ) -> None:
+        self.sample_losses = sample_losses
         self.status = status or StatusWriter()
         self.mesh, self.stop_vote, self.metrics, self.batch_size = mesh, stop_vote, metrics, batch_size
         self.throughput = throughput
@@ -159,13 +177,15 @@ class StepLogger:
         device = output.loss.device
         # One all-reduce of two numbers: a separate vote would add another latency to each step.
         mean = self.mesh.begin_data_mean(torch.stack([output.loss, self.stop_vote.wish(device)]))
-        scalars = DelayedScalars(mean, output.grad_norm, device)
+        gathered = self.sample_losses.begin(output.of_samples) if self.sample_losses is not None else None
+        scalars = DelayedScalars(mean, output.grad_norm, device, gathered)
         flops = self.throughput.count(batch) if self.throughput is not None else None  # while the device works
         # After this step is queued: reading the numbers of the step before finds them computed.
         self.flush()
         row = {"step": step, "epoch": batch.next_state.epoch, "learning_rate": output.learning_rate}
         sample_ids = [sample for each in batch.micro_batches for sample in each.ids]
-        self.pending = PendingStep({**row, "data_seconds": data_seconds}, self.clock, scalars, sample_ids, flops)
+        row["data_seconds"] = data_seconds
+        self.pending = PendingStep(row, self.clock, scalars, sample_ids, flops, batch.samples)
         # From event to event: the host runs ahead of a GPU, so its own clock would measure the time to queue
         # a step.
         self.clock = scalars.computed
@@ -175,7 +195,7 @@ class StepLogger:
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        loss, wish, grad_norm = pending.scalars.read()
+        loss, wish, grad_norm, *of_samples = pending.scalars.read()
         step, seconds = pending.row["step"], pending.scalars.computed.seconds_since(pending.began)
         self.stop_vote.count(wish)
         # Both are of all ranks together, so all of them raise, or none.
@@ -193,6 +213,8 @@ class StepLogger:
             self.status.count(step, loss, self.shown.ends)
         if self.metrics is not None:
             self.metrics.write({**pending.row, "loss": loss, "grad_norm": grad_norm, **speed, **measured})
+        if self.sample_losses is not None:
+            self.sample_losses.write(step, pending.samples, of_samples)
 
     def notes(self, loss: float, measured: dict[str, float]) -> list[str]:
         """Return what the status line shows of the last steps, the most important first."""

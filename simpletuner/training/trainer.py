@@ -152,7 +152,7 @@ class Trainer:
         seed_dropout(hash_key(self.dropout_seed, self.step))
         learning_rate = self.learning_rate.at(self.step)
         self.engine.set_learning_rate(learning_rate)
-        losses = []
+        losses, pairs = [], []
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             micro_batch = micro_batch.to(self.device, self.family.host_inputs)
             noised = self.objective.add_noise(micro_batch.latents, micro_batch.noise, micro_batch.u)
@@ -161,13 +161,15 @@ class Trainer:
                 prediction = self.family.predict(
                     self.engine.model, noised.x_t.to(self.dtype), noised.timesteps, micro_batch.conditioning
                 )
-                loss = sample_losses(prediction, target, noised.weights, micro_batch.loss_mask).mean()
+                of_samples = sample_losses(prediction, target, noised.weights, micro_batch.loss_mask)
+                loss = of_samples.mean()
                 # Micro batches are of equal size, so the mean of their means is the mean over the batch.
                 self.engine.backward(loss / len(batch.micro_batches))
             # Without its graph, which would stay in memory until the step ends.
             losses.append(loss.detach())
+            pairs.append((noised.timesteps, of_samples.detach()))
         grad_norm = self.engine.step(self.max_grad_norm)
-        return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate)
+        return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate, pairs)
 
     def regression_target(self, noised: NoisedLatents, batch: Batch) -> Tensor:
         """Return the target of a micro-batch; of regularisation data, it is what the base model predicts."""

@@ -43,6 +43,7 @@ OWN_FILES = (
     "durations.json",
     ".lock",
     "memory.json",
+    "sample_losses.jsonl",
 )
 
 MARKUP = '"><img src=x onerror=alert(1)><script>alert(2)</script>{{7*7}}'

@@ -57,6 +57,10 @@ def test_the_status_of_a_run_is_a_table_json_and_an_exit_code(answer, tmp_path):
 
 def test_runs_are_compared_in_one_file_that_fetches_nothing(answer, tmp_path):
     one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", rate=1e-3, colour="blue")
+    code, out, _ = answer("runs", "compare", one, two, "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["settings"] == {"learning_rate": {str(one): 1e-4, str(two): 1e-3}}
+    assert facts["runs"][str(one)] == {"steps": 3, "loss": pytest.approx((1 + 1 / 2 + 1 / 3) / 3), "eval_loss": None}
     code, _, err = answer("runs", "compare", one, two, "--output", tmp_path / "new" / "both.html")
     page = (tmp_path / "new" / "both.html").read_text()
     assert code == 0 and "compares" in err

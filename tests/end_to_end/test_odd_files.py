@@ -26,6 +26,8 @@ DERIVED = (
     "durations.json",
     "memory.json",
     "wandb.json",
+    "trackio.json",
+    "swanlab.json",
     "validation/step-000000/trained-00.png",
     "validation/step-1",
 )
@@ -53,6 +55,8 @@ def test_a_start_that_cannot_write_or_read_a_file_names_it(kind, sdxl_flags, sta
         "log.txt": (),
         "metrics.jsonl": (),
         "settings_history.jsonl": (),
+        "sample_losses.jsonl": (),
+        "data_listings": (),
         "lora.safetensors": lora,
         "prompts.json": (f"--validation_prompt_file={tmp_path / 'prompts.json'}",),
         "datasets.json": (f"--data_backend_config={tmp_path / 'datasets.json'}",),
@@ -60,7 +64,9 @@ def test_a_start_that_cannot_write_or_read_a_file_names_it(kind, sdxl_flags, sta
     for name, flags in roles.items():
         output = tmp_path / f"run of {name}"
         put(KINDS[kind], tmp_path / name if flags else output / name)
-        run = starter.train(1, f"--output_dir={output}", *SMALL, *sdxl_flags, "--max_train_steps=1", *flags)
+        run = starter.train(
+            1, f"--output_dir={output}", *SMALL, *sdxl_flags, "--max_train_steps=1", "--log_sample_losses", *flags
+        )
         [code] = run.wait()
         assert code in (2, 3, 4) and name in run.said and run.said.count("error:") == 1, f"{name}: {code}\n{run.said}"
         assert "bug" not in run.said, run.said

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +15,8 @@ from flags import last_wins
 from PIL import Image
 
 from simpletuner.settings.values.trackers import normalize_trackers
-from simpletuner.training.metrics.wandb_process import STATE, Follower
+from simpletuner.training.metrics.tracker_libraries import WandbRun
+from simpletuner.training.metrics.tracker_process import Follower, state_file
 
 
 def records_of(folder: Path) -> list:
@@ -69,11 +72,11 @@ def test_wandb_and_tensorboard_get_the_same_metrics_and_what_was_missed_later(sd
     run = train(output, UNREACHABLE, *flags, "--max_train_steps=2")
     assert run.said.count("warning: wandb does not take the metrics of this run: no answer") == 1, run.said
     assert "wandb has not received all of this run" in run.said
-    assert run.said.count("warning: wandb") == 1 and json.loads((output / STATE).read_text())["sent"] == {}
+    assert run.said.count("warning: wandb") == 1 and json.loads((state_file(output, "wandb")).read_text())["sent"] == {}
 
     # the next start goes on in the same run, and sends what was missed
     assert "`wandb sync " in train(output, OFFLINE, *flags, "--max_train_steps=3").said
-    records, state = records_of(logs), json.loads((output / STATE).read_text())
+    records, state = records_of(logs), json.loads((state_file(output, "wandb")).read_text())
     [begun] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert (begun.run_id, begun.display_name, begun.project) == (state["id"], "mine", "shapes")
     settings = {each.key: json.loads(each.value_json) for each in begun.config.update if each.key}
@@ -96,30 +99,56 @@ def test_wandb_and_tensorboard_get_the_same_metrics_and_what_was_missed_later(sd
     assert len(histories(records_of(logs))) == len(rows), "a run that has finished sends nothing twice"
 
 
+@pytest.mark.parametrize("library", ["trackio", "swanlab"])
+def test_other_trackers_get_what_wandb_gets_over_all_starts(library, sdxl_flags, train, tmp_path):
+    """Skipped where they are not installed: they want older versions of packages that constraints.txt has."""
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    output, written = tmp_path / "run", tmp_path / "written"
+    here = {"TRACKIO_DIR": str(written), "SWANLAB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+    validation = ("--validation_prompt=a red circle", "--validation_num_inference_steps=1", "--eval_split=0.2")
+    flags = (*sdxl_flags, *validation, f"--report_to={library}", "--train_batch_size=4", f"--logging_dir={written}")
+    begun = train(output, here, *flags, "--max_train_steps=2")
+    first = json.loads(state_file(output, library).read_text())
+    again = train(output, here, *flags, "--max_train_steps=3")
+    last = json.loads(state_file(output, library).read_text())
+    assert f"{library}: " in begun.said and "warning: " + library not in begun.said + again.said
+    assert first["id"] == last["id"] and first["sent"] == dict.fromkeys(("train", "eval", "validation"), 2)
+    assert last["sent"] == dict.fromkeys(first["sent"], 3)
+    assert len([*written.rglob("media/**/*.png")]) == 3, "steps 0, 2 and 3"
+
+
 def test_wandb_gets_validation_clips_as_videos(tmp_path):
     """The library's run is stood in for: it would need the process, and a run on clips, for one call."""
     import wandb
     from video_files import write_video
 
-    class Logged:
+    class Logged(WandbRun):
         rows: ClassVar[list[dict[str, Any]]] = []
 
-        def log(self, values: dict[str, Any]) -> None:
-            self.rows.append(values)
+        def __init__(self) -> None:
+            self.library, self.run = wandb, self
+
+        def log(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+            self.rows.append({**values, "step": step})
 
     folder = tmp_path / "validation"
     (folder / "step-000002").mkdir(parents=True)
     write_video(folder / "step-000002" / "trained-00.mp4", frames=5)
     Image.new("RGB", (8, 8)).save(folder / "grid-000002.png")
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 2, "loss": 0.5}) + "\n")
-    Follower(tmp_path, Logged()).poll()
+    Follower(tmp_path, Logged(), tmp_path / "wandb.json").poll()
     [sent] = [row for row in Logged.rows if "validation" in row]
-    assert isinstance(sent["validation/trained-00"], wandb.Video) and sent["validation/step"] == 2
+    assert isinstance(sent["validation/trained-00"], wandb.Video) and sent["step"] == 2
 
 
 def test_trackers_are_named_in_any_spelling_and_others_are_refused():
     assert normalize_trackers(" WandB , tensorboard,wandb") == "wandb,tensorboard"
     assert normalize_trackers("") == normalize_trackers("None") == "none"
-    for text, said in {"mlflow": "mlflow is not supported", "wandb,none": "use none,", "wandbb": "use none,"}.items():
+    for text, said in {
+        "mlflow": "mlflow is not supported",
+        "wandb,none": "use none, or",
+        "wandbb": "use none, or",
+    }.items():
         with pytest.raises(ValueError, match=said):
             normalize_trackers(text)

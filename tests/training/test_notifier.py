@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from email import message_from_bytes
+from email.header import decode_header, make_header
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from simpletuner.errors import Stopped, TrainingError
 from simpletuner.report import Report
 from simpletuner.training.publishing import notifier
 from simpletuner.training.publishing.notifier import Notifier
+from simpletuner.training.publishing.notify_formats import MAX_BYTES, Wanted, format_of
 
 
 class Receiver(ThreadingHTTPServer):
@@ -25,6 +32,7 @@ class Receiver(ThreadingHTTPServer):
         self.status, self.seconds = status, seconds
         self.daemon_threads, self.released = False, threading.Event()
         self.got: list[dict] = []
+        self.requests: list[tuple[Message, bytes]] = []
 
     @property
     def url(self) -> str:
@@ -35,7 +43,10 @@ class Post(BaseHTTPRequestHandler):
     server: Receiver
 
     def do_POST(self) -> None:
-        self.server.got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.requests.append((self.headers, body))
+        if self.headers["Content-Type"] == "application/json":
+            self.server.got.append(json.loads(body))
         self.server.released.wait(self.server.seconds)
         with suppress(OSError):
             self.send_response(self.server.status)
@@ -78,6 +89,57 @@ def test_each_round_and_each_way_to_end_is_one_post(tmp_path):
     first = receiver.got[0]
     assert {name: first[name] for name in ("step", "loss", "epoch")} == {"step": 7, "loss": 0.25, "epoch": 1}
     assert first["text"] == first["content"] == f"{tmp_path.name}: step 7, loss 0.2500 at step 7"
+
+
+def round_of(folder, step: int) -> None:
+    """Write a grid that is hard to compress, larger than a message may be."""
+    (folder / "validation").mkdir(exist_ok=True)
+    noise = np.random.default_rng(0).integers(0, 255, (2400, 2000, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(folder / "validation" / f"grid-{step:06d}.png")
+
+
+def messages_to(folder, wanted: Wanted) -> list[tuple[Message, bytes]]:
+    """Return the requests of a round with images, one without, one with a damaged grid, and the end."""
+    round_of(folder, 7)
+    (folder / "validation" / "grid-000009.png").write_bytes(b"torn")
+    with receiving() as receiver, Notifier(receiver.url, folder, Report(), wanted) as sent:
+        for step in (7, 8, 9):
+            sent.send_round(step)
+            assert sent.worker.last is not None
+            sent.worker.last.result()
+    return receiver.requests
+
+
+def test_a_round_brings_its_images_where_the_service_takes_them(tmp_path):
+    run = tmp_path / "猫 & co"
+    run.mkdir()
+    first, *others = messages_to(run, "discord")
+    parts = message_from_bytes(f"Content-Type: {first[0]['Content-Type']}\r\n\r\n".encode() + first[1]).get_payload()
+    fields = {part.get_param("name", header="content-disposition"): part for part in parts}
+    assert json.loads(fields["payload_json"].get_payload(decode=True))["content"] == "猫 & co: step 7"
+    image = fields["files[0]"].get_payload(decode=True)
+    assert fields["files[0]"].get_filename() == "validation.jpg" and len(image) <= MAX_BYTES
+    assert Image.open(io.BytesIO(image)).size == (833, 1000)
+    assert [json.loads(body)["content"].rpartition(": ")[2] for _, body in others] == ["step 8", "step 9", "finished"]
+
+    first, *others = messages_to(run, "ntfy")
+    assert first[0]["Filename"] == "validation.jpg" and Image.open(io.BytesIO(first[1])).size == (833, 1000)
+    assert str(make_header(decode_header(first[0]["Message"]))) == "猫 & co: step 7"
+    assert all(str(make_header(decode_header(headers["Title"]))) == run.name for headers, _ in [first, *others])
+    assert [body.decode() for _, body in others] == [f"{run.name}: {end}" for end in ("step 8", "step 9", "finished")]
+
+    assert [json.loads(body)["event"] for _, body in messages_to(run, "auto")] == ["round"] * 3 + ["finished"]
+
+
+def test_the_address_says_which_format_its_service_takes():
+    hooks = (
+        "https://discord.com/api/webhooks/1/x",
+        "https://me:pw@ntfy.sh/topic",
+        "https://notdiscord.com",
+        "http://[::1]/",
+    )
+    assert [format_of(hook, "auto") for hook in hooks] == ["discord", "ntfy", "json", "json"]
+    assert format_of("https://ptb.discord.com/x", "auto") == "discord" and format_of(hooks[0], "json") == "json"
 
 
 @pytest.mark.parametrize("answer", [{"status": 500}, {"seconds": 30}, None])

@@ -15,6 +15,7 @@ from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.commands.shell.recipe_names import complete_recipe
+from simpletuner.errors import SettingsError, SimpleTunerError
 from simpletuner.report import Report
 from simpletuner.settings import load, settings_as_json
 from simpletuner.settings.declared.sections import setting_fields
@@ -90,15 +91,31 @@ def validate(
     file: Annotated[
         Path | None, path_argument("JSON, TOML, YAML or .env file of settings; else the one that `train` would find.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check a config file as `train` would, without running anything."""
     from simpletuner.settings.resolving.sources import collect_from_file, usual_config
     from simpletuner.tools.run_check import check_run, load_run
 
-    file = file or usual_config(os.environ)
-    loaded = check_run(load_run(collect_from_file(file)))
-    Report().warn_all(loaded.warnings)
-    Report().say(f"{file}: {count_noun(len(loaded.origins), 'setting')}, all valid")
+    file, report = file or usual_config(os.environ), Report()
+    try:
+        loaded = check_run(load_run(collect_from_file(file)))
+    except SimpleTunerError as error:
+        if not as_json:
+            raise
+        report.json({"file": str(file), "valid": False, "mistakes": sentences_of(error), "hint": error.hint})
+        raise typer.Exit(int(error.exit_code)) from None
+    if as_json:
+        warnings = [str(warning) for warning in loaded.warnings]
+        report.json({"file": str(file), "valid": True, "settings": len(loaded.origins), "warnings": warnings})
+        return
+    report.warn_all(loaded.warnings)
+    report.say(f"{file}: {count_noun(len(loaded.origins), 'setting')}, all valid")
+
+
+def sentences_of(error: SimpleTunerError) -> list[str]:
+    mistakes = error.mistakes if isinstance(error, SettingsError) else ()
+    return [str(mistake) for mistake in mistakes] or [error.message]
 
 
 def schema() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import typer
 
 from simpletuner.commands.runs.compare import compare
+from simpletuner.commands.runs.losses import losses
 
 
 def build_runs() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Learn from runs.")
-    app.callback()(lambda: None)  # a group, though it has one command
     app.command("compare")(compare)
+    app.command("losses")(losses)
     return app

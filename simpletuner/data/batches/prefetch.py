@@ -68,6 +68,8 @@ class StepBatch:
 
     micro_batches: list[Batch]
     next_state: SamplerState
+    samples: Sequence[int] = ()
+    """Numbers of the samples of the whole global batch."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ def read_step(
 ) -> StepBatch:
     """Read one rank's part of a global batch; `step` counts the optimizer steps before it."""
     parts = split_for_rank(batch, rank_slice.data_rank, rank_slice.data_size, rank_slice.accumulation)
-    return StepBatch([collate(reader, batch, indices, step, rank_slice) for indices in parts], next_state)
+    micro_batches = [collate(reader, batch, indices, step, rank_slice) for indices in parts]
+    return StepBatch(micro_batches, next_state, batch.samples)
 
 
 def collate(

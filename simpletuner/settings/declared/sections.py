@@ -316,13 +316,15 @@ class Validation(Section):
 class Logging(Section):
     """Logging"""
 
-    report_to: Annotated[str, AfterValidator(normalize_trackers)] = knob("none", "Trackers that metrics, validation images and settings go to as well: none, tensorboard, wandb, or tensorboard,wandb.")
-    tracker_project_name: str = knob("", "Project at the online tracker; empty: WANDB_PROJECT, or simpletuner.")
+    report_to: Annotated[str, AfterValidator(normalize_trackers)] = knob("none", "Trackers that metrics, validation images and settings go to as well: none, tensorboard, wandb, trackio, swanlab, or several with commas between them.")
+    tracker_project_name: str = knob("", "Project at online trackers; empty: WANDB_PROJECT (TRACKIO_PROJECT, SWANLAB_PROJECT), or simpletuner.")
     tracker_run_name: str = knob("", "Name of the run there, and of its folder in logging_dir; empty: that of output_dir, and no folder.")
     logging_dir: Path | None = knob(None, "Folder for what trackers write on this machine; empty: output_dir/logs.")
     device_peak_tflops: float | None = knob(None, "What each device computes at most, for MFU; empty: dense bf16 of the GPUs that docs/performance.md lists.", unit="TFLOP/s", gt=0)
     profile_steps: Annotated[str, AfterValidator(normalize_step_range)] = knob("", "Optimizer steps FIRST:LAST that rank 0 traces with torch's profiler into output_dir/profile.")
-    notify_url: SecretUrl = knob(SecretStr(""), "Address that gets a POST of JSON after each round of validation and when the run ends or fails. `{env:NAME}` stands for a variable; it is a secret and never written down.")
+    log_sample_losses: bool = knob(False, "Write the loss and the timestep of each sample at each step to output_dir/sample_losses.jsonl: `simpletuner runs losses` shows which images are learned last, and which look mislabelled.")
+    notify_format: Literal["auto", "json", "discord", "ntfy"] = knob("auto", "Format of these messages: JSON, or as Discord or ntfy take them, with an image of the round; auto: as the address says.")
+    notify_url: SecretUrl = knob(SecretStr(""), "Address that gets a message after each round of validation and when the run ends or fails. `{env:NAME}` stands for a variable; it is a secret and never written down.")
 
 
 class Hub(Section):

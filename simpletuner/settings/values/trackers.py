@@ -7,10 +7,15 @@ from importlib.util import find_spec
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.settings.values.spelling import normalize_name
 
-TRACKERS = {"tensorboard": "pip install tensorboard", "wandb": "pip install 'simpletuner[wandb]'"}
+TRACKERS = {
+    "tensorboard": "pip install tensorboard",
+    "wandb": "pip install 'simpletuner[wandb]'",
+    "trackio": "pip install trackio",
+    "swanlab": "pip install swanlab",
+}
 """Commands that install each tracker."""
 
-OTHERS = ("comet_ml", "mlflow", "swanlab", "custom_tracker", "simpletuner", "clearml", "aim")
+OTHERS = ("comet_ml", "mlflow", "custom_tracker", "simpletuner", "clearml", "aim")
 """Trackers of other tools, which users have in their files."""
 
 
@@ -21,9 +26,9 @@ def normalize_trackers(text: str) -> str:
         return "none"
     for name in names:
         if name in OTHERS:
-            raise ValueError(f"{name} is not supported; use {' or '.join(TRACKERS)}, or both: {','.join(TRACKERS)}")
+            raise ValueError(f"{name} is not supported; use one or several of {','.join(TRACKERS)}")
         if name not in TRACKERS:
-            raise ValueError(f"use none, {', '.join(TRACKERS)}, or several: {','.join(TRACKERS)}")
+            raise ValueError(f"use none, or one or several of {','.join(TRACKERS)}")
     return ",".join(dict.fromkeys(names))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
@@ -28,6 +29,16 @@ INK, FAINT, WARNING, EDGE = "#222222", "#777777", "#b3261e", "#ff3b30"
 BROKEN = "cannot be decoded"
 
 
+@dataclass(frozen=True)
+class SheetCell:
+    """An image, or why it cannot be shown, over its name and a few words about it."""
+
+    name: str
+    words: str
+    is_warning: bool
+    image: Image.Image | str
+
+
 def write_sheets(
     samples: DatasetSamples, folder: Path, threads: int, show: Callable[[int], object]
 ) -> Iterator[tuple[str, Path]]:
@@ -39,7 +50,7 @@ def write_sheets(
         shown_of = f", {len(chosen)} shown" * (len(chosen) < total)
         title = f"{samples.dataset.id}   {name} px   {count_noun(total, samples.dataset.noun)}{shown_of}"
         content = io.BytesIO()
-        sheet([(samples[index], thumbnails[index]) for index in chosen], title).save(content, "PNG")
+        sheet([cell_of(samples[index], thumbnails[index]) for index in chosen], title).save(content, "PNG")
         path = folder / f"{samples.dataset.id.replace('/', '-')}-{name}.png"
         write_file(path, content.getvalue())
         show(done)
@@ -102,27 +113,31 @@ def framed(image: Image.Image, g: Geometry, size: tuple[int, int]) -> Image.Imag
     return shown
 
 
-def sheet(cells: list[tuple[Sample, Image.Image | str]], title: str) -> Image.Image:
+def cell_of(sample: Sample, image: Image.Image | str) -> SheetCell:
+    return SheetCell(sample.name, *describe(sample), image)
+
+
+def sheet(cells: Sequence[SheetCell], title: str) -> Image.Image:
     """Lay out images in rows under a title, each over its name and numbers."""
     columns = min(COLUMNS, len(cells))
     rows = -(-len(cells) // columns)
-    highest = max((thumbnail.height for _, thumbnail in cells if isinstance(thumbnail, Image.Image)), default=CELL_PX)
+    highest = max((each.image.height for each in cells if isinstance(each.image, Image.Image)), default=CELL_PX)
     step_x, step_y = CELL_PX + GAP_PX, highest + TEXT_PX + GAP_PX
     width = max(GAP_PX + columns * step_x, 3 * step_x)
     page = Image.new("RGB", (width, HEAD_PX + GAP_PX + rows * step_y), "white")
-    pen, names = ImageDraw.Draw(page), [shown_name(sample.name) for sample, _ in cells]
-    large, small = Typesetter([title], 15), Typesetter(["…", *names], 11)
+    pen, names = ImageDraw.Draw(page), [shown_name(each.name) for each in cells]
+    large, small = Typesetter([title], 15), Typesetter(["…", *names, *(each.words for each in cells)], 11)
     large.draw_lines(page, GAP_PX, GAP_PX, [title], INK)
-    for number, (sample, thumbnail) in enumerate(cells):
+    for number, cell in enumerate(cells):
         left, top = GAP_PX + number % columns * step_x, HEAD_PX + GAP_PX + number // columns * step_y
+        thumbnail = cell.image
         if isinstance(thumbnail, str):
             pen.rectangle((left, top, left + CELL_PX, top + highest), outline=FAINT)
             small.draw_lines(page, left + 4, top + 4, [BROKEN], WARNING)
         else:
             page.paste(thumbnail, (left + (CELL_PX - thumbnail.width) // 2, top + highest - thumbnail.height))
-        words, is_enlarged = describe(sample)
         small.draw_lines(page, left, top + highest + 3, [fit(names[number], small)], INK)
-        small.draw_lines(page, left, top + highest + 17, [words], WARNING if is_enlarged else FAINT)
+        small.draw_lines(page, left, top + highest + 17, [cell.words], WARNING if cell.is_warning else FAINT)
     return page
 
 

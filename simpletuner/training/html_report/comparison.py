@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.training.html_report.checkpoint_rows import TIME
+from simpletuner.training.html_report.image_table import runs_table
 from simpletuner.training.html_report.page import embedded, template
 from simpletuner.training.html_report.thumbnails import Gallery, GalleryImage, PromptRounds
 from simpletuner.training.metrics.comparison import compare
 from simpletuner.training.metrics.curves import WINDOW_SHARE
 from simpletuner.training.metrics.metrics_reader import METRICS, MetricColumns
+from simpletuner.training.run_folder.run_summary import LOSS_STEPS
 from simpletuner.training.run_folder.settings_record import SETTINGS, read_settings
 
 WHERE = ("output_dir", "instance_data_dir", "config", "tracker_run_name")
@@ -28,10 +30,26 @@ def render_comparison(runs: Mapping[str, Path], folder: Path) -> str:
         names=list(runs),
         time=datetime.now(UTC).strftime(TIME),
         charts=list(compare(columns, WINDOW_SHARE)),
-        prompts=list(same_prompts(runs, folder)),
+        table=runs_table(list(same_prompts(runs, folder))),
         settings=list(different_settings(runs)),
         **embedded(),
     )
+
+
+def comparison_facts(runs: Mapping[str, Path]) -> dict[str, Any]:
+    """Return steps and losses of each run, and the settings that differ, for scripts."""
+    facts = {}
+    for name, path in runs.items():
+        columns = MetricColumns(path / METRICS).update()
+        steps, losses = columns.finite("loss")
+        held_out = columns.finite("eval_loss")[1]
+        facts[name] = {
+            "steps": int(steps[-1]) if len(steps) else 0,
+            "loss": float(losses[-LOSS_STEPS:].mean()) if len(losses) else None,
+            "eval_loss": float(held_out[-1]) if len(held_out) else None,
+        }
+    settings = {name: dict(zip(runs, values, strict=True)) for name, values in different_settings(runs)}
+    return {"runs": facts, "settings": settings}
 
 
 def different_settings(runs: Mapping[str, Path]) -> Iterator[tuple[str, list[Any]]]:
@@ -45,15 +63,16 @@ def different_settings(runs: Mapping[str, Path]) -> Iterator[tuple[str, list[Any
 
 def same_prompts(
     runs: Mapping[str, Path], folder: Path
-) -> Iterator[tuple[PromptRounds, list[tuple[str, int, GalleryImage]]]]:
-    """Yield the prompts that several runs have sampled, with name, step and last image of each run."""
-    found: dict[tuple[str, str, str], list[tuple[str, int, GalleryImage]]] = {}
+) -> Iterator[tuple[PromptRounds, dict[str, tuple[int, GalleryImage]]]]:
+    """Yield the prompts that several runs have sampled, with step and last image of each run by its name."""
+    found: dict[tuple[str, str, str], dict[str, tuple[int, GalleryImage]]] = {}
     prompts: dict[tuple[str, str, str], PromptRounds] = {}
     for name, path in runs.items():
         for prompt in Gallery(path).collect_last():
             key = (prompt.prompt, prompt.negative_prompt, prompt.note)
             prompts.setdefault(key, prompt)
             for step, images in prompt.rounds:
-                opened = os.path.relpath(path / images[-1].href, folder) if images else ""
-                found.setdefault(key, []).extend((name, step, replace(each, href=opened)) for each in images[-1:])
+                if images:
+                    opened = os.path.relpath(path / images[-1].href, folder)
+                    found.setdefault(key, {})[name] = step, replace(images[-1], href=opened)
     yield from ((prompts[key], images) for key, images in found.items() if len(images) > 1)

@@ -18,11 +18,13 @@ from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.files.atomic import write_file
 from simpletuner.system.processes.threads import SerialWorker
 from simpletuner.training.html_report.checkpoint_rows import TIME, checkpoint_rows
+from simpletuner.training.html_report.image_table import rounds_table
 from simpletuner.training.html_report.thumbnails import Gallery
 from simpletuner.training.metrics.charts import make_charts
 from simpletuner.training.metrics.metrics_reader import METRICS, MetricColumns
 from simpletuner.training.run_folder.output_dir import PAGE
 from simpletuner.training.run_folder.run_summary import RunFacts, describe_result
+from simpletuner.training.run_folder.run_times import describe_times, read_starts
 
 TEMPLATES = Path(__file__).parent
 
@@ -58,9 +60,10 @@ class HtmlReport:
             facts=self.facts,
             status=status,
             time=datetime.now(UTC).strftime(TIME),
+            lead=[*self.facts.lead, *describe_times(read_starts(self.output), columns)],
             numbers=describe_result(columns),
             charts=make_charts(columns),
-            prompts=prompts,
+            table=rounds_table(prompts),
             note=note,
             checkpoints=list(checkpoint_rows(self.output)),
             **embedded(),

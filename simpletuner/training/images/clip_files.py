@@ -110,6 +110,11 @@ def read_webp(path: Path) -> tuple[list[Image.Image], int]:
         return frames, image.info.get("duration") or 100
 
 
+def grid_file(validation: Path, step: int) -> Path:
+    """Return the file of the grid of a round, which may not be there."""
+    return validation / f"grid-{step:06d}.png"
+
+
 def round_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 

@@ -1,4 +1,7 @@
-"""Trackers: TensorBoard and Weights & Biases, with the same names of metrics. None of them can stop a run."""
+"""Trackers: TensorBoard, Weights & Biases, Trackio and SwanLab, with the same names of metrics.
+
+None of them can stop a run: all but TensorBoard have a process of their own.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from simpletuner.training.images.clip_files import WEBP, as_gif, clips_of_round,
 from simpletuner.training.images.image_files import read_rgb
 from simpletuner.training.metrics.metrics import Tracker
 from simpletuner.training.metrics.metrics_reader import METRICS, last_row
-from simpletuner.training.metrics.wandb import WeightsAndBiases
-from simpletuner.training.metrics.wandb_process import read_state
+from simpletuner.training.metrics.online_tracker import OnlineTracker
+from simpletuner.training.metrics.tracker_process import read_state, state_file
 
 
 def open_trackers(session: Session, step: int) -> list[Tracker]:
@@ -29,20 +32,19 @@ def open_trackers(session: Session, step: int) -> list[Tracker]:
     if "tensorboard" in names:
         named = folder / settings.logging.tracker_run_name.replace("/", "-")
         opened.append(TensorBoard(named, step, settings_as_json(session.loaded), session.report))
-    if "wandb" in names:
-        opened.append(WeightsAndBiases(session, folder, step))
-    return opened
+    return [*opened, *(OnlineTracker(session, name, folder, step) for name in names if name != "tensorboard")]
 
 
 def send_missed(session: Session, step: int) -> None:
     """Send what an online tracker has missed of a run that has finished, at `step`."""
     settings = session.settings
     output = settings.training.output_dir
-    if not session.world.is_first or "wandb" not in parse_trackers(settings.logging.report_to):
+    if not session.world.is_first:
         return
     last = last_row(output / METRICS).get("step", -1)
-    if read_state(output).get("sent", {}).get("train", -1) < last:
-        WeightsAndBiases(session, settings.logging.logging_dir or output / "logs", step).close()
+    for name in parse_trackers(settings.logging.report_to):
+        if name != "tensorboard" and read_state(state_file(output, name)).get("sent", {}).get("train", -1) < last:
+            OnlineTracker(session, name, settings.logging.logging_dir or output / "logs", step).close()
 
 
 class TensorBoard:

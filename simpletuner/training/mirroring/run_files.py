@@ -20,7 +20,7 @@ from simpletuner.system.files.regular_files import read_file
 from simpletuner.training.metrics.loss_picture import CURVE
 
 CHECKPOINTS = "checkpoints"
-FOLDERS = ("validation", "logs", "profile")
+FOLDERS = ("validation", "logs", "profile", "data_listings")
 SUFFIXES = (".json", ".jsonl", ".html", ".safetensors")
 NAMES = (LOG, CURVE, "uncaptioned.txt")
 """Folders, suffixes and names in output_dir that are a run's: users may keep their images there, too."""

@@ -26,7 +26,15 @@ from simpletuner.training.images.clip_files import MP4, WEBP
 from simpletuner.training.images.image_files import ImageInfo, read_info
 from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
 from simpletuner.training.publishing.usage import usage_code
-from simpletuner.training.run_folder.run_summary import DatasetFacts, RunFacts, base_of, describe_result, hub_id
+from simpletuner.training.run_folder.run_summary import (
+    DatasetFacts,
+    Rows,
+    RunFacts,
+    base_of,
+    describe_result,
+    hub_id,
+)
+from simpletuner.training.run_folder.run_times import describe_energy, describe_times, read_starts
 
 if TYPE_CHECKING:  # the library is imported when a run has ended
     from huggingface_hub import ModelCardData
@@ -95,7 +103,7 @@ def render(
         noun="clip" if samples and samples[0].clip else "image",
         sampler=f"{family.pipeline_class.__name__} with {type(family.scheduler()).__name__}",
         code=code,
-        numbers=table(describe_result(read_columns(settings.training.output_dir / METRICS))),
+        numbers=table(measured_rows(settings.training.output_dir, facts)),
         rows=table((name, value) for name, value in facts.rows if name in ROWS),
         license=describe_license(license_of(hub_id(settings.model))),
         datasets=[dataset_cells(each) for each in facts.datasets],
@@ -105,6 +113,15 @@ def render(
         fence="`" * max(3, 1 + max(map(len, re.findall("`+", code + command)), default=0)),
     )
     return str(card)
+
+
+def measured_rows(output: Path, facts: RunFacts) -> Rows:
+    """Return how the run went: losses, dates, duration, energy, and the digest by which its data can be known again."""
+    columns, starts = read_columns(output / METRICS), read_starts(output)
+    rows = [*describe_result(columns), *describe_times(starts, columns), ("energy", describe_energy(starts, columns))]
+    if facts.data_digest:
+        rows.append(("data digest", f"{facts.data_digest} (XXH3 of names, sizes and captions of all images)"))
+    return rows
 
 
 def with_article(label: str) -> str:

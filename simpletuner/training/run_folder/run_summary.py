@@ -12,11 +12,13 @@ import numpy as np
 
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
 from simpletuner.models.catalog.registry import flavour_of
+from simpletuner.models.family.adapter_types import LABELS
 from simpletuner.preparation.plan import Plan
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.sections import Model, Training
 from simpletuner.settings.showing.explain import ExplainedSetting, explain_settings
 from simpletuner.settings.showing.export import as_flags, format_command
+from simpletuner.system.numbers import count_noun
 from simpletuner.training.metrics.metrics_reader import MetricColumns
 
 # Of a table of names and values.
@@ -52,10 +54,25 @@ class RunFacts:
     held_out: int
     settings: Sequence[ExplainedSetting]
     command: str
+    trained: str = ""
+    """Kind and base model, as in `LoRA of NAME`."""
+    data_digest: str = ""
+    """Of names, sizes and captions of all images; empty on ranks that write nothing."""
+
+    @property
+    def lead(self) -> Rows:
+        """Rows that a reader looks for first: what is trained, on which data, by what."""
+        rows = dict(self.rows)
+        trained, held_out = sum(images for _, images, _ in self.buckets), f", {self.held_out:,} held out"
+        names = ", ".join(each.id for each in self.datasets)
+        images = f"{count_noun(trained, 'image')} of {names}{held_out if self.held_out else ''}"
+        known = [("trained", self.trained), ("model", rows.get("model")), ("data", images if self.datasets else "")]
+        known += [(name, rows.get(name)) for name in ("engine", "device")]
+        return [(name, value) for name, value in known if value]
 
 
-def facts_of(loaded: Loaded, rows: Rows, plan: Plan) -> RunFacts:
-    """Return the facts of a run; `rows` are those of its first table."""
+def facts_of(loaded: Loaded, rows: Rows, plan: Plan, data_digest: str = "") -> RunFacts:
+    """Return the facts of a run; `rows` are those of its first table, `data_digest` that of its listing."""
     settings = [each for each in explain_settings(loaded) if each.value != each.default]
     words = ["simpletuner", "train", *as_flags({each.name: each.value for each in settings})]
     return RunFacts(
@@ -66,7 +83,13 @@ def facts_of(loaded: Loaded, rows: Rows, plan: Plan) -> RunFacts:
         held_out=len(plan.held_out),
         settings=settings,
         command=format_command(words),
+        trained=f"{kind_trained(loaded.settings)} of {base_of(loaded.settings.model)}",
+        data_digest=data_digest,
     )
+
+
+def kind_trained(settings: Settings) -> str:
+    return LABELS[settings.lora.lora_type] if settings.model.model_type == "lora" else "fine-tune"
 
 
 def name_of(settings: Settings) -> str:
@@ -76,8 +99,7 @@ def name_of(settings: Settings) -> str:
         return own
     if folder != Training().output_dir:
         return folder.absolute().name
-    kind = "LoRA" if settings.model.model_type == "lora" else "fine-tune"
-    return f"{base_of(settings.model)} {kind}"
+    return f"{base_of(settings.model)} {kind_trained(settings)}"
 
 
 def base_of(model: Model) -> str:

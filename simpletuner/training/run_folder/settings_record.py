@@ -19,6 +19,7 @@ from simpletuner.system.files.atomic import refuse_special, write_json
 from simpletuner.system.files.regular_files import read_file
 
 if TYPE_CHECKING:  # the page reads these files without torch
+    from simpletuner.parallel.world import World
     from simpletuner.session import Session
 
 SETTINGS, HISTORY = "settings.json", "settings_history.jsonl"
@@ -54,9 +55,9 @@ def effects_on(state: Mapping[str, Any], settings: Settings, changes: Changes) -
     return effects
 
 
-def record_settings(session: Session, step: int, facts: Mapping[str, str]) -> None:
+def record_settings(session: Session, step: int, facts: Mapping[str, str], data: str = "") -> None:
     """Write the settings of a run that starts to train at `step`, and a line of history, with what was proven of its
-    pipeline. Only rank 0 writes.
+    pipeline and the listing of its data. Only rank 0 writes.
 
     A start that ends before training leaves the files as they are.
     """
@@ -69,7 +70,16 @@ def record_settings(session: Session, step: int, facts: Mapping[str, str]) -> No
         write_json(output / SETTINGS, settings)
     time = datetime.now(UTC).isoformat(timespec="seconds")
     start = {"time": time, "step": step, "simpletuner": __version__, "host": socket.gethostname(), **facts}
-    append(output / HISTORY, {**start, "changed": changes})
+    append(output / HISTORY, {**start, **gpus_of(session.world), "data": data, "changed": changes})
+
+
+def gpus_of(world: World) -> dict[str, float]:
+    """Return the number of GPUs and the power limit of rank 0's, which stands for all; nothing of a CPU run."""
+    if world.device.type != "cuda":
+        return {}
+    from simpletuner.parallel.gpu import power_limit_watts
+
+    return {"gpus": world.size, "gpu_watts": power_limit_watts(world.device)}
 
 
 def last_start(path: Path) -> str:

@@ -19,7 +19,7 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.preparation.prepare import Prepared
 from simpletuner.session import Session
 from simpletuner.training.ema import EMA, evaluated_variants, weights_of
-from simpletuner.training.images.clip_files import round_folder, write_sample
+from simpletuner.training.images.clip_files import grid_file, round_folder, write_sample
 from simpletuner.training.images.image_files import REFERENCE, ImageInfo, write_image, write_png
 from simpletuner.training.images.image_grid import Cell, grid
 from simpletuner.training.metrics.metrics import Metrics
@@ -84,7 +84,7 @@ class Validator:
         return bool(self.mesh.world.gather_texts("1" if self._grid(step).is_file() else "")[0])
 
     def _grid(self, step: int) -> Path:
-        return self.folder / f"grid-{step:06d}.png"
+        return grid_file(self.folder, step)
 
     def _path(self, folder: Path, variant: str, planned: PlannedImage) -> Path:
         return folder / f"{variant}-{planned.prompt.name}.png"

@@ -182,6 +182,9 @@ def test_validate_accepts_what_train_would_and_leaves_other_sources_out(run, mon
     assert (code, out) == (0, "")
     assert "a.yaml:3: tpu_name = 'x' is not used: TPUs are not supported" in err
     assert "good.json: 3 settings, all valid" in err
+    code, out, err = run("config", "validate", "good.json", "--json")
+    found = json.loads(out)
+    assert (code, err, found["valid"], found["settings"]) == (0, "", True, 3) and "tpu_name" in str(found["warnings"])
 
 
 @pytest.mark.parametrize(
@@ -198,6 +201,9 @@ def test_validate_refuses_what_train_would_refuse(run, text, said):
     code, out, err = run("config", "validate", "c.json")
     assert (code, out) == (2, "")
     assert said in err
+    code, out, err = run("config", "validate", "c.json", "--json")
+    found = json.loads(out)
+    assert (code, err, found["valid"]) == (2, "", False) and said in " ".join([*found["mistakes"], found["hint"]])
 
 
 def test_validate_looks_for_the_pictures_as_train_would(run):
@@ -224,7 +230,7 @@ def test_values_of_other_tools_are_answered_with_the_reason(run):
     assert (
         code == 2
         and "state_layout=split has moments of 8 bits" in err
-        and "comet_ml is not supported; use tensorboard or wandb" in err
+        and "comet_ml is not supported; use one or several of tensorboard,wandb,trackio,swanlab" in err
     )
 
 

@@ -110,7 +110,7 @@ def test_the_last_row_is_found_at_the_end_of_a_long_file_whatever_follows_it(tor
 
 
 def test_reading_metrics_needs_no_torch():
-    modules = "simpletuner.training.metrics.metrics_reader, simpletuner.training.metrics.wandb_process"
+    modules = "simpletuner.training.metrics.metrics_reader, simpletuner.training.metrics.tracker_process"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

@@ -1,4 +1,4 @@
-"""The process that sends a run's metrics and validation images to Weights & Biases.
+"""The process that sends a run's metrics and validation images to an online tracker.
 
 Not in the process that trains: wandb 0.27 waits without end for a server that does not answer, whatever `init_timeout`
 says, and neither its threads nor its exit handlers may delay a run. It reads what the run writes anyway, so what was
@@ -20,9 +20,8 @@ from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.training.images.clip_files import MP4, clips_of_round, round_folder
 from simpletuner.training.metrics.metrics_reader import METRICS, MetricsReader
+from simpletuner.training.metrics.tracker_libraries import LIBRARIES, OpeningFailed, RunOptions, TrackerRun
 
-# In output_dir: the run's id, and the last step of each group that was handed to the library.
-STATE = "wandb.json"
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
 """Longest time to connect before a report, and before a run that ends gives up; WANDB_INIT_TIMEOUT, which is the
@@ -37,7 +36,7 @@ class Channel:
 
     def __init__(self) -> None:
         self.file = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # what wandb prints goes to the log
+        os.dup2(2, 1)  # what the library prints goes to the log
 
     def send(self, **message: Any) -> None:
         self.file.write(json.dumps(message) + "\n")
@@ -70,10 +69,10 @@ class Deadline:
 class Follower:
     """Logs new rows of metrics.jsonl and new grids of images, and keeps in a file how far it has come."""
 
-    def __init__(self, output: Path, run: Any) -> None:
-        self.output, self.run, self.last_step = output, run, 0
+    def __init__(self, output: Path, run: TrackerRun, state: Path) -> None:
+        self.output, self.run, self.path, self.last_step = output, run, state, 0
         self.reader = MetricsReader(output / METRICS)
-        self.state = read_state(output)
+        self.state = read_state(state)
         self.sent: dict[str, int] = self.state.setdefault("sent", {})
 
     def poll(self) -> None:
@@ -82,20 +81,19 @@ class Follower:
         for row in self.reader.read()[0]:
             self.last_step = max(self.last_step, row["step"])
             group = "train" if "loss" in row else "eval"
-            self._log(group, row["step"], {f"{group}/{name}": value for name, value in row.items()})
+            values = {f"{group}/{name}": value for name, value in row.items() if name != "step"}
+            self._log(group, row["step"], values)
         for step, path in self._grids():
-            import wandb
-
             clips = clips_of_round(round_folder(path.parent, step), MP4)
-            videos = {f"validation/{clip.stem}": wandb.Video(str(clip), format="mp4") for clip in clips}
-            self._log("validation", step, {"validation": wandb.Image(str(path)), "validation/step": step, **videos})
+            videos = {f"validation/{clip.stem}": self.run.video(clip) for clip in clips}
+            self._log("validation", step, {"validation": self.run.image(path), **videos})
         if self.sent != before:
-            write_json(self.output / STATE, self.state)
+            write_json(self.path, self.state)
 
     def _log(self, group: str, step: int, values: dict[str, Any]) -> None:
-        # A run that went back to a checkpoint repeats steps, which wandb takes once only.
+        # A run that went back to a checkpoint repeats steps, which trackers take once only.
         if step > self.sent.get(group, -1):
-            self.run.log(values)
+            self.run.log(group, step, values)
             self.sent[group] = step
 
     def _grids(self) -> list[tuple[int, Path]]:
@@ -105,9 +103,14 @@ class Follower:
         return [(step, path) for step, path in grids if self.sent.get("validation", -1) < step <= self.last_step]
 
 
-def read_state(output: Path) -> dict[str, Any]:
+def state_file(output: Path, library: str) -> Path:
+    """Return the file of a run's id, and of the last step of each group that was handed to a library."""
+    return output / f"{library}.json"
+
+
+def read_state(path: Path) -> dict[str, Any]:
     try:
-        state = json.loads(read_file(output / STATE))
+        state = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(state, dict):
@@ -118,34 +121,19 @@ def read_state(output: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Follow a run until it ends. The first line of the input holds the options, as JSON."""
-    channel, options = Channel(), json.loads(sys.stdin.readline())
+    """Follow a run until it ends. The first line of the input holds the library and its options, as JSON."""
+    channel, sent = Channel(), json.loads(sys.stdin.readline())
     deadline = Deadline(channel)
-    output = Path(options["output"])
-    import wandb
-
-    # By default wandb records the git remote and the program of the user's current folder.
-    settings = wandb.Settings(console="off", disable_code=True, disable_git=True)
+    library, options = sent["library"], RunOptions(**sent["options"])
     try:
-        run = wandb.init(
-            project=options["project"],
-            name=options["name"],
-            id=read_state(output)["id"],
-            resume=None if os.environ.get("WANDB_MODE") in ("offline", "dryrun") else "allow",
-            dir=options["folder"],
-            config=options["settings"],
-            settings=settings,
-        )
-    except wandb.Error as error:
-        channel.send(failed=str(error).partition("\n")[0] or type(error).__name__)
+        run = LIBRARIES[library](options)
+    except OpeningFailed as error:
+        channel.send(failed=str(error))
         raise SystemExit(1) from None
     deadline.connected.set()
-    channel.send(url=run.url or f"offline; `wandb sync {Path(run.dir).parent}` sends it")
-    for group in ("train", "eval"):
-        # Axes of their own: wandb's step counts calls of log(), of all groups together.
-        run.define_metric(f"{group}/*", step_metric=f"{group}/step")
-    run.define_metric("validation", step_metric="validation/step")
-    follower = Follower(output, run)
+    channel.send(url=run.url)
+    output = Path(options.output)
+    follower = Follower(output, run, state_file(output, library))
     while not deadline.closing.wait(POLL_SECONDS):
         follower.poll()
     follower.poll()

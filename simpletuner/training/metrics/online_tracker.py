@@ -1,4 +1,4 @@
-"""Weights & Biases: start and end the process that sends a run's metrics (`wandb_process.py`)."""
+"""An online tracker: start and end the process that sends a run's metrics (`tracker_process.py`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from simpletuner.session import Session
 from simpletuner.settings import settings_as_json
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.processes.python_process import module_command
-from simpletuner.training.metrics.wandb_process import STATE, read_state
+from simpletuner.training.metrics.tracker_process import read_state, state_file
 
 # Before the process is started again after it failed; doubles each time.
 RETRY_SECONDS = 60.0
@@ -25,29 +25,31 @@ CLOSE_SECONDS = 120.0
 """Longest time in which the rest is sent when the run ends."""
 
 
-class WeightsAndBiases:
+class OnlineTracker:
     """The process that sends metrics.jsonl and validation images; only starts, restarts and ends it."""
 
-    def __init__(self, session: Session, folder: Path, step: int) -> None:
+    def __init__(self, session: Session, library: str, folder: Path, step: int) -> None:
         self.report, logging, output = session.report, session.settings.logging, session.settings.training.output_dir
-        state = read_state(output)
+        self.library, path = library, state_file(output, library)
+        state = read_state(path)
         # Eight characters, as wandb's own. It is kept, so that a resumed run goes on in the same one there.
         state["id"] = state.get("id") or secrets.token_hex(4)
         # Steps that are trained again, since the run went back, are sent again.
         state["sent"] = {group: min(sent, step) for group, sent in state.get("sent", {}).items()}
-        write_json(output / STATE, state)
+        write_json(path, state)
         folder.mkdir(parents=True, exist_ok=True)
         self.output, self.folder = output, folder
         self.options = {
+            "id": state["id"],
             "output": str(output),
             "folder": str(folder),
-            "project": logging.tracker_project_name or os.environ.get("WANDB_PROJECT") or "simpletuner",
+            "project": logging.tracker_project_name or os.environ.get(f"{library.upper()}_PROJECT") or "simpletuner",
             "name": logging.tracker_run_name or output.resolve().name,
             "settings": settings_as_json(session.loaded),
         }
         self.closing, self.has_warned, self.is_sent = threading.Event(), False, False
         self.process: subprocess.Popen[str] | None = None
-        self.thread = threading.Thread(target=self._supervise, name="wandb", daemon=True)
+        self.thread = threading.Thread(target=self._supervise, name=library, daemon=True)
         self.thread.start()
 
     def write(self, row: Mapping[str, Any], group: str) -> None:
@@ -58,7 +60,7 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         """Wait until all is sent, as long as that is possible."""
-        self.report.status.begin("sending metrics to wandb")
+        self.report.status.begin(f"sending metrics to {self.library}")
         self.closing.set()
         self._end_input()
         self.thread.join(CLOSE_SECONDS)
@@ -66,7 +68,9 @@ class WeightsAndBiases:
             self.process.kill()
             self.thread.join()
         if not self.is_sent:
-            self.report.say("wandb has not received all of this run: the same command, run again, sends the rest")
+            self.report.say(
+                f"{self.library} has not received all of this run: the same command, run again, sends the rest"
+            )
 
     def _end_input(self) -> None:
         if self.process is not None and self.process.stdin is not None:
@@ -84,33 +88,33 @@ class WeightsAndBiases:
 
     def _run_process(self) -> None:
         """Run the process to its end, and report what it says."""
-        command = module_command("simpletuner.training.metrics.wandb_process")
+        command = module_command("simpletuner.training.metrics.tracker_process")
         pipe = subprocess.PIPE
         # A separate session: Ctrl-C is for the run, which ends the process by its input.
         with subprocess.Popen(
             command, text=True, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe
         ) as process:
             assert process.stdin is not None and process.stdout is not None
-            noise = threading.Thread(target=log_lines, args=(process.stderr,), name="wandb log", daemon=True)
+            noise = threading.Thread(target=log_lines, args=(self.library, process.stderr), daemon=True)
             noise.start()
             with suppress(OSError):
-                process.stdin.write(json.dumps(self.options) + "\n")
+                process.stdin.write(json.dumps({"library": self.library, "options": self.options}) + "\n")
                 process.stdin.flush()
             self.process = process  # only now may `close` end its input
             if self.closing.is_set():
                 self._end_input()
             for line in process.stdout:
                 self._handle(json.loads(line))
-            noise.join(1)  # with a limit, since a process that wandb started may have inherited the pipe
+            noise.join(1)  # with a limit, since a process that the library started may have inherited the pipe
         if not self.is_sent and not self.closing.is_set():
-            self._warn("wandb ended unexpectedly")
+            self._warn(f"{self.library} ended unexpectedly; log.txt has its reason")
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         match message:
             case {"url": str(url)}:
-                self.report.say(f"wandb: {url}")
+                self.report.say(f"{self.library}: {url}")
             case {"failed": str(why)}:
-                self._warn(f"wandb does not take the metrics of this run: {why}")
+                self._warn(f"{self.library} does not take the metrics of this run: {why}")
             case {"sent": True}:
                 self.is_sent = True
             case _:
@@ -120,12 +124,12 @@ class WeightsAndBiases:
         """Warn once; later failures go to the log alone."""
         if not self.has_warned:
             self.has_warned = True
-            self.report.warn(text, "training goes on; what wandb misses is sent once it answers")
+            self.report.warn(text, f"training goes on; what {self.library} misses is sent once it answers")
         else:
             LOGGER.info(text)
 
 
-def log_lines(stream: IO[str] | None) -> None:
+def log_lines(library: str, stream: IO[str] | None) -> None:
     with suppress(ValueError):  # it was closed meanwhile
         for line in stream or ():
-            LOGGER.info(f"wandb: {line.rstrip().removeprefix('wandb: ')}")
+            LOGGER.info(f"{library}: {line.rstrip().removeprefix(f'{library}: ')}")
