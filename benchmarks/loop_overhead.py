@@ -41,6 +41,7 @@ from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.sections import Model, Training
 from simpletuner.settings.values.shape import Shape
 from simpletuner.system.processes.signals import StopRequest
+from simpletuner.training.build import build_trainer
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.engines import open_engine
 from simpletuner.training.metrics.eta import Durations
@@ -49,7 +50,6 @@ from simpletuner.training.optimizers import make_optimizer
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
 from simpletuner.training.trainer import Trainer
-from simpletuner.worker import build_trainer
 
 ROUNDS, STEPS, BATCH_SIZE, SAMPLES = 100, 4, 4, 64
 GOAL = 1.02

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from simpletuner.checkpoints.disk_usage import checkpoint_bytes
 from simpletuner.checkpoints.export import base_files, check_export
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import CheckpointDamaged, Checksums, Verification
-from simpletuner.data.batches.prefetch import RankSlice, prefetch
-from simpletuner.data.sampler.permutation import hash_key
 from simpletuner.errors import EnvironmentNotReady, explain_system_errors
 from simpletuner.launch.flight_recorder import prefix_in, record_into, write_records
 from simpletuner.launch.launcher_connection import connect_to_launcher
@@ -26,13 +23,13 @@ from simpletuner.models.folder.diffusers_io import silence_libraries
 from simpletuner.models.opening.checked import note_checked
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.compilation import compiler_explained
-from simpletuner.parallel.engine import Engine, compute_dtype
+from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precision
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, report_first_failure
 from simpletuner.preparation.plan import Plan, samples_by_shape
-from simpletuner.preparation.prepare import Prepared, fit_to_model, folders_of, plan_data, prepare
+from simpletuner.preparation.prepare import fit_to_model, folders_of, plan_data, prepare
 from simpletuner.preparation.same_folder import verify_same_folders
 from simpletuner.private_api.of_diffusers import leave_out_peft
 from simpletuner.report import Report
@@ -45,23 +42,19 @@ from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.run_status import RunState, StatusWriter
 from simpletuner.system.processes.signals import StopRequest, handle_stop_signals, what_follows
 from simpletuner.training.auto.resolve import resolve_auto
-from simpletuner.training.checkpointer import Checkpointer
-from simpletuner.training.ema import EMA
+from simpletuner.training.build import build_trainer, open_state
 from simpletuner.training.engines import check_engine, open_engine
 from simpletuner.training.html_report.page import open_html_report
-from simpletuner.training.metrics.eta import DURATIONS, EXPORTING, Durations
-from simpletuner.training.metrics.metrics import Metrics, open_metrics
-from simpletuner.training.metrics.sample_losses import SampleLossLog, open_sample_losses
-from simpletuner.training.metrics.throughput import open_throughput
+from simpletuner.training.metrics.eta import EXPORTING
+from simpletuner.training.metrics.metrics import open_metrics
+from simpletuner.training.metrics.sample_losses import open_sample_losses
 from simpletuner.training.metrics.trackers import open_trackers, send_missed
 from simpletuner.training.mirroring.run_mirror import RunMirror
-from simpletuner.training.optimizers import LearningRate, trained_weights
-from simpletuner.training.profiling import open_profiler
 from simpletuner.training.publishing.hub import push_to_hub
 from simpletuner.training.publishing.model_card import write_card
 from simpletuner.training.publishing.notifier import Notifier, open_notifier
 from simpletuner.training.run_folder.data_listing import record_data_of
-from simpletuner.training.run_folder.data_position import refuse_other_order, resume_point, warn_of_changed_data
+from simpletuner.training.run_folder.data_position import refuse_other_order, resume_point
 from simpletuner.training.run_folder.output_dir import (
     export,
     export_single_files,
@@ -71,7 +64,6 @@ from simpletuner.training.run_folder.output_dir import (
     restore_from_bucket,
 )
 from simpletuner.training.run_folder.resuming import (
-    base_fingerprints,
     check_fits,
     checkpoint_to_resume,
     set_later_aside,
@@ -80,12 +72,6 @@ from simpletuner.training.run_folder.resuming import (
 from simpletuner.training.run_folder.run_summary import Rows, facts_of
 from simpletuner.training.run_folder.settings_record import record_settings, report_changes
 from simpletuner.training.run_folder.summary import describe_prompts, describe_run, print_datasets, print_result
-from simpletuner.training.state import TrainingState
-from simpletuner.training.step_logger import StepLogger, StopVote
-from simpletuner.training.trainer import Evaluation, Trainer
-from simpletuner.training.validation.callbacks import at_round_ends
-from simpletuner.training.validation.held_out import open_held_out_loss
-from simpletuner.training.validation.validator import open_validator
 
 
 def run_rank(loaded: Loaded) -> None:
@@ -276,98 +262,3 @@ def start_base_checksums(
     if checkpoint is not None and not family.adapter and (known := checkpoint.state.get("base_checksums")):
         return lambda: known
     return Checksums(base_files(family), world).wait
-
-
-def open_state(
-    session: Session, family: ModelFamily, engine: Engine, prepared: Prepared, checkpoint: Checkpoint | None
-) -> TrainingState:
-    """Return the state of a new run, or restore what a checkpoint holds. Collective."""
-    settings, plan = session.settings, prepared.plan
-    schedule, sampler_state = resume_point(settings, plan, checkpoint)
-    state = TrainingState(
-        engine=engine,
-        ema=EMA(engine, settings.ema) if settings.ema.use_ema else None,
-        config=family.exported_config(),
-        trained=family.trained_facts(),
-        data_digest=plan.digest,
-        schedule=schedule,
-        step=0,
-        sampler_state=sampler_state,
-        base_fingerprints=base_fingerprints(family),
-    )
-    if checkpoint is not None:
-        state.restore(checkpoint, settings, session.report)
-        warn_of_changed_data(session.report, plan, checkpoint)
-    return state
-
-
-def build_trainer(
-    session: Session,
-    family: ModelFamily,
-    prepared: Prepared,
-    state: TrainingState,
-    metrics: Metrics | None,
-    after_rounds: Sequence[Callable[[int], None]] = (),
-    sample_losses: SampleLossLog | None = None,
-) -> Trainer:
-    """Connect what the training loop works with."""
-    settings, mesh, training = session.settings, session.mesh, session.settings.training
-    rank_slice = RankSlice(
-        data_rank=mesh.data_rank,
-        data_size=mesh.data_size,
-        accumulation=training.gradient_accumulation_steps,
-        seed=training.seed,
-        reference_dropout=settings.data.reference_dropout_probability,
-        masked_loss=settings.data.masked_loss_probability,
-        pin=mesh.world.device.type == "cuda",
-    )
-    ahead = settings.data.dataloader_prefetch_qlen
-    durations = Durations(training.output_dir / DURATIONS if mesh.world.is_first else None)
-    checkpointer = Checkpointer(session, state, durations, checkpoint_bytes(settings, trained_weights(family)))
-    stop_vote = StopVote(session.stop, lambda: checkpointer.has_failed)
-    return Trainer(
-        engine=state.engine,
-        family=family,
-        objective=family.objective(),
-        batches=prefetch(prepared.reader, prepared.plan.sampler, state.sampler_state, state.step, rank_slice, ahead),
-        learning_rate=LearningRate(state.schedule, settings.optimizer),
-        ema=state.ema,
-        logger=StepLogger(
-            mesh,
-            stop_vote,
-            metrics,
-            open_throughput(session, family),
-            settings.effective_batch_size,
-            session.status,
-            sample_losses,
-        ),
-        stop_vote=stop_vote,
-        checkpointer=checkpointer,
-        evaluations=[
-            *open_evaluations(session, family, state, prepared, metrics),
-            at_round_ends(settings, after_rounds),
-        ],
-        device=mesh.world.device,
-        activity=mesh.world.activity,
-        stop=session.stop,
-        report=session.report,
-        step=state.step,
-        max_steps=state.schedule.max_steps,
-        checkpoint_every=settings.checkpoints.checkpoint_step_interval,
-        max_grad_norm=settings.optimizer.max_grad_norm,
-        dtype=compute_dtype(settings),
-        dropout_seed=hash_key(training.seed, "dropout", mesh.data_rank),
-        profiler=open_profiler(session),
-        durations=durations,
-    )
-
-
-def open_evaluations(
-    session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared, metrics: Metrics | None
-) -> list[Evaluation]:
-    """Return what looks at the weights between steps: nothing without held-out images and validation prompts."""
-    opened = (
-        open_evaluation(session, family, state, prepared, metrics)
-        for open_evaluation in (open_held_out_loss, open_validator)
-    )
-    return [each for each in opened if each is not None]

@@ -41,11 +41,11 @@ from simpletuner.settings.declared.sections import (
     Validation,
 )
 from simpletuner.system.processes.signals import StopRequest
+from simpletuner.training.build import build_trainer, open_state
 from simpletuner.training.engines import open_engine
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
 from simpletuner.training.trainer import Trainer
-from simpletuner.worker import build_trainer, open_state
 
 GLOBAL_BATCH, SAVED = 4, 2
 

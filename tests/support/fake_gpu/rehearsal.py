@@ -54,11 +54,11 @@ from simpletuner.tools.plan.inputs import count_shapes, opened_family
 from simpletuner.training import engines
 from simpletuner.training.auto.memory_estimate import CONTEXT_BYTES, estimate_training
 from simpletuner.training.auto.workload import Workload
+from simpletuner.training.build import build_trainer
 from simpletuner.training.ema import EMA
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
 from simpletuner.training.trainer import Trainer
-from simpletuner.worker import build_trainer
 
 install()
 follow_resizing()
