@@ -15,6 +15,7 @@ from simpletuner.page.editing.examination import Examined, examine
 from simpletuner.page.editing.fields import FieldGroup, make_field, make_note
 from simpletuner.page.editing.views import VIEWS, view_named
 from simpletuner.page.rendering import field, fields_of, folders_of, render, respond, toast
+from simpletuner.parallel.devices.devices import DEVICES
 from simpletuner.settings.declared.sections import setting_fields
 from simpletuner.settings.editors.editing import write
 from simpletuner.system.numbers import count_noun
@@ -42,6 +43,7 @@ def editor_values(request: Request, document: Document, examined: Examined) -> d
         "groups": groups,
         "names": {each.name for group in groups for each in group.fields},
         "view": view,
+        "gpus": {name: device.memory_gib for name, device in DEVICES.items()},
         "views": {name: title for name, (title, _) in VIEWS.items()},
         "query": field(request, "q"),
     }
