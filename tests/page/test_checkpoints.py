@@ -71,6 +71,10 @@ def test_going_on_from_a_checkpoint_comparing_two_and_deleting_one(page: Page, s
     expect(listed).to_have_count(3)
     expect(page.get_by_role("button", name="Start again")).to_be_visible()
 
+    page.get_by_role("button", name="Export checkpoint-000006").click()
+    page.locator("#toasts .done", has_text="checkpoint-000006 is written to out/pipeline-000006").wait_for()
+    assert (folder / "out" / "pipeline-000006" / "simpletuner.json").is_file()
+
     # One that lacks bytes cannot be gone on from.
     checkpoints = folder / "out" / "checkpoints"
     weights = next((checkpoints / "checkpoint-000004" / "model").glob("*.safetensors"))
@@ -94,6 +98,7 @@ def test_going_on_from_a_checkpoint_comparing_two_and_deleting_one(page: Page, s
     assert refused.code == 400 and "a run may be using out" in refused.text
     for name in ("set-aside", "../out", "checkpoint-000002/../checkpoint-000006", "checkpoint-000004", ""):
         assert server.post("/runs/checkpoints/delete", {"run": "out", "name": name}).code == 400
+        assert server.post("/runs/checkpoints/export", {"run": "out", "name": name}).code == 400
         assert server.post("/runs/start", {"file": "run.toml", "checkpoint": name or "."}).code == 400
         assert server.get("/runs/checkpoints/compare", run="out", one=name, two="checkpoint-000002").code == 400
     (checkpoints / "checkpoint-000009").symlink_to(folder.parent)

@@ -1,9 +1,12 @@
-"""Actions of the page on checkpoints: remove one, and compare two."""
+"""Actions of the page on checkpoints: export one, remove one, and compare two."""
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -11,6 +14,7 @@ from starlette.routing import Route
 
 from simpletuner.checkpoints.layout import remove_checkpoint
 from simpletuner.errors import EnvironmentNotReady
+from simpletuner.page.editing.blocks import error_in
 from simpletuner.page.rendering import field, folders_of, respond, toast
 from simpletuner.page.runs.checkpoints import named_checkpoint
 from simpletuner.page.runs.curves import SMOOTHING
@@ -18,9 +22,13 @@ from simpletuner.page.runs.folder import RunFolder, open_run
 from simpletuner.page.runs.processes import look_at, processes_of
 from simpletuner.page.runs.watching import Watched, WatchedRun
 from simpletuner.system.files.locks import is_locked
+from simpletuner.system.processes.python_process import module_command
 from simpletuner.training.html_report.thumbnails import GalleryImage
 from simpletuner.training.metrics.charts import with_mean
 from simpletuner.training.metrics.comparison import COMPARED, SMOOTHED
+
+EXPORT_SECONDS = 3600
+"""The weights of a large model are read, verified and written, which disks bound."""
 
 
 def delete(request: Request) -> Response:
@@ -33,6 +41,28 @@ def delete(request: Request) -> Response:
             raise EnvironmentNotReady(f"a run may be using {run.name}", "stop it first: it may read this checkpoint")
         remove_checkpoint(run.path / "checkpoints" / checkpoint.row.name)
     said = toast(f"{checkpoint.row.name} of {run.name} is deleted", f"{checkpoint.row.size} are free")
+    return HTMLResponse(said, headers={"HX-Reswap": "none"})
+
+
+def export(request: Request) -> Response:
+    """Write the pipeline or LoRA of a checkpoint beside that of the run, in a process of its own, and say where."""
+    run = open_run(folders_of(request), field(request, "run"))
+    name = named_checkpoint(run, field(request, "name")).row.name
+    command = ["runs", "export", str(run.path), f"--checkpoint={name}"]
+    with request.app.state.detecting:  # each such process takes gigabytes and all cores
+        try:
+            done = subprocess.run(
+                module_command("simpletuner", *command), capture_output=True, text=True, timeout=EXPORT_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            message = f"exporting took longer than {EXPORT_SECONDS} s and was ended"
+            raise EnvironmentNotReady(
+                message, f"run it in a terminal: {shlex.join(['simpletuner', *command])}"
+            ) from None
+    if done.returncode:
+        raise error_in(done.stderr, "the process that exports ended without a result")
+    written = folders_of(request).shown(Path(done.stdout.strip()))
+    said = toast(f"{name} is written to {written}", "it has no model card")
     return HTMLResponse(said, headers={"HX-Reswap": "none"})
 
 
@@ -81,5 +111,6 @@ def prompts_at(known: WatchedRun, run: RunFolder, steps: Sequence[int]) -> Itera
 
 ROUTES = [
     Route("/runs/checkpoints/delete", delete, methods=["POST"]),
+    Route("/runs/checkpoints/export", export, methods=["POST"]),
     Route("/runs/checkpoints/compare", compare),
 ]
