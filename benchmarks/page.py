@@ -35,7 +35,8 @@ CONFIG = 'model_family = "sdxl"\ninstance_data_dir = "."\nnum_processes = 2\n'
 EDITOR = "/configurations/edit?file=run.toml"
 VIEWS = {
     "list of configurations": "/configurations",
-    "all settings": EDITOR,
+    "essentials": EDITOR,
+    "all settings": f"{EDITOR}&view=all",
     "Hardware -> Accelerate": f"{EDITOR}&view=accelerate",
     "an export": "/export?file=run.toml&to=toml",
     "Preferences": "/preferences?file=run.toml",

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
-from simpletuner.system.files.atomic import remove, replace_folder, restore_replaced, unfinished_path
+from simpletuner.system.files.atomic import remove, restore_replaced, unfinished_path
 from simpletuner.system.files.checksums import is_intact
 from simpletuner.system.files.regular_files import read_file
 
@@ -200,21 +200,28 @@ def clear_unfinished(root: Path) -> None:
 def prune_checkpoints(root: Path, keep: int) -> None:
     """Remove all but the newest complete checkpoints. A damaged one is neither counted nor removed."""
     for folder in [folder for folder in list_checkpoints(root) if is_complete(folder)][keep:]:
-        hidden = unfinished_path(folder)
-        remove(hidden)
-        # Renamed first: a process killed while it removes files must not leave a checkpoint that looks complete.
-        folder.rename(hidden)
-        remove(hidden)
+        remove_checkpoint(folder)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    hidden = unfinished_path(folder)
+    remove(hidden)
+    # Renamed first: a process killed while it removes files must not leave a checkpoint that looks complete.
+    folder.rename(hidden)
+    remove(hidden)
 
 
 def set_aside(root: Path, step: int) -> list[str]:
     """Move checkpoints after a step out of the way of a run that continues from there, and return their names.
 
     Left in place they would count as the newest: the run's own would be pruned first, and the next start would resume
-    from them.
+    from them. What an earlier start has set aside stays: of the same step there may be two, of different training.
     """
     later = [folder for folder in list_checkpoints(root) if parse_step(folder) > step]
     for folder in later:
         (root / SET_ASIDE).mkdir(exist_ok=True)
-        replace_folder(folder, root / SET_ASIDE / folder.name)
+        target, number = root / SET_ASIDE / folder.name, 2
+        while target.exists():
+            target, number = target.with_name(f"{folder.name}-{number}"), number + 1
+        folder.rename(target)
     return [folder.name for folder in later]

@@ -174,6 +174,7 @@ def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> 
         "memory": [asdict(row) for row in plan.memory.rows],
         "gpu_bytes": plan.memory.gpu_bytes,
         "host_bytes_per_machine": plan.memory.host_bytes,
+        "gpu_memory_bytes": budget.gpu_bytes,
         "phases": plan.phases,
         "peak_bytes": plan.peak_bytes,
         "fits": None if budget.gpu_bytes is None else not plan.shortfall(budget),

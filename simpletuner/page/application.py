@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import http
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,7 +20,8 @@ from starlette.staticfiles import StaticFiles
 from simpletuner.errors import SimpleTunerError, explain_os_error
 from simpletuner.page import configurations, exports, preferences
 from simpletuner.page.datasets import routes as datasets
-from simpletuner.page.editing import blocks, builder_dialog, editor
+from simpletuner.page.editing import blocks, builder_dialog, editor, plan_panel
+from simpletuner.page.editing.planning import Planning
 from simpletuner.page.folders import Folders
 from simpletuner.page.guard import HEADERS, Guard, Secrets
 from simpletuner.page.rendering import HERE, editor_address, folders_of, render, respond_error
@@ -29,7 +31,7 @@ from simpletuner.page.runs.listing import RunList
 from simpletuner.page.runs.processes import Processes
 from simpletuner.page.runs.watching import Watched
 
-PAGES = (configurations, editor, blocks, builder_dialog, exports, datasets, runs, preferences)
+PAGES = (configurations, editor, blocks, builder_dialog, plan_panel, exports, datasets, runs, preferences)
 BUG = SimpleTunerError("This is a bug in simpletuner.", "the terminal where the page was started shows where")
 
 
@@ -43,6 +45,7 @@ def build_application(
     application = Starlette(
         routes=[Route("/", first_page), static, *(route for module in PAGES for route in module.ROUTES)],
         middleware=[guard],
+        lifespan=lifespan,
         exception_handlers={
             SimpleTunerError: show_error,
             OSError: show_os_error,
@@ -56,11 +59,19 @@ def build_application(
     # Each decoded image takes up to 200 MB, and browsers ask for six at a time.
     application.state.decoding = threading.BoundedSemaphore(2)
     application.state.watched, application.state.rows = Watched(), KeptRows()
+    application.state.planning = Planning()
     application.state.processes = processes = Processes()
     application.state.runs = RunList(folders, processes)
     application.state.secrets, application.state.csrf = secrets, secrets.csrf
     application.state.entered = entered
     return application
+
+
+@asynccontextmanager
+async def lifespan(application: Starlette) -> AsyncIterator[None]:
+    """End with the page what only the page waits for."""
+    yield
+    application.state.planning.stop()
 
 
 def first_page(request: Request) -> Response:

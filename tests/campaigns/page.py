@@ -60,7 +60,8 @@ GET = (
         "/export/download",
     ),
     *("/preferences", "/runs", "/blocks", "/deepspeed", "/static/style.css", "/static/../guard.py", "/nowhere"),
-    *("/runs/rows", "/runs/watch", "/runs/watch/news", "/runs/image", "//evil.example/x", "/%5Cevil.example"),
+    *("/runs/rows", "/runs/watch", "/runs/watch/news", "/runs/image", "/runs/checkpoints/compare"),
+    *("//evil.example/x", "/%5Cevil.example"),
     *("/datasets", "/datasets/picture", "/datasets/caption", "/datasets/progress"),
 )
 POST = (
@@ -68,6 +69,7 @@ POST = (
     *("/deepspeed/preview", "/deepspeed/recommend", "/deepspeed/template", "/deepspeed/apply", "/preferences/clear"),
     *("/runs/stop", "/runs/leave", "/runs/start"),  # of files that cannot be trained with
     *("/datasets/caption", "/datasets/undo", "/datasets/stop"),
+    *("/runs/checkpoints/delete", "/runs/checkpoints/export"),
 )
 NAMES = (
     *("file", "target", "view", "q", "checksum", "to", "all", "kind", "template", "template_name", "replace"),

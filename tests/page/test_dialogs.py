@@ -122,7 +122,7 @@ def test_axe_finds_nothing_in_dialogs_and_toasts(page: Page, server: PageServer,
 
 
 def test_a_dialog_knows_what_is_not_saved_yet(page: Page, server: PageServer, config: Path):
-    page.goto(f"{server.origin}/configurations/edit?file=run.toml")
+    page.goto(f"{server.origin}/configurations/edit?file=run.toml&view=all")
     page.locator("#f-model_family").select_option("")
     page.get_by_role("button", name="Detect Blocks").click()
     expect(page.locator("#toasts .error")).to_contain_text("model_family")

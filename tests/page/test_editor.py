@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_typing_is_checked_and_saved_in_place(page: Page, server: PageServer, fo
     page.locator("#f-zero_stage").select_option("")
     expect(page.locator("#note-fsdp_enable .mistake")).to_have_count(0)
     page.locator("#f-seed").fill("")
-    page.locator("#f-validation_prompt").fill(f"a lighthouse\n{EVIL}")
+    page.get_by_label("prompt 2", exact=True).fill(EVIL)
     page.locator("#f-instance_data_dir").fill("no/such")
     expect(page.locator("#note-instance_data_dir .mistake")).to_contain_text("there is no folder")
     page.locator("#f-instance_data_dir").fill("pictures")
@@ -157,6 +158,79 @@ def test_families_and_their_flavours_are_chosen(page: Page, server: PageServer, 
         }"""
     )
     assert lines == 1, "a narrow screen breaks a path after a slash, not within a name"
+
+
+def test_the_short_form_is_first_and_what_is_typed_goes_along(
+    page: Page, server: PageServer, folder: Path, config: Path
+):
+    command = [sys.executable, "-m", "simpletuner", "config", "init", "--model_family=sdxl", "--output=new.toml"]
+    subprocess.run(command, cwd=folder, capture_output=True, check=True)
+    page.goto(f"{server.origin}/configurations/edit?file=new.toml")
+    expect(page.get_by_role("link", name="Essentials")).to_have_attribute("aria-current", "page")
+    assert page.locator(".fields").bounding_box()["height"] < 2 * 800
+    address = f"{server.origin}/configurations/edit?file=config/run.toml"
+    page.goto(f"{address}#setting-max_grad_norm")  # a link that names no view, to a setting outside the short form
+    page.wait_for_url("**view=all#setting-max_grad_norm")
+    expect(page.locator("#f-max_grad_norm")).to_be_focused()
+
+    page.goto(address)
+    page.locator("#f-max_train_steps").fill("9")
+    page.get_by_label("Search settings").fill("max_grad_norm")
+    page.get_by_role("link", name="Search all settings").click()
+    page.wait_for_url("**view=all*")
+    expect(page.get_by_label("Search settings")).to_have_value("max_grad_norm")
+    page.locator("#f-max_grad_norm").fill("0.5")
+    expect(page.locator("#changed")).to_have_text("2")
+    page.get_by_label("Search settings").fill("")
+    assert page.locator("#f-max_train_steps").input_value() == "9"
+    page.get_by_role("link", name="Only what is set").click()
+    page.wait_for_url("**view=set")
+    shown = {"model_family", "model_flavour", "instance_data_dir", "seed", "validation_prompt"}
+    expect(page.locator("#carried")).to_be_visible()
+    names = page.locator(".fields [name]").evaluate_all("each => each.map(one => one.name)")
+    assert {*names} == shown | {"max_train_steps", "max_grad_norm"}
+    page.get_by_label("Undo the change of max_grad_norm").click()
+    expect(page.locator("#changed")).to_have_text("1")
+    page.get_by_label("Undo the change of max_train_steps").click()
+    expect(page.locator("#carried")).to_be_hidden()
+    page.get_by_role("link", name="Essentials").click()
+    page.wait_for_url("**view=essential")
+    page.locator("#f-max_train_steps").fill("8")
+    page.get_by_role("link", name="Hardware → Accelerate").click()
+    page.wait_for_url("**view=accelerate")
+
+    # A select for known values, and any other one by its last choice.
+    policy = page.get_by_role("combobox", name=re.compile("^Auto Wrap Policy"))
+    policy.select_option("NO_WRAP")
+    expect(page.locator("#f-fsdp_auto_wrap_policy")).to_be_hidden()
+    expect(page.locator("#changed")).to_have_text("2")
+    policy.select_option("another value")
+    page.locator("#f-fsdp_auto_wrap_policy").fill("my.package.policy")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#toasts .done")).to_contain_text("2 settings changed")
+    new = config.read_text().removeprefix(CONFIG).splitlines()
+    assert sorted(new) == ['fsdp_auto_wrap_policy = "my.package.policy"', "max_train_steps = 8"]
+    expect(policy).to_have_value("other")
+    assert page.evaluate("sessionStorage.getItem('simpletuner-changes')") is None
+
+
+def test_prompts_are_rows(page: Page, server: PageServer, config: Path):
+    page.goto(f"{server.origin}/configurations/edit?file=config/run.toml")
+    first, second = (page.get_by_label(f"prompt {number}", exact=True) for number in (1, 2))
+    assert (first.input_value(), second.input_value()) == ("a lighthouse", "a <b>boat</b>")
+    first.press("Enter")
+    page.keyboard.type("[red], a fox")
+    assert second.input_value() == "[red], a fox"
+    page.get_by_label("Remove prompt 1", exact=True).click()
+    expect(first).to_be_focused()
+    page.get_by_role("button", name="Add a prompt").click()
+    page.keyboard.insert_text("one\n\ntwo")  # as if pasted
+    expect(page.get_by_label("prompt 4", exact=True)).to_have_value("two")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#toasts .done")).to_contain_text("1 setting changed")
+    written = 'validation_prompt = ["[red], a fox", "a <b>boat</b>", "one", "two"]'
+    assert config.read_text() == CONFIG.replace(CONFIG.splitlines()[-1], written)
+    expect(page.get_by_label("prompt 4", exact=True)).to_have_value("two")
 
 
 def test_a_first_run_is_set_up_and_started_from_the_editor(page: Page, server: PageServer, folder: Path, config: Path):
@@ -305,9 +379,11 @@ def test_a_config_file_elsewhere_opens_first_and_its_folder_alone_is_open(page: 
         page.goto(other.address)
         other.address = other.next_address()
         page.wait_for_url("**/configurations/edit?file=*run.json")
+        page.get_by_role("link", name="All settings").click()
         assert page.locator("#f-model_family").input_value() == "sdxl"
         assert page.locator("#f-validation_prompt").input_value() == "[]"
-        page.locator("#f-validation_prompt").fill("a\n\nb\n")
+        page.get_by_role("button", name="Add a prompt").click()
+        page.keyboard.insert_text("a\n\nb\n")
         page.locator("#f-notify_url").fill("https://example.org/secret")
         page.get_by_role("button", name="Save").click()
         expect(page.locator("#toasts .toast")).to_contain_text("is saved: 2 settings changed")
@@ -345,7 +421,7 @@ def test_weaker_and_stronger_sources_are_named(folder: Path, config: Path):
     config.write_text(CONFIG + 'mixed_precision = "bf16"\n')
     variables = {"SIMPLETUNER_SEED": "9", "SIMPLETUNER_ACCELERATE_CONFIG": "accelerate.yaml"}
     with page_server(folder, environment=variables) as other:
-        text = " ".join(other.get("/configurations/edit", file="config/run.toml").text.split())
+        text = " ".join(other.get("/configurations/edit", file="config/run.toml", view="set").text.split())
     assert "from environment SIMPLETUNER_SEED; outranks config/run.toml:5 (= 3)" in text
     assert "from accelerate.yaml:2" in text, "of num_processes"
     assert "from config/run.toml:7; outranks accelerate.yaml:3 (= no)" in text

@@ -88,12 +88,10 @@ def arguments_for(model: Model) -> list[str]:
     return ["detect-blocks", *own, *flags]
 
 
-def error_in(said: str) -> EnvironmentNotReady:
+def error_in(said: str, otherwise: str = "the process that detects ended without a result") -> EnvironmentNotReady:
     """Return the error that the command printed, with its hint."""
     lines = dict(line.split(": ", 1) for line in said.splitlines() if line.startswith(("error: ", "hint: ")))
-    return EnvironmentNotReady(
-        lines.get("error", "the process that detects ended without a result"), lines.get("hint", "")
-    )
+    return EnvironmentNotReady(lines.get("error", otherwise), lines.get("hint", ""))
 
 
 def chosen(document: Document, found: Detection | None) -> set[str]:

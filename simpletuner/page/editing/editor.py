@@ -12,15 +12,13 @@ from starlette.routing import Route
 
 from simpletuner.page.editing.documents import Document
 from simpletuner.page.editing.examination import Examined, examine
-from simpletuner.page.editing.fields import FieldGroup, essential_groups, make_field, sections_of
-from simpletuner.page.editing.hardware import accelerate_groups
+from simpletuner.page.editing.fields import FieldGroup, make_field, make_note
+from simpletuner.page.editing.views import VIEWS, view_named
 from simpletuner.page.rendering import field, fields_of, folders_of, render, respond, toast
+from simpletuner.parallel.devices.devices import DEVICES
 from simpletuner.settings.declared.sections import setting_fields
 from simpletuner.settings.editors.editing import write
 from simpletuner.system.numbers import count_noun
-
-VIEWS = {"all": sections_of, "essential": essential_groups, "accelerate": accelerate_groups}
-"""All settings, those of a first run, and those of Hardware -> Accelerate."""
 
 
 def show(request: Request) -> Response:
@@ -37,14 +35,16 @@ def read_document(request: Request) -> Document:
 
 
 def editor_values(request: Request, document: Document, examined: Examined) -> dict[str, Any]:
-    view = field(request, "view", "all")
-    groups: list[FieldGroup] = list(VIEWS.get(view, sections_of)(document, examined))
+    view = view_named(field(request, "view"))
+    groups: list[FieldGroup] = list(VIEWS[view][1](document, examined))
     return {
         "document": document,
         "examined": examined,
         "groups": groups,
         "names": {each.name for group in groups for each in group.fields},
-        "view": view if view in VIEWS else "all",
+        "view": view,
+        "gpus": {name: device.memory_gib for name, device in DEVICES.items()},
+        "views": {name: title for name, (title, _) in VIEWS.items()},
         "query": field(request, "q"),
     }
 
@@ -53,15 +53,17 @@ def check(request: Request) -> Response:
     """Say what is wrong as it is typed: the notes of all fields, the summary, and whether the file has changed."""
     document = read_document(request)
     examined = examine(document, folders_of(request))
-    groups = VIEWS.get(field(request, "view"), sections_of)(document, examined)
-    notes = {each.name: each.note for group in groups for each in group.fields}
+    groups = VIEWS[view_named(field(request, "view"))][1](document, examined)
+    # What was typed in another view has a field of its own in this one.
+    typed = {name: make_note(name, examined) for name in document.typed}
+    notes = typed | {each.name: each.note for group in groups for each in group.fields}
     parts = [render("notes", notes=notes.values(), names=notes, examined=examined, document=document)]
     if field(request, "seen") == document.checksum:
         # The same conflict is shown already: only what is typed is new, and its buttons stay where they are.
-        body = render("conflict_body", document=document, **conflict_of(document))
+        body = render("conflict_body", document=document, **conflict_of(request, document))
         parts.append(f'<div id="conflict-body" hx-swap-oob="true">{body}</div>')
     elif field(request, "checksum") != document.checksum:
-        parts.append(render("conflict", document=document, **conflict_of(document)))
+        parts.append(render("conflict", document=document, **conflict_of(request, document)))
     # Only parts that are swapped by their ids: the field that is being typed into keeps its focus.
     return HTMLResponse("".join(parts), headers={"HX-Reswap": "none"})
 
@@ -79,7 +81,7 @@ def save(request: Request) -> Response:
     # Two tabs that save at the same time: the second one must see what the first has written.
     with request.app.state.saving:
         if field(request, "checksum") != document.checksum:
-            conflict = render("conflict", document=document, **conflict_of(document))
+            conflict = render("conflict", document=document, **conflict_of(request, document))
             warning = toast(f"{document.path} has changed on disk: nothing is saved", "choose above", "warning")
             attend = json.dumps({"attend": {"id": "conflict"}})
             return HTMLResponse(conflict + warning, headers={"HX-Reswap": "none", "HX-Trigger-After-Settle": attend})
@@ -110,10 +112,11 @@ def saved_toast(document: Document, examined: Examined) -> str:
     return toast(said, f"{count_noun(examined.count, 'mistake')} in it: a run would not start", "warning")
 
 
-def conflict_of(document: Document) -> dict[str, Any]:
+def conflict_of(request: Request, document: Document) -> dict[str, Any]:
     """Both versions: the file as it is now, and with what was typed on top of it."""
     on_disk = {name: str(document.values.get(name, "not set")) for name in document.typed}
-    return {"on_disk": on_disk, "mine": document.typed, "merged": document.changed_text()}
+    view = view_named(field(request, "view"))
+    return {"on_disk": on_disk, "mine": document.typed, "merged": document.changed_text(), "view": view}
 
 
 ROUTES = [

@@ -12,12 +12,11 @@ from simpletuner.page.editing.examination import Examined
 from simpletuner.settings.declared.knob import bounds_of, extra_of, kind_of, shown_default, type_name
 from simpletuner.settings.declared.optimizer_defaults import own_defaults
 from simpletuner.settings.declared.secret_names import is_secret
-from simpletuner.settings.declared.sections import SECTIONS, Model, setting_fields
+from simpletuner.settings.declared.sections import Model, setting_fields
 from simpletuner.settings.resolving.loading import NO_ORIGIN
 from simpletuner.settings.rules.engine_rules import WRAP_POLICIES
 from simpletuner.settings.showing.explain import because
 from simpletuner.settings.showing.export import field_value
-from simpletuner.settings.showing.scaffold import GROUPS
 from simpletuner.settings.values.spelling import SWITCHES, choices_of, normalize_value
 
 KINDS = {"true|false": "true or false", "INTEGER": "whole number", "NUMBER": "number", "TEXT": "", "PATH": "path"}
@@ -64,19 +63,6 @@ class FieldGroup:
     anchor: str
     title: str
     fields: Sequence[Field]
-
-
-def sections_of(document: Document, examined: Examined) -> Iterator[FieldGroup]:
-    """Yield all settings in their sections."""
-    for name, section in SECTIONS.items():
-        fields = [make_field(setting, document, examined) for setting in section.model_fields]
-        yield FieldGroup(name, section.__doc__ or name, fields)
-
-
-def essential_groups(document: Document, examined: Examined) -> Iterator[FieldGroup]:
-    """Yield what `config init` writes: the settings that a first run is made of."""
-    for number, (title, names) in enumerate(GROUPS.items()):
-        yield FieldGroup(f"essential-{number}", title, [make_field(name, document, examined) for name in names])
 
 
 def make_field(

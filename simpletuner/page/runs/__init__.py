@@ -8,6 +8,8 @@ condition.py  whether a run is running, stuck, stopping or killed, or how it say
 summary.py    a run in a row of the list: steps, loss, time left
 watching.py   what is kept of a run between requests, so that only new rows are parsed
 curves.py     charts of one run, or of several over one another
+checkpoints.py  the checkpoints of a run, and which are complete
+checkpoint_routes.py  exporting one, removing one, and comparing two
 fragments.py  the parts of a run's page, of which only those that changed are sent again
 processes.py  start a run that outlives the page, and stop the one that holds an output folder
 """

@@ -12,13 +12,13 @@ from starlette.requests import Request
 
 from simpletuner.page.rendering import field, folders_of, render
 from simpletuner.page.runs import curves
+from simpletuner.page.runs.checkpoints import list_rows
 from simpletuner.page.runs.folder import RunFolder, open_run
 from simpletuner.page.runs.log import read_log
 from simpletuner.page.runs.processes import processes_of
 from simpletuner.page.runs.summary import Summary, summarize
 from simpletuner.page.runs.watching import Watched
 from simpletuner.system.files.checksums import value_checksum
-from simpletuner.training.html_report.checkpoint_rows import checkpoint_rows
 from simpletuner.training.metrics.comparison import STYLES
 
 # Of the log, below the problems, which are all shown.
@@ -55,12 +55,9 @@ def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) ->
     known = watched.of(run)
     with known.lock:
         prompts, note = known.gallery.choose() if run.holds_folder("validation") else ([], "")
-    inside = run.holds_folder("checkpoints")
-    checkpoints = (
-        [row for row in checkpoint_rows(run.path) if run.holds_folder(f"checkpoints/{row.name}")] if inside else []
-    )
+    summary = summarize(run, processes_of(request).known(run))
     return [
-        made("status", summary=summarize(run, processes_of(request).known(run))),
+        made("status", summary=summary),
         Fragment(
             "curves",
             # By how far files were read, not by the result: drawing is what costs.
@@ -68,7 +65,7 @@ def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) ->
             partial(draw, watched, list(runs), smoothing),
         ),
         made("images", run=run, prompts=prompts, note=note, version=round(known.started)),
-        made("checkpoints", checkpoints=checkpoints),
+        made("checkpoints", run=run, checkpoints=list_rows(run), summary=summary),
         made("messages", problems=log.problems[-MAX_PROBLEMS:], entries=log.entries[-LAST_ENTRIES:], is_cut=log.is_cut),
     ]
 

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.page.editing.documents import Document, load_document
 from simpletuner.page.rendering import folders_of
+from simpletuner.page.runs.checkpoints import named_checkpoint
 from simpletuner.page.runs.condition import Condition, Known, find_condition
 from simpletuner.page.runs.folder import CONSOLE, RunFolder
 from simpletuner.page.runs.summary import read_status_of
@@ -51,8 +52,9 @@ def processes_of(request: Request) -> Processes:
     return request.app.state.processes
 
 
-def start_run(request: Request, name: str) -> RunFolder:
-    """Run `simpletuner train --config NAME`, which goes on when the page ends.
+def start_run(request: Request, name: str, checkpoint: str = "") -> RunFolder:
+    """Run `simpletuner train --config NAME`, which goes on when the page ends; from a checkpoint of its folder by name,
+    else from the newest.
 
     Raises SettingsError for mistakes in the file, EnvironmentNotReady where its output folder is in use.
     """
@@ -64,8 +66,11 @@ def start_run(request: Request, name: str) -> RunFolder:
     with request.app.state.saving:
         if is_locked(run.lock, exclusively=True) or processes.known(run).started_pid:
             raise EnvironmentNotReady(f"a run is using {run.name} already", "watch it, or stop it first")
+        resumed = run.path / "checkpoints" / named_checkpoint(run, checkpoint).row.name if checkpoint else None
         run.path.mkdir(parents=True, exist_ok=True)
-        processes.started[run.path] = launch(run, ["train", "--config", str(document.path)], folders.roots[0])
+        resume = [f"--resume_from_checkpoint={resumed}"] if resumed else []
+        arguments = ["train", "--config", str(document.path), *resume]
+        processes.started[run.path] = launch(run, arguments, folders.roots[0])
     return run
 
 

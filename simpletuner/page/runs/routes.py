@@ -12,7 +12,7 @@ from starlette.routing import Route
 from simpletuner.errors import SettingsError, SimpleTunerError, explain_os_error
 from simpletuner.page.configurations import list_files
 from simpletuner.page.rendering import field, folders_of, respond, respond_error, toast
-from simpletuner.page.runs import curves
+from simpletuner.page.runs import checkpoint_routes, curves
 from simpletuner.page.runs.folder import open_run
 from simpletuner.page.runs.fragments import Fragment, KeptRows, fragments_of, view_of, watched_of
 from simpletuner.page.runs.listing import RunList
@@ -90,7 +90,7 @@ def start(request: Request) -> Response:
     """Start a run, and go to its page, which shows why it failed if it does."""
     if not field(request, "file"):
         raise SettingsError("which configuration?", "choose a file")
-    run = start_run(request, field(request, "file"))
+    run = start_run(request, field(request, "file"), field(request, "checkpoint"))
     return HTMLResponse(headers={"HX-Redirect": f"/runs/watch?{urlencode({'run': run.name})}"})
 
 
@@ -117,4 +117,5 @@ ROUTES = [
     Route("/runs/start", start, methods=["POST"]),
     Route("/runs/stop", stop, methods=["POST"]),
     Route("/runs/leave", leave, methods=["POST"]),
+    *checkpoint_routes.ROUTES,
 ]

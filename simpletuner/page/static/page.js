@@ -46,6 +46,7 @@ document.addEventListener("click", (event) => {
 
 // Forms that send only what was changed. What a control had when the page was made, the browser itself remembers.
 function isChanged(control) {
+  if (control.dataset.carried !== undefined) return true;
   if (control instanceof HTMLSelectElement) {
     const before = [...control.options].find((option) => option.defaultSelected) ?? control.options[0];
     return control.value !== before?.value;

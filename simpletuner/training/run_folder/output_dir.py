@@ -88,9 +88,12 @@ def restore_from_bucket(session: Session, mirror: RunMirror | None, damaged: Map
 
 
 def config_alone(arguments: Sequence[str]) -> str:
-    """Return the file of settings of a command line that names nothing else, such as that of the page."""
+    """Return the file of settings of a command line that names nothing else, such as that of the page.
+
+    The checkpoint that this start goes back to may be named, too: the next start needs none.
+    """
     match [part for argument in arguments for part in argument.split("=", 1)]:
-        case ["train", "--config", name]:
+        case ["train", "--config", name] | ["train", "--config", name, "--resume_from_checkpoint", _]:
             return str(Path(name).resolve())
     return ""
 

@@ -1,0 +1,130 @@
+"""`simpletuner plan` for a form that is being filled in: one process at a time, which ends when it is outdated."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from simpletuner import __version__
+from simpletuner.errors import EnvironmentNotReady, ExitCode
+from simpletuner.page.editing.blocks import error_in
+from simpletuner.settings import Settings
+from simpletuner.system.files.checksums import value_checksum
+from simpletuner.system.processes.python_process import module_command
+
+SECONDS = 1800
+"""`--auto` of the largest models counts for minutes, on a busy machine for some more."""
+MAX_KEPT = 40
+ANSWERED = (ExitCode.OK, ExitCode.ENVIRONMENT, ExitCode.DATA)
+"""Exit codes with which a plan may be there: all is well, it does not fit, the images are wrong."""
+UNRELATED_SECTIONS = ("logging", "hub")
+UNRELATED = ("seed", "learning_rate", "lr_scheduler", "lr_warmup_steps", "output_dir", "validation_prompt")
+"""Settings that change nothing in a plan: typing a prompt must not start one."""
+
+
+@dataclass(frozen=True)
+class PlanQuestion:
+    """Arguments of the command: the text of a config file with what is typed over it, and the GPU to plan for."""
+
+    path: Path
+    """The name that messages have for the file."""
+    text: str
+    place: Path
+    """The folder in which the run would be started."""
+    gpu: str = ""
+    gpu_memory: str = ""
+    auto: bool = False
+
+    def key(self, settings: Settings) -> str:
+        """Return a checksum of what the answer depends on, of images when their folder changed."""
+        values = {
+            name: section
+            for section_name, section in settings.model_dump(mode="json").items()
+            if section_name not in UNRELATED_SECTIONS
+            for name, section in section.items()
+            if name not in UNRELATED
+        }
+        folder = settings.data.instance_data_dir
+        data = folder.stat().st_mtime_ns if folder and folder.is_dir() else 0
+        own = {name: value for name, value in asdict(self).items() if name in ("gpu", "gpu_memory", "auto")}
+        facts = {"validates": settings.validation.samples_images, "data": data, "version": __version__}
+        return value_checksum({"settings": values, **own, **facts})
+
+    def command(self, config: Path) -> list[str]:
+        flags = [f"--gpu={self.gpu}" if self.gpu else "", f"--gpu_memory={self.gpu_memory}" if self.gpu_memory else ""]
+        auto = ["--auto"] if self.auto else []
+        return module_command("simpletuner", "plan", f"--config={config}", "--json", *filter(None, flags), *auto)
+
+
+class Planning:
+    """The plans of this page: the process that counts one now, and the answers to earlier questions."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[str] | None = None
+        self.kept: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
+
+    def answer(self, question: PlanQuestion, key: str, again: bool) -> Mapping[str, Any] | None:
+        """Return what `plan --json` prints; None for a question that a later one has replaced.
+
+        Raises EnvironmentNotReady with the sentence of the command where it has no plan.
+        """
+        self.stop()
+        if not again and (known := self.kept.get(key)) is not None:
+            return known
+        with TemporaryDirectory(prefix="simpletuner-plan-") as folder:
+            config = Path(folder) / question.path.name
+            config.write_text(question.text, encoding="utf-8")
+            found = self.run(question, config)
+        if found is not None:
+            self.kept[key] = found
+            while len(self.kept) > MAX_KEPT:
+                self.kept.popitem(last=False)
+        return found
+
+    def run(self, question: PlanQuestion, config: Path) -> Mapping[str, Any] | None:
+        # What the command keeps while it counts goes with our folder, also where it is killed.
+        environment = {**os.environ, "TMPDIR": str(config.parent)}
+        with self.lock:
+            self.stop_process()
+            self.process = process = subprocess.Popen(
+                question.command(config),
+                cwd=question.place,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        try:
+            printed, said = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            message = f"planning took longer than {SECONDS} s and was ended"
+            raise EnvironmentNotReady(message, "run `simpletuner plan` in a terminal") from None
+        with self.lock:
+            if self.process is not process:
+                return None
+            self.process = None
+        if process.returncode in ANSWERED and printed:
+            return json.loads(printed)
+        raise error_in(said.replace(str(config), str(question.path)), "the process that plans ended without a result")
+
+    def stop(self) -> None:
+        """End the process whose question is outdated."""
+        with self.lock:
+            self.stop_process()
+
+    def stop_process(self) -> None:
+        if self.process is not None:
+            self.process.kill()  # whoever waits for it reaps it
+            self.process = None

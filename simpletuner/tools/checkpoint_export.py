@@ -1,0 +1,91 @@
+"""A pipeline or a LoRA of one checkpoint, as its run would have written it at that step. One process, no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from simpletuner.checkpoints.export import check_export, check_targets, export_lora, export_pipeline
+from simpletuner.checkpoints.layout import Checkpoint, list_checkpoints, load_checkpoint
+from simpletuner.checkpoints.tensors import read_tensors
+from simpletuner.checkpoints.verification import Verification
+from simpletuner.errors import SettingsError
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.folder.diffusers_io import libraries_silenced
+from simpletuner.models.opening.loading import load_family
+from simpletuner.parallel.world import joined_world
+from simpletuner.report import Report
+from simpletuner.settings import Settings
+from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.settings.files.raw_values import RawValue, Source
+from simpletuner.settings.resolving.loading import resolve
+from simpletuner.system.processes.signals import StopRequest
+from simpletuner.training.run_folder.output_dir import EXPORTS
+from simpletuner.training.run_folder.resuming import check_fits
+from simpletuner.training.run_folder.settings_record import SETTINGS, read_settings
+
+
+def export_checkpoint(output: Path, name: str, target: Path | None, average: bool, report: Report) -> Path:
+    """Verify a checkpoint of a run, write its pipeline or LoRA, without a model card, and return the folder.
+
+    An empty name means the newest; `average` takes the EMA. Raises SettingsError where there is no such checkpoint, or
+    it has no EMA, EnvironmentNotReady where it is damaged or not of the base model that its run names.
+    """
+    settings, checkpoint = recorded_settings(output), find_checkpoint(output, name)
+    if average and checkpoint.state["ema_updates"] is None:
+        raise SettingsError(f"{checkpoint.folder} has no EMA", "export the trained weights, without --ema")
+    kind = EXPORTS[settings.model.model_type] + ("-ema" if average else "")
+    target = target or output / f"{kind}-{checkpoint.step:06d}"
+    check_targets([target])
+    with libraries_silenced(), joined_world({}, use_cpu=True) as world:
+        verification = Verification(checkpoint, world)
+        family = load_family(settings, world, StopRequest().check, skips_checked=True)
+        check_export(family, [target])
+        check_fits(checkpoint, family, world, verification)
+        verification.wait()
+        tensors = read_weights(checkpoint, family, "ema" if average else "model")
+        report.say(f"writing {target}")
+        if family.adapter is not None:
+            export_lora(family, family.adapter, target, tensors, world, checkpoint.step, without_card)
+        else:
+            config = family.exported_config()
+            export_pipeline(family, target, config, tensors, world, checkpoint.step, without_card)
+    return target
+
+
+def without_card(folder: Path) -> None:
+    """Write no model card: it would say what the whole run was."""
+
+
+def recorded_settings(output: Path) -> Settings:
+    """Return the settings of a run's last start, with its folder as it is called now."""
+    recorded = read_settings(output / SETTINGS)
+    if recorded is None:
+        raise SettingsError(f"{output} has no readable {SETTINGS}", "name the output folder of a run that has trained")
+    known = setting_fields().keys() & recorded.keys()  # another version may have had others
+    values = [RawValue(name, recorded[name], f"{output / SETTINGS}") for name in sorted(known - {"output_dir"})]
+    values.append(RawValue("output_dir", str(output), "command line"))
+    return resolve([Source(SETTINGS, values)], complete=False).settings
+
+
+def find_checkpoint(output: Path, name: str) -> Checkpoint:
+    folders = list_checkpoints(output / "checkpoints")
+    chosen = [folder for folder in folders if name in ("", folder.name)]
+    if not chosen:
+        known = ", ".join(folder.name for folder in folders) or "none yet"
+        raise SettingsError(f"{output} has no checkpoint {name}".rstrip(), f"checkpoints here: {known}")
+    return load_checkpoint(chosen[0])
+
+
+def read_weights(checkpoint: Checkpoint, family: ModelFamily, group: str) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint, whole: float32, and buffers as the denoiser has them."""
+    meta = {} if family.adapter else family.meta_denoiser.state_dict()
+    dtypes = {name: each.dtype for name, each in meta.items() if not each.is_floating_point()}
+    tensors = {
+        name: torch.empty(shape, dtype=dtypes.get(name, torch.float32))
+        for name, shape in family.trained_shapes().items()
+    }
+    read_tensors(checkpoint.files(group), tensors, str(checkpoint.folder))
+    return tensors

@@ -1,0 +1,58 @@
+"""`simpletuner runs export`: the same bytes as the run writes, of full weights, their average and a LoRA."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from simpletuner.system.files.checksums import file_checksum
+
+
+def exported(output: Path, *flags: str, code: int = 0) -> str:
+    command = [sys.executable, "-m", "simpletuner", "runs", "export", str(output), *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def weights_in(folder: Path) -> dict[str, str]:
+    """Files by name, without the model card and the marker, which has the checksums of the others."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    names = {path.relative_to(folder).as_posix(): path for path in files}
+    return {name: file_checksum(path) for name, path in names.items() if not name.startswith(("README", "samples/"))}
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_exported_as_its_run_would(sdxl_flags, train, tmp_path):
+    flags = (*sdxl_flags, "--train_batch_size=4", "--checkpoint_step_interval=1")
+    long, short = tmp_path / "long", tmp_path / "short"
+    train(long, *flags, "--max_train_steps=3", "--use_ema=true")
+    assert exported(long, "--ema").startswith(f"{long / 'pipeline-ema-000003'}\n")
+    assert weights_in(long / "pipeline-ema-000003") == weights_in(long / "pipeline-ema")
+    # Of an earlier step what a run that ends there writes.
+    train(short, *flags, "--max_train_steps=2")
+    exported(long, "--checkpoint=checkpoint-000002", f"--output={tmp_path / 'two'}")
+    two, ended = weights_in(tmp_path / "two"), weights_in(short / "pipeline")
+    assert two == ended and any(name.endswith(".safetensors") for name in two)
+    refused = exported(short, "--ema", code=2)
+    assert "has no EMA" in refused and "Traceback" not in refused
+    assert "checkpoints here: checkpoint-000002" in exported(short, "--checkpoint=checkpoint-000009", code=2)
+    weights = next((short / "checkpoints" / "checkpoint-000001" / "model").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert "damaged" in exported(short, "--checkpoint=checkpoint-000001", code=3)
+    assert not (short / "pipeline-000001").exists()
+
+    lora = tmp_path / "lora"
+    train(lora, *flags, "--max_train_steps=2", "--model_type=lora", "--lora_rank=2")
+    exported(lora)
+    # Not its bytes: safetensors writes the metadata in an order that differs between processes.
+    folders = (lora / "pipeline_lora_weights-000002", lora / "pipeline_lora_weights")
+    one, two = (load_file(folder / "pytorch_lora_weights.safetensors") for folder in folders)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

@@ -1,0 +1,106 @@
+"""Checkpoints on the page of a run, in a real Chromium: going on from one, removing one, comparing two."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from conftest import SMALL
+from page_server import PageServer
+from playwright.sync_api import Page, expect
+
+FLAGS = (
+    *SMALL,
+    *("--model_family=sdxl", "--model_flavour=tiny", "--instance_data_dir=shapes", "--max_train_steps=6"),
+    *("--train_batch_size=1", "--validation_prompt=a circle", "--validation_num_inference_steps=1"),
+    *("--validation_step_interval=2", "--checkpoint_step_interval=2", "--output_dir=out"),
+)
+CONFIG = "".join(f"{name[2:]} = '{value}'\n" for name, _, value in (flag.partition("=") for flag in FLAGS))
+
+
+@pytest.fixture(scope="module")
+def folder(folder: Path, shapes: Path) -> Path:
+    (folder / "shapes").symlink_to(shapes)
+    (folder / "run.toml").write_text(CONFIG)
+    return folder
+
+
+@pytest.mark.long
+def test_going_on_from_a_checkpoint_comparing_two_and_deleting_one(page: Page, server: PageServer, folder: Path):
+    assert server.post("/runs/start", {"file": "run.toml"}).code == 200
+    page.goto(f"{server.origin}/runs/watch?run=out")
+    state, listed = page.locator("#live-status .state"), page.locator("#live-checkpoints tbody tr")
+    expect(state).to_have_text("finished")
+    expect(listed).to_have_count(3)
+    assert [row.locator("th").inner_text() for row in listed.all()] == [f"checkpoint-00000{step}" for step in (6, 4, 2)]
+    assert "next start" in listed.first.inner_text() and "complete" in listed.last.inner_text()
+
+    page.locator("summary", has_text="Compare two checkpoints").click()
+    page.get_by_label("Second", exact=True).select_option("checkpoint-000004")
+    page.get_by_role("button", name="Compare", exact=True).click()
+    page.wait_for_url("**/runs/checkpoints/compare?run=out&one=checkpoint-000002&two=checkpoint-000004")
+    assert page.locator("figcaption").all_inner_texts() == ["trained, step 2", "trained, step 4"]
+    page.locator("figure img").last.scroll_into_view_if_needed()
+    page.wait_for_function("[...document.querySelectorAll('figure img')].every((each) => each.naturalWidth > 0)")
+    loss = (
+        page.locator("tr", has=page.get_by_role("rowheader", name="Loss", exact=True)).locator("td").all_inner_texts()
+    )
+    assert len(set(loss)) == 2 and all(float(each) > 0 for each in loss)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert Axe().run(page).violations_count == 0
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.go_back()
+
+    asked: list[str] = []
+    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
+    page.get_by_role("button", name="Go on from checkpoint-000002").click()
+    page.wait_for_url("**/runs/watch?run=out")
+    aside = folder / "out" / "checkpoints" / "set-aside"
+    assert asked == [
+        "Go on from checkpoint-000002? 2 later checkpoints of out will be moved to checkpoints/set-aside; "
+        "nothing is deleted."
+    ]
+    expect(page.locator("#log-text")).to_contain_text("later checkpoints are set aside")
+    assert sorted(each.name for each in aside.iterdir()) == ["checkpoint-000004", "checkpoint-000006"]
+    expect(state).to_have_text("finished")
+    expect(listed).to_have_count(3)
+    expect(page.get_by_role("button", name="Start again")).to_be_visible()
+
+    page.get_by_role("button", name="Export checkpoint-000006").click()
+    page.locator("#toasts .done", has_text="checkpoint-000006 is written to out/pipeline-000006").wait_for()
+    assert (folder / "out" / "pipeline-000006" / "simpletuner.json").is_file()
+
+    # One that lacks bytes cannot be gone on from.
+    checkpoints = folder / "out" / "checkpoints"
+    weights = next((checkpoints / "checkpoint-000004" / "model").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    expect(listed.nth(1)).to_contain_text("is damaged")
+    expect(page.get_by_role("button", name="Go on from checkpoint-000004")).to_have_count(0)
+    page.get_by_role("button", name="Delete checkpoint-000004").click()
+    expect(listed).to_have_count(2)
+    assert sorted(each.name for each in checkpoints.iterdir()) == [
+        "checkpoint-000002",
+        "checkpoint-000006",
+        "set-aside",
+    ]
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+    # Not of a run that goes on, and nothing that is no checkpoint of this run.
+    with (folder / "out" / ".lock").open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        refused = server.post("/runs/checkpoints/delete", {"run": "out", "name": "checkpoint-000002"})
+    assert refused.code == 400 and "a run may be using out" in refused.text
+    for name in ("set-aside", "../out", "checkpoint-000002/../checkpoint-000006", "checkpoint-000004", ""):
+        assert server.post("/runs/checkpoints/delete", {"run": "out", "name": name}).code == 400
+        assert server.post("/runs/checkpoints/export", {"run": "out", "name": name}).code == 400
+        assert server.post("/runs/start", {"file": "run.toml", "checkpoint": name or "."}).code == 400
+        assert server.get("/runs/checkpoints/compare", run="out", one=name, two="checkpoint-000002").code == 400
+    (checkpoints / "checkpoint-000009").symlink_to(folder.parent)
+    assert server.post("/runs/checkpoints/delete", {"run": "out", "name": "checkpoint-000009"}).code == 400
+    assert folder.parent.is_dir() and (checkpoints / "checkpoint-000002").is_dir()
