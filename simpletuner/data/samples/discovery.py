@@ -230,7 +230,7 @@ def uncaptioned_error(scan: Scan, names: Sequence[str]) -> DataError:
     dataset = scan.dataset
     if dataset.caption_strategy in TABLE_STRATEGIES and scan.others.unmatched_rows and len(names) == len(scan.table):
         return no_row_error(scan)
-    where = {"filename": "their file name", "textfile": "their .txt file next to them"}
+    where = {"filename": "the file name", "textfile": "a .txt file of the same name"}
     table = f"the table {dataset.parquet.path}" if dataset.parquet else ""
     return DataError(
         f"dataset `{dataset.id}`: {count_noun(len(names), dataset.noun)} without a caption in "

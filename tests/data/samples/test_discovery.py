@@ -234,7 +234,7 @@ def test_pictures_without_captions_are_an_error_with_count_and_name(tmp_path):
     with pytest.raises(DataError) as caught:
         found_in(tmp_path)
     assert caught.value.message == (
-        "dataset `d`: 2 images without a caption in their .txt file next to them:\n  one.png\n  two.png"
+        "dataset `d`: 2 images without a caption in a .txt file of the same name:\n  one.png\n  two.png"
     )
     assert "caption_strategy" in caught.value.hint and "--skip_uncaptioned" in caught.value.hint
     skipping = found_in(tmp_path, skip_uncaptioned=True)
