@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import PHOTOGRAPHS, base
@@ -99,6 +100,8 @@ def assert_no_pickle(path: Path) -> None:
         assert len(load(path).rows)
     elif suffix == ".arrow":
         assert len(open_table(path)[0])
+    elif suffix == ".parquet":
+        assert pq.read_table(path).num_rows
     elif path.name.startswith("events.out.tfevents"):
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
