@@ -170,12 +170,8 @@ def test_a_busy_machine_offers_the_queue_which_goes_on_after_a_restart_and_past_
             page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
             found = Axe().run(page)
             assert found.violations_count == 0, found.generate_report()
-            if shots := os.environ.get("QUEUE_SHOTS"):
-                page.screenshot(path=f"{shots}/{scheme}.png")
         page.set_viewport_size({"width": 390, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        if shots := os.environ.get("QUEUE_SHOTS"):
-            page.screenshot(path=f"{shots}/phone.png", full_page=True)
         headers = {**server.script_headers(), "X-CSRF-Token": "no"}
         fields = f"entry={identifier(work, 'third')}"
         assert server.send("POST", "/runs/queue/remove", headers, fields).code == 403
