@@ -10,5 +10,6 @@ editing/           one config file: its form, what is wrong in it, and dialogs t
 datasets/          what `dataset check` finds as pictures, and captions to edit
 exports.py         every format of `config export`, to copy or download
 preferences.py     cache maintenance
+queue/             runs that wait for this machine's GPUs
 runs/              start, stop and watch runs
 """

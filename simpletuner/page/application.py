@@ -24,6 +24,7 @@ from simpletuner.page.editing import blocks, builder_dialog, editor, plan_panel
 from simpletuner.page.editing.planning import Planning
 from simpletuner.page.folders import Folders
 from simpletuner.page.guard import HEADERS, Guard, Secrets
+from simpletuner.page.queue.waiting import RunQueue
 from simpletuner.page.rendering import HERE, editor_address, folders_of, render, respond_error
 from simpletuner.page.runs import routes as runs
 from simpletuner.page.runs.fragments import KeptRows
@@ -61,7 +62,8 @@ def build_application(
     application.state.watched, application.state.rows = Watched(), KeptRows()
     application.state.planning = Planning()
     application.state.processes = processes = Processes()
-    application.state.runs = RunList(folders, processes)
+    application.state.runs = runs_in_folders = RunList(folders, processes)
+    application.state.queue = RunQueue(folders, processes, runs_in_folders, application.state.saving)
     application.state.secrets, application.state.csrf = secrets, secrets.csrf
     application.state.entered = entered
     return application
@@ -69,8 +71,10 @@ def build_application(
 
 @asynccontextmanager
 async def lifespan(application: Starlette) -> AsyncIterator[None]:
-    """End with the page what only the page waits for."""
+    """Start runs that wait while the page is served, and end with it what only the page waits for."""
+    application.state.queue.thread.start()
     yield
+    application.state.queue.stop()
     application.state.planning.stop()
 
 

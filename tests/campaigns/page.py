@@ -68,6 +68,7 @@ POST = (
     *("/configurations/new", "/configurations/copy", "/configurations/check", "/configurations/save"),
     *("/deepspeed/preview", "/deepspeed/recommend", "/deepspeed/template", "/deepspeed/apply", "/preferences/clear"),
     *("/runs/stop", "/runs/leave", "/runs/start"),  # of files that cannot be trained with
+    *("/runs/queue/add", "/runs/queue/remove", "/runs/queue/move"),
     *("/datasets/caption", "/datasets/undo", "/datasets/stop"),
     *("/runs/checkpoints/delete", "/runs/checkpoints/export"),
 )
@@ -85,7 +86,21 @@ NAMES = (
     ),
     *("build_offload_param_path", "accelerate_config", "token"),
     *("run", "run", "run", "with", "step", "name", "edge", "smoothing", "seen-status", "seen-curves"),
-    *("dataset", "dataset", "name", "text", "edit", "row", "bucket", "finding", "order", "page", "shown", "shows"),
+    *(
+        "entry",
+        "dataset",
+        "dataset",
+        "name",
+        "text",
+        "edit",
+        "row",
+        "bucket",
+        "finding",
+        "order",
+        "page",
+        "shown",
+        "shows",
+    ),
 )
 FILES = (
     *("run.toml", "run.yaml", "run.json", "config/config.env", "new.toml", "link.toml", "up/secret.toml"),

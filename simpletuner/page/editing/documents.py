@@ -130,10 +130,15 @@ def holds_table(name: str) -> bool:
     return name in setting_fields() and kind_of(setting_fields()[name].annotation) is dict
 
 
-def load_document(document: Document, folders: Folders, environment: Mapping[str, str]) -> Loaded:
-    """Return the settings of a document, which may be incomplete. Raises SettingsError that lists every mistake."""
+def load_document(
+    document: Document, folders: Folders, environment: Mapping[str, str], complete: bool = False
+) -> Loaded:
+    """Return the settings of a document, which may be incomplete unless `complete`.
+
+    Raises SettingsError that lists every mistake.
+    """
     find_outside(document, folders)
-    return resolve(document.sources(environment), complete=False)
+    return resolve(document.sources(environment), complete=complete)
 
 
 def find_outside(document: Document, folders: Folders) -> dict[str, SettingsError]:

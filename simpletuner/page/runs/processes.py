@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from starlette.requests import Request
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.page.editing.documents import Document, load_document
-from simpletuner.page.rendering import folders_of
+from simpletuner.page.folders import Folders
 from simpletuner.page.runs.checkpoints import named_checkpoint
 from simpletuner.page.runs.condition import Condition, Known, find_condition
 from simpletuner.page.runs.folder import CONSOLE, RunFolder
 from simpletuner.page.runs.summary import read_status_of
+from simpletuner.settings import Loaded
 from simpletuner.system.files.locks import describe_holder, is_locked
 from simpletuner.system.processes.python_process import module_command
 from simpletuner.system.processes.run_status import RunState, RunStatus
@@ -52,29 +53,48 @@ def processes_of(request: Request) -> Processes:
     return request.app.state.processes
 
 
-def start_run(request: Request, name: str, checkpoint: str = "") -> RunFolder:
-    """Run `simpletuner train --config NAME`, which goes on when the page ends; from a checkpoint of its folder by name,
-    else from the newest.
+@dataclass(frozen=True)
+class PreparedStart:
+    """A configuration that may be started, as it was when it was read."""
 
-    Raises SettingsError for mistakes in the file, EnvironmentNotReady where its output folder is in use.
-    """
-    folders, processes = folders_of(request), processes_of(request)
+    document: Document
+    loaded: Loaded
+    run: RunFolder
+
+
+def prepare_start(folders: Folders, name: str, complete: bool = False) -> PreparedStart:
+    """Raises SettingsError for mistakes in the file; with `complete` also for a setting that it lacks."""
     document = Document.read(folders, name)
-    settings = load_document(document, folders, os.environ).settings
-    run = RunFolder(folders.resolve(settings.training.output_dir), folders)
-    # Two clicks, in one tab or in two, start one run.
-    with request.app.state.saving:
-        if is_locked(run.lock, exclusively=True) or processes.known(run).started_pid:
-            raise EnvironmentNotReady(f"a run is using {run.name} already", "watch it, or stop it first")
-        resumed = run.path / "checkpoints" / named_checkpoint(run, checkpoint).row.name if checkpoint else None
-        run.path.mkdir(parents=True, exist_ok=True)
-        resume = [f"--resume_from_checkpoint={resumed}"] if resumed else []
-        arguments = ["train", "--config", str(document.path), *resume]
-        processes.started[run.path] = launch(run, arguments, folders.roots[0])
-    return run
+    loaded = load_document(document, folders, os.environ, complete)
+    return PreparedStart(document, loaded, RunFolder(folders.resolve(loaded.settings.training.output_dir), folders))
 
 
-def launch(run: RunFolder, arguments: Sequence[str], place: Path) -> subprocess.Popen[bytes]:
+def is_in_use(processes: Processes, run: RunFolder) -> bool:
+    return is_locked(run.lock, exclusively=True) is True or bool(processes.known(run).started_pid)
+
+
+def start_prepared(
+    processes: Processes, prepared: PreparedStart, checkpoint: str = "", variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Run `simpletuner train --config NAME`, which goes on when the page ends; from a checkpoint of its folder by name,
+    else from the newest. The caller holds the lock of what is saved: two clicks, in one tab or in two, start one run.
+
+    Raises EnvironmentNotReady where its output folder is in use.
+    """
+    run = prepared.run
+    if is_in_use(processes, run):
+        raise EnvironmentNotReady(f"a run is using {run.name} already", "watch it, or stop it first")
+    resumed = run.path / "checkpoints" / named_checkpoint(run, checkpoint).row.name if checkpoint else None
+    run.path.mkdir(parents=True, exist_ok=True)
+    resume = [f"--resume_from_checkpoint={resumed}"] if resumed else []
+    arguments = ["train", "--config", str(prepared.document.path), *resume]
+    processes.started[run.path] = process = launch(run, arguments, run.folders.roots[0], variables)
+    return process
+
+
+def launch(
+    run: RunFolder, arguments: Sequence[str], place: Path, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a command that goes on when the page ends; what it prints is in the folder."""
     command = module_command("simpletuner", *arguments)
     # O_NONBLOCK: opening a FIFO of that name would wait for a reader, and is refused.
@@ -85,6 +105,7 @@ def launch(run: RunFolder, arguments: Sequence[str], place: Path) -> subprocess.
         return subprocess.Popen(
             command,
             cwd=place,
+            env={**os.environ, **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=descriptor,
             stderr=subprocess.STDOUT,

@@ -11,12 +11,15 @@ from starlette.routing import Route
 
 from simpletuner.errors import SettingsError, SimpleTunerError, explain_os_error
 from simpletuner.page.configurations import list_files
-from simpletuner.page.rendering import field, folders_of, respond, respond_error, toast
+from simpletuner.page.queue import routes as queue
+from simpletuner.page.queue.routes import queue_fragment, queue_of
+from simpletuner.page.queue.waiting import MachineBusy
+from simpletuner.page.rendering import field, folders_of, render, respond, respond_error, toast
 from simpletuner.page.runs import checkpoint_routes, curves
 from simpletuner.page.runs.folder import open_run
 from simpletuner.page.runs.fragments import Fragment, KeptRows, fragments_of, view_of, watched_of
 from simpletuner.page.runs.listing import RunList
-from simpletuner.page.runs.processes import leave_run, start_run, stop_run
+from simpletuner.page.runs.processes import leave_run, stop_run
 from simpletuner.training.html_report.thumbnails import FILE
 
 STOP_POLLING = 286
@@ -27,11 +30,12 @@ EDGES_PX = (160, 512)
 
 def show_list(request: Request) -> Response:
     files = list_files(folders_of(request))
-    return respond(request, "runs/list", title="Runs", fragment=list_fragment(request), files=files)
+    fragments = {"queue": queue_fragment(request), "rows": list_fragment(request)}
+    return respond(request, "runs/list", title="Runs", fragments=fragments, files=files)
 
 
 def poll_list(request: Request) -> Response:
-    return news(request, lambda: [list_fragment(request)])
+    return news(request, lambda: [queue_fragment(request), list_fragment(request)])
 
 
 def run_list(request: Request) -> RunList:
@@ -87,10 +91,15 @@ def show_image(request: Request) -> Response:
 
 
 def start(request: Request) -> Response:
-    """Start a run, and go to its page, which shows why it failed if it does."""
-    if not field(request, "file"):
+    """Start a run, and go to its page, which shows why it failed if it does. Where GPUs are taken, offer the queue."""
+    name, checkpoint = field(request, "file"), field(request, "checkpoint")
+    if not name:
         raise SettingsError("which configuration?", "choose a file")
-    run = start_run(request, field(request, "file"), field(request, "checkpoint"))
+    try:
+        run = queue_of(request).start(name, checkpoint, field(request, "anyway") == "on")
+    except MachineBusy as busy:
+        offer = render("runs/offer", busy=busy, chosen={"file": name, "checkpoint": checkpoint})
+        return HTMLResponse(offer, headers={"HX-Reswap": "none"})
     return HTMLResponse(headers={"HX-Redirect": f"/runs/watch?{urlencode({'run': run.name})}"})
 
 
@@ -117,5 +126,6 @@ ROUTES = [
     Route("/runs/start", start, methods=["POST"]),
     Route("/runs/stop", stop, methods=["POST"]),
     Route("/runs/leave", leave, methods=["POST"]),
+    *queue.ROUTES,
     *checkpoint_routes.ROUTES,
 ]

@@ -8,7 +8,13 @@ const MOST_TOASTS = 3;
 new MutationObserver((changes) => {
   for (const change of changes) {
     for (const toast of change.addedNodes) {
-      if (!(toast instanceof HTMLElement) || !toast.classList.contains("done")) continue;
+      if (!(toast instanceof HTMLElement)) continue;
+      if (toast.matches(".offer")) {
+        // Enter answers it, and a second click on what has asked for it makes no second one.
+        for (const older of document.querySelectorAll("#toasts > .offer")) if (older !== toast) older.remove();
+        toast.querySelector("button").focus();
+      }
+      if (!toast.classList.contains("done")) continue;
       const leave = () => (toast.matches(":hover, :focus-within") ? setTimeout(leave, 1000) : toast.remove());
       setTimeout(leave, SECONDS_OF_A_TOAST * 1000);
     }
@@ -16,6 +22,10 @@ new MutationObserver((changes) => {
   const shown = document.querySelectorAll("#toasts > .toast");
   for (const old of [...shown].slice(0, -MOST_TOASTS)) old.remove();
 }).observe(document.getElementById("toasts"), { childList: true });
+
+document.addEventListener("htmx:afterRequest", (event) => {
+  if (event.detail.successful) event.target.closest?.(".offer")?.remove();
+});
 
 function showToast(text, hint) {
   const toast = document.createElement("div");
