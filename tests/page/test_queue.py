@@ -97,6 +97,11 @@ def queue(server: PageServer, *names: str) -> None:
         assert answer.code == 200 and "is in the queue" in answer.text, answer.text
 
 
+def pause(folder: Path, name: str, number: signal.Signals = signal.SIGSTOP) -> None:
+    """Have a run hold its GPUs without taking the CPU from those that are waited for."""
+    os.kill(status_of(folder, name)["pid"], number)
+
+
 def stop(server: PageServer, folder: Path, name: str) -> None:
     assert server.post("/runs/stop", {"run": f"out/{name}"}).code == 200
     wait_for(lambda: status_of(folder, name).get("state") == "stopped", f"{name} stops")
@@ -219,11 +224,13 @@ def test_runs_share_the_gpus_of_a_machine_and_none_is_given_to_two(work: Path):
     outside = subprocess.Popen(command, cwd=work, env=environment, start_new_session=True, **quiet)
     try:
         wait_for(lambda: is_running(work, "outside"), "it trains")
+        pause(work, "outside")
         with page_server(work, environment=TWO_GPUS) as server:
             assert "1 of 2 GPUs of this machine is free" in server.get("/runs").text
             assert server.post("/runs/start", {"file": "one.toml"}).headers.get("hx-redirect"), "on the other GPU"
             wait_for(lambda: is_running(work, "one"), "one is started")
             assert devices(work, "one") == "7"
+            pause(work, "one")
             for name, need in (("two", "1 GPU"), ("both", "2 GPUs"), ("bound", "GPU 7")):
                 offered = server.post("/runs/start", {"file": f"{name}.toml"})
                 assert offered.code == 200 and "hx-redirect" not in offered.headers
@@ -237,7 +244,7 @@ def test_runs_share_the_gpus_of_a_machine_and_none_is_given_to_two(work: Path):
             assert refused.code == 400 and "takes 3 GPUs, and this machine has 2 GPUs" in refused.text
             queue(server, "both", "small", "bound", "cpu")
             wait_for(lambda: is_finished(work, "cpu"), "runs on the CPU wait for no GPU")
-            outside.terminate()
+            outside.kill()
             outside.wait(PATIENCE)
             time.sleep(2 * 2.0)
             assert waiting(work) == ["both", "small", "bound"], "a free GPU is kept for the one that needs two"
@@ -247,6 +254,7 @@ def test_runs_share_the_gpus_of_a_machine_and_none_is_given_to_two(work: Path):
             wait_for(lambda: is_finished(work, "small"), "the small one overtakes once it is asked to")
             assert server.post("/runs/queue/remove", {"entry": identifier(work, "both")}).code == 200
             assert waiting(work) == ["bound"], "its GPU is taken by one.toml"
+            pause(work, "one", signal.SIGCONT)
             stop(server, work, "one")
             wait_for(lambda: is_finished(work, "bound"), "the GPU that it is bound to is free")
     finally:
