@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 DOCS, DEMO = ROOT / "docs", ROOT / "demo"
 STEPS = (0, 250, 1000)
 CARD = "RTX-4090"
-COPIES = ("0003", "0007")
-"""Images of the demo that are there twice in the picture of a dataset."""
 
 
 def main() -> None:
@@ -59,9 +57,6 @@ def workspace(folder: Path) -> Path:
     shutil.copytree(DEMO, folder / "demo")
     shutil.copytree(ROOT / "examples" / "shapes", folder / "examples" / "shapes")
     shutil.copytree(DEMO / "pictures", folder / "pictures")
-    for name in COPIES:
-        for suffix in ("png", "txt"):
-            shutil.copy(folder / "pictures" / f"{name}.{suffix}", folder / "pictures" / f"{name} copy.{suffix}")
     program = Path(sys.executable).with_name("simpletuner")
     for recipe, file in (("sdxl-style", "config/config.toml"), ("sdxl-full", "config/full.toml")):
         subprocess.run([program, "config", "init", f"--recipe={recipe}", f"--output={file}"], cwd=folder, check=True)
@@ -90,12 +85,6 @@ def picture_page(page: Page, origin: str) -> None:
     page.get_by_text("Apply Selection").wait_for()
     page.get_by_text("BasicTransformerBlock").first.wait_for()
     page.screenshot(path=DOCS / "page-blocks.png")
-
-    page.goto(f"{origin}/datasets?file=config/config.toml")
-    page.get_by_role("button", name="Find duplicates and damage").click()
-    page.get_by_role("link", name="with the same bytes as another").first.wait_for()
-    page.evaluate("scrollTo(0, 0)")
-    page.screenshot(path=DOCS / "page-datasets.png")
 
     page.set_viewport_size({"width": 1280, "height": 1700})
     page.goto(f"{origin}/runs/watch?run=demo/output")
