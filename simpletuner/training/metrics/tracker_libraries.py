@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from simpletuner.training.images.clip_files import WEBP, as_gif
 
@@ -24,32 +24,38 @@ class RunOptions:
     settings: Mapping[str, Any]
 
 
-class TrackerRun(Protocol):
+class TrackerRun:
     """A run at a tracker. `log` takes values named `group/name`; images and videos are made by the library."""
 
+    library: Any
+    run: Any
     url: str
     """Address or command to look at it with."""
 
-    def log(self, group: str, step: int, values: Mapping[str, Any]) -> None: ...
+    def log(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+        self.run.log(dict(values), step=step)
 
-    def image(self, path: Path) -> Any: ...
+    def image(self, path: Path) -> Any:
+        return self.library.Image(str(path))
 
-    def video(self, path: Path) -> Any: ...
+    def video(self, path: Path) -> Any:
+        return self.library.Video(str(path), format="mp4")
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        self.run.finish()
 
 
 class OpeningFailed(Exception):
     """The library says why it does not take the run."""
 
 
-class WandbRun:
+class WandbRun(TrackerRun):
     """Groups have axes of their own, since wandb's step counts calls of log(), of all groups together."""
 
     def __init__(self, options: RunOptions) -> None:
         import wandb
 
-        self.library: Any = wandb
+        self.library = wandb
         try:
             self.run = wandb.init(
                 project=options.project,
@@ -71,21 +77,12 @@ class WandbRun:
     def log(self, group: str, step: int, values: Mapping[str, Any]) -> None:
         self.run.log({**values, f"{group}/step": step})
 
-    def image(self, path: Path) -> Any:
-        return self.library.Image(str(path))
 
-    def video(self, path: Path) -> Any:
-        return self.library.Video(str(path), format="mp4")
-
-    def finish(self) -> None:
-        self.run.finish()
-
-
-class TrackioRun:
+class TrackioRun(TrackerRun):
     """Trackio knows a run by its name, so that has the id in it. It writes below TRACKIO_DIR, or to a Space."""
 
     def __init__(self, options: RunOptions) -> None:
-        self.library: Any = import_module("trackio")
+        self.library = import_module("trackio")
         self.run = self.library.init(
             project=options.project,
             name=f"{options.name}-{options.id}",
@@ -97,24 +94,12 @@ class TrackioRun:
         )
         self.url = getattr(self.run, "url", None) or f"`trackio show --project {options.project}` shows it"
 
-    def log(self, group: str, step: int, values: Mapping[str, Any]) -> None:
-        self.run.log(dict(values), step=step)
 
-    def image(self, path: Path) -> Any:
-        return self.library.Image(str(path))
-
-    def video(self, path: Path) -> Any:
-        return self.library.Video(str(path), format="mp4")
-
-    def finish(self) -> None:
-        self.run.finish()
-
-
-class SwanlabRun:
+class SwanlabRun(TrackerRun):
     """SwanLab counts steps by metric, and shows clips as GIF alone."""
 
     def __init__(self, options: RunOptions) -> None:
-        self.library: Any = import_module("swanlab")
+        self.library = import_module("swanlab")
         try:
             self.run = self.library.init(
                 project=options.project,
@@ -129,17 +114,8 @@ class SwanlabRun:
         # `url` raises in other modes.
         self.url = self.run.url if self.run.mode == "online" else f"offline; `swanlab sync {self.run.dir}` sends it"
 
-    def log(self, group: str, step: int, values: Mapping[str, Any]) -> None:
-        self.run.log(dict(values), step=step)
-
-    def image(self, path: Path) -> Any:
-        return self.library.Image(str(path))
-
     def video(self, path: Path) -> Any:
         return self.library.Video(as_gif(path.with_suffix(WEBP))[0])
-
-    def finish(self) -> None:
-        self.run.finish()
 
 
 LIBRARIES: dict[str, Callable[[RunOptions], TrackerRun]] = {
