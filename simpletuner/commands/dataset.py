@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 SHOWN = (
     "instance_data_dir", "data_backend_config", "model_family", "pretrained_model_name_or_path", "caption_strategy",
-    "caption_encoding", "skip_uncaptioned", "resolution", "resolution_type", "crop", "crop_aspect", "repeats",
-    "minimum_image_size", "aspect_bucket_alignment", "allow_dataset_oversubscription", "train_batch_size",
-    "gradient_accumulation_steps", "global_batch_size", "num_processes", "eval_split", "output_dir",
+    "caption_encoding", "caption_lines", "skip_uncaptioned", "resolution", "resolution_type", "crop", "crop_aspect",
+    "repeats", "minimum_image_size", "aspect_bucket_alignment", "allow_dataset_oversubscription",
+    "train_batch_size", "gradient_accumulation_steps", "global_batch_size", "num_processes", "eval_split", "output_dir",
 )  # fmt: skip
 TOPICS = {
     "files": "all files with images are read",

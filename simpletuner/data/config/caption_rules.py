@@ -19,6 +19,9 @@ from simpletuner.settings.values.spelling import normalize_name, normalize_value
 from simpletuner.system.files.paths import expand_path
 from simpletuner.system.files.regular_files import read_file
 
+LINE_ENDS = re.compile(r"\r\n|\n|\r")
+"""Not all at which str.splitlines() ends a line: U+2028, U+2029, NEL, VT, FF, FS, GS and RS stand within captions that
+were copied from documents and web pages."""
 REGULAR = re.compile(r"[\\^$*+?{}\[\]()|]")
 """Characters that make a rule a regular expression. A dot alone does not: it ends sentences."""
 SUBSTITUTION = re.compile(r"s/((?:\\.|[^/\\])+)/((?:\\.|[^/\\])*)(?:/([gi]*))?")
@@ -33,6 +36,25 @@ class CaptionShuffle(Section):
     split_on: Literal["comma", "space", "period"] = "comma"
     position_start: int = Field(0, ge=0)
     include_original: bool = True
+
+
+BLANK = (
+    "\x00-\x20\x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f"
+    "\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\U000e0000-\U000e0fff"
+)
+"""Letters that show nothing, as within brackets of a regular expression of Python or Arrow: spaces, control characters,
+and what Unicode calls default ignorable, such as the zero-width space that web pages leave."""
+BLANK_TEXT = re.compile(f"^[{BLANK}]*$")
+
+
+def is_blank(text: str) -> bool:
+    """Return whether nothing of a text shows."""
+    return BLANK_TEXT.match(text) is not None
+
+
+def split_lines(text: str) -> list[str]:
+    """Return the lines of a text as editors show them."""
+    return LINE_ENDS.split(text)
 
 
 def parse_shuffle(value: Any) -> Any:
@@ -72,7 +94,7 @@ def read_rules(value: Any) -> Any:
 def lines_of(path: Path) -> list[Any]:
     try:
         text = read_file(path, MAX_FILE_BYTES).decode("utf-8-sig")
-        rules = json.loads(text) if path.suffix == ".json" else text.splitlines()
+        rules = json.loads(text) if path.suffix == ".json" else split_lines(text)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -105,7 +127,8 @@ class CaptionKeys(DatasetSettings):
     """Keys of a dataset about its captions."""
 
     only_instance_prompt: bool = False
-    disable_multiline_split: bool = False
+    disable_multiline_split: bool | None = None
+    """The original's name of `caption_lines`: one if it is true, alternatives if it is false."""
     caption_filter_list: Annotated[tuple[str, ...], BeforeValidator(read_rules)] = ()
     caption_shuffle: Annotated[CaptionShuffle | None, BeforeValidator(parse_shuffle)] = None
 
@@ -114,6 +137,15 @@ class CaptionKeys(DatasetSettings):
     def use_only_instance_prompt(cls, values: Any) -> Any:
         only = isinstance(values, Mapping) and values.get("only_instance_prompt") is True
         return {**values, "caption_strategy": "instanceprompt"} if only else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_disable_multiline_split(cls, values: Any) -> Any:
+        is_disabled = values.get("disable_multiline_split") if isinstance(values, Mapping) else None
+        if not isinstance(is_disabled, bool):
+            return values
+        lines = "one" if is_disabled else "alternatives"
+        return {**values, "caption_lines": lines, "disable_multiline_split": None}
 
     @model_validator(mode="after")
     def check_captions(self) -> CaptionKeys:

@@ -74,7 +74,7 @@ def are_as_stored(dataset: ImageDataset) -> bool:
     """Return whether captions are the lines of a scan, without any change."""
     is_changed = (
         dataset.caption_strategy == "filename"
-        or dataset.disable_multiline_split
+        or dataset.caption_lines in ("one", "first")
         or dataset.caption_filter_list
         or (dataset.caption_shuffle and dataset.caption_shuffle.enable)
         or (dataset.prepend_instance_prompt and dataset.instance_prompt)

@@ -42,6 +42,9 @@ def dataset_warnings(found: Discovery, alignment_px: int) -> Iterator[str]:
     if found.animated:
         images = count_noun(len(found.animated), "image")
         yield f"{images} with several frames: the first is used ({found.animated[0]})"
+    for part in found.samples.parts:
+        if remark := found.caption_lines[part.dataset.id].remark(part.dataset):
+            yield remark
     yield from warn_enlarged(found.samples)
     yield from warn_extreme_aspect(found.samples)
     for part in found.samples.parts:
@@ -155,7 +158,7 @@ def longest_captions(samples: DatasetSamples) -> np.ndarray:
     parts = [np.zeros(0, np.int64)]
     for lines in samples.table["captions"].chunks:
         letters = np.append(pc.utf8_length(lines.flatten()).to_numpy() + prefix, 0)  # an empty list may come last
-        combine = np.add if samples.dataset.disable_multiline_split else np.maximum
+        combine = np.add if samples.dataset.caption_lines == "one" else np.maximum
         counts = pc.list_value_length(lines).to_numpy()
         parts.append(combine.reduceat(letters, np.cumsum(counts) - counts) * (counts > 0))
     return np.concatenate(parts)[samples.rows]

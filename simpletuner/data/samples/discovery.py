@@ -13,10 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from simpletuner.data.config.caption_rules import BLANK
 from simpletuner.data.config.dataset_types import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.config.tables import TABLE_STRATEGIES
 from simpletuner.data.images.geometry import are_within_limits, is_enlarged_within
 from simpletuner.data.sampler.stable_choice import choose_by_name
+from simpletuner.data.samples.caption_lines import CaptionLines, find_lines
 from simpletuner.data.samples.conditioning_files import ASPECT_TOLERANCE, ConditioningFiles
 from simpletuner.data.samples.formats_read import formats_read, frames_hint
 from simpletuner.data.samples.samples import DatasetSamples, Samples
@@ -30,7 +32,7 @@ from simpletuner.system.numbers import count_noun
 
 MAX_NAMES = 20
 """Largest number of files that a message names."""
-WORDLESS = r"(^|/)[_\s\p{Z}\x0b\x1c-\x1f\x{85}]+(/|\.[^./]*)$"
+WORDLESS = rf"(^|/)[_{BLANK}]+(/|\.[^./]*)$"
 """File names that leave nothing for a caption."""
 
 
@@ -53,6 +55,9 @@ class Discovery:
     """Names of images without a caption, by dataset. They are samples unless the dataset has `skip_uncaptioned`."""
     unreadable_captions: dict[str, dict[str, str]] = field(default_factory=dict)
     """Caption files that cannot be read as text, and why, by dataset."""
+
+    caption_lines: dict[str, CaptionLines] = field(default_factory=dict)
+    """Caption files of several lines, by dataset."""
 
     unpaired: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """Names of images without a mask or a reference, by dataset and the one of type conditioning that has none."""
@@ -146,6 +151,9 @@ def choose_samples(scan: Scan, alignment: Shape, seed: int, found: Discovery) ->
         for row, why in unusable_conditioning(table, each, chosen):
             found.broken[f"{dataset.id}/{table['name'][row]}"] = why
             chosen[row] = False
+    lines = found.caption_lines[dataset.id] = find_lines(dataset, table)
+    if lines.are_one:
+        dataset = dataset.model_copy(update={"caption_lines": "one"})
     return DatasetSamples(dataset, scan.storage, table, rows, sizes, seed, conditioning).where(chosen[rows])
 
 
@@ -170,8 +178,12 @@ def with_captions_of(scan: Scan, conditioning: Sequence[ConditioningFiles]) -> p
         taken = others.take(pa.array(each.rows, mask=each.rows < 0))
         has_none = pc.equal(pc.list_value_length(own), 0)
         if pc.any(pc.and_kleene(has_none, pc.greater(pc.list_value_length(taken), 0))).as_py():
-            captions = pc.if_else(pc.and_(has_none, pc.is_valid(taken)), taken, own)
+            is_taken = pc.and_(has_none, pc.is_valid(taken))
+            captions = pc.if_else(is_taken, taken, own)
             table = table.set_column(table.schema.get_field_index("captions"), "captions", captions)
+            forms = each.scan.table["caption_form"].take(pa.array(each.rows, mask=each.rows < 0))
+            forms = pc.if_else(is_taken, forms, table["caption_form"])
+            table = table.set_column(table.schema.get_field_index("caption_form"), "caption_form", forms)
     return table
 
 

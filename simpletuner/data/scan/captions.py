@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
+from simpletuner.data.config.caption_rules import is_blank, split_lines
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.frame_folders import is_frame_folder
 from simpletuner.data.scan.caption_variants import vary
@@ -23,16 +24,20 @@ BYTE_ORDER_MARKS = (
 )
 
 
-def read_caption_file(storage: Storage, name: str, encoding: str = "") -> list[str]:
-    """Return the non-empty lines of an image's text file; none where there is no such file.
+def read_caption_file(storage: Storage, name: str, encoding: str = "") -> str:
+    """Return the text of an image's caption file; empty where there is no such file.
 
     Raises UnreadableFileError for a caption file that is not text in UTF-8 or in `encoding`.
     """
     try:
-        content = storage.read(caption_file(name), MAX_BYTES)
+        return decode_text(storage.read(caption_file(name), MAX_BYTES), encoding)
     except FileNotFoundError:
-        return []
-    return [line.strip() for line in decode_text(content, encoding).splitlines() if line.strip()]
+        return ""
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a caption file of which anything shows."""
+    return [line.strip() for line in split_lines(text) if not is_blank(line)]
 
 
 def captions_of(dataset: ImageDataset, name: str, lines: Sequence[str]) -> tuple[str, ...]:
@@ -42,8 +47,10 @@ def captions_of(dataset: ImageDataset, name: str, lines: Sequence[str]) -> tuple
         return (phrase,)
     if dataset.caption_strategy == "filename":
         lines = [line] if (line := PurePosixPath(caption_file(name)).stem.replace("_", " ").strip()) else []
-    elif dataset.disable_multiline_split:
+    elif dataset.caption_lines == "one":
         lines = ["\n".join(lines)] if lines else []
+    elif dataset.caption_lines == "first":
+        lines = lines[:1]
     lines = [text for line in lines for text in vary(line, dataset.caption_filter_list, dataset.caption_shuffle)]
     prefix = f"{phrase} " if dataset.prepend_instance_prompt and phrase else ""
     return tuple(prefix + line for line in lines)

@@ -20,7 +20,8 @@ from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folder, read_folder_header
 from simpletuner.data.images.images import DECODE_ERRORS, ImageHeader, read_header
 from simpletuner.data.images.videos import read_video_header
-from simpletuner.data.scan.captions import read_caption_file
+from simpletuner.data.scan.caption_forms import form_of
+from simpletuner.data.scan.captions import lines_of, read_caption_file
 from simpletuner.data.scan.file_list import CAPTION_VERSION, FILE, OtherFiles, printable
 from simpletuner.data.storage.storage import MAX_BYTES, Storage, UnreadableFileError
 
@@ -35,11 +36,12 @@ SCANNED = pa.schema(
         pa.field("animated", pa.bool_()),
         pa.field("captions", pa.large_list(pa.large_string())),
         pa.field("caption_problem", pa.large_string()),
+        pa.field("caption_form", pa.large_string()),
     ]
 )
 """Columns of an image or a video: sizes in px as displayed, 0 with a `problem`; frames, 1 of an image, and how many are
 shown per second, 0 where nothing says it; the lines of its caption file or the captions of
-the table, or why there are none."""
+the table, or why there are none; and the form by which these lines are one text (`caption_forms.py`)."""
 NO_ROW = "has no row in the table"
 """The `caption_problem` of an image that does not belong to the dataset, since metadata_backend is a table."""
 
@@ -75,6 +77,7 @@ def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) 
         "animated": False,
         "captions": [],
         "caption_problem": "",
+        "caption_form": "",
     }
     try:
         check_readable(file)
@@ -87,9 +90,10 @@ def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) 
     if not file[CAPTION_VERSION] or dataset.caption_strategy != "textfile":  # no caption file, or none is wanted
         return row
     try:
-        return {**row, "captions": read_caption_file(storage, file["name"], dataset.caption_encoding)}
+        text = read_caption_file(storage, file["name"], dataset.caption_encoding)
     except UnreadableFileError as error:
         return {**row, "caption_problem": str(error)}
+    return {**row, "captions": lines_of(text), "caption_form": form_of(text)}
 
 
 def read_file_header(dataset: ImageDataset, storage: Storage, name: str) -> ImageHeader:

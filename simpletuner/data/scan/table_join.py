@@ -204,6 +204,7 @@ def with_described(
         "animated": pc.fill_null(scanned["animated"], False),
         "captions": described.captions if from_table else scanned["captions"],
         "caption_problem": pc.if_else(is_out, NO_ROW, problems),
+        "caption_form": pc.fill_null(scanned["caption_form"], ""),
     }
     columns["captions"] = without_nulls(columns["captions"])
     arrays = [columns[name].cast(SCANNED.field(name).type) for name in SCANNED.names]

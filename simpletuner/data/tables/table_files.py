@@ -22,6 +22,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
+from simpletuner.data.config.caption_rules import BLANK_TEXT
 from simpletuner.data.config.dataset_types import LARGEST_PIXELS, BucketImages, ImageDataset
 from simpletuner.data.config.tables import BLOCK, FORMATS, TABLE_STRATEGIES, TableSettings
 from simpletuner.data.storage.storage import Storage, UnreadableFileError
@@ -204,7 +205,9 @@ class TableFile:
             texts = self._texts(pa.record_batch([values], [name]), name)
         else:
             texts, parents = self._texts(batch, name), np.arange(len(batch))
-        return captions_by_row(pc.utf8_trim_whitespace(texts), parents, len(batch))
+        texts = pc.utf8_trim_whitespace(texts)
+        texts = pc.if_else(pc.match_substring_regex(texts, BLANK_TEXT.pattern), "", texts)
+        return captions_by_row(texts, parents, len(batch))
 
     def _rates(self, batch: pa.RecordBatch, name: str) -> np.ndarray:
         """Return frames per second, 0 where they are missing or no number."""

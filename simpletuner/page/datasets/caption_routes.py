@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from simpletuner.data.config.caption_rules import is_blank
 from simpletuner.errors import SettingsError
 from simpletuner.page.datasets.journal import CaptionEdit, as_bytes
 from simpletuner.page.datasets.view import dataset_of, edit_values, edits_of, image_name, number
@@ -59,7 +60,7 @@ def save_caption(request: Request) -> Response:
 
 
 def saved_toast(request: Request, edit: CaptionEdit, text: str) -> str:
-    return render("datasets/saved", **place_of(request), edit=edit, is_empty=not text.strip())
+    return render("datasets/saved", **place_of(request), edit=edit, is_empty=is_blank(text))
 
 
 def history(request: Request) -> str:

@@ -100,6 +100,7 @@ class DatasetSettings(Section):
 
     caption_strategy: Literal["textfile", "filename", "instanceprompt"] = knob("textfile", "Where captions come from: a `.txt` file beside the image, its file name, or one phrase.")  # fmt: skip
     caption_encoding: Annotated[str, AfterValidator(encoding_name)] = knob("", "Encoding of caption files that are neither UTF-8 nor begin with a byte order mark, such as windows-1252; empty: these are refused.")
+    caption_lines: Literal["auto", "one", "alternatives", "first"] = knob("auto", "What the lines of a caption file are: one caption, alternatives of which one is chosen each time, or only the first is read; auto: alternatives, unless most files of the dataset have paragraphs, Markdown, JSON, YAML or wrapped lines.")  # fmt: skip
     skip_uncaptioned: bool = knob(False, "Leave out images without a caption; otherwise the run ends with their names.")
     instance_prompt: str | None = knob(None, "The phrase for caption_strategy=instanceprompt.")
     prepend_instance_prompt: bool = knob(False, "Put the instance prompt before every caption.")

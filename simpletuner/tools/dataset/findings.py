@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.samples.caption_lines import one_text_files
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED
 from simpletuner.data.samples.dataset_warnings import EXTREME_ASPECT, enlargements, extremeness, formats_of
 from simpletuner.data.samples.discovery import Discovery
@@ -155,6 +156,10 @@ def findings_on_captions(found: Discovery) -> Iterator[DatasetFinding]:
     where = {"textfile": "a caption file", "filename": "words in their name"}.get(dataset.caption_strategy, "a caption")
     yield from finding("captions", "missing", f"{{}} without {where}{fate}", dict.fromkeys(missing, ""), end)
     yield from finding("captions", "empty", f"{{}} with an empty caption file{fate}", dict.fromkeys(empty, ""), end)
+    lines = found.caption_lines[dataset.id]
+    if remark := lines.remark(dataset):
+        texts = dict(zip(*(column.to_pylist() for column in one_text_files(scan.table).columns), strict=True))
+        yield DatasetFinding("captions", "several lines", lines.texts, remark, texts)
     unreadable = found.unreadable_captions[dataset.id]
     sentence = "{} that cannot be read as text: --caption_encoding names their encoding"
     yield from finding("captions", "encoding", sentence, unreadable, True, "caption file")

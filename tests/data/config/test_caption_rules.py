@@ -64,6 +64,12 @@ def test_a_bad_rule_is_named_with_its_line(tmp_path, text, said):
     assert f"{tmp_path}/{said}" in message and "multidatabackend.json:1, dataset `one`" in message
 
 
+def test_a_rule_may_hold_what_only_python_takes_for_a_line_end(tmp_path):
+    (tmp_path / "r.txt").write_bytes("s/\u2028/ /\r\ns/\x0c//\rlast".encode())
+    (dataset,), _ = load_datasets(data_of(tmp_path, image(caption_filter_list=str(tmp_path / "r.txt"))))
+    assert captions_of(dataset, "x.png", ["a\u2028b\x0cc last"]) == ("a bc",)
+
+
 def test_rules_that_cannot_be_read_are_mistakes(tmp_path):
     (tmp_path / "r.json").write_text("{")
     (tmp_path / "o.json").write_text("{}")
@@ -123,6 +129,10 @@ def test_wrong_keys_of_a_shuffle_are_mistakes(tmp_path, value, said):
 def test_a_text_file_is_one_caption_or_the_phrase_alone(tmp_path):
     assert captions(["one", "two"], disable_multiline_split=True) == ("one\ntwo",)
     assert captions([], disable_multiline_split=True) == ()
+    assert captions(["one", "two"], disable_multiline_split=False, caption_lines="first") == ("one", "two")
+    for key, value in (("disable_multiline_split", "yes"), ("caption_lines", "One")):
+        (dataset,), _ = load_datasets(data_of(tmp_path, image(**{key: value})))
+        assert dataset.caption_lines == "one"
     only = image(only_instance_prompt="yes", caption_strategy="textfile", instance_prompt="sks")
     (dataset,), _ = load_datasets(data_of(tmp_path, only))
     assert captions_of(dataset, "x.png", ["a", "b"]) == ("sks",)

@@ -36,6 +36,7 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
     given = {
         "caption_strategy": "filename",
         "caption_encoding": "cp1252",
+        "caption_lines": "first",
         "skip_uncaptioned": True,
         "instance_prompt": "a bear",
         "prepend_instance_prompt": True,

@@ -30,7 +30,8 @@ def captioned(lines: list[list[str]], **keys: object) -> DatasetSamples:
         {},
         {"caption_filter_list": ("red",)},
         {"caption_shuffle": CaptionShuffle(enable=True, count=2)},
-        {"disable_multiline_split": True},
+        {"caption_lines": "one"},
+        {"caption_lines": "first"},
         {"prepend_instance_prompt": True, "instance_prompt": "my"},
     ],
 )

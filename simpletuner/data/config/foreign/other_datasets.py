@@ -50,6 +50,8 @@ def kohya_entry(given: dict[str, Any], lost: list[Lost]) -> dict[str, Any]:
         entry |= {"caption_strategy": "instanceprompt", "instance_prompt": tokens}
     elif tokens is not None:
         lost.append(("class_tokens", tokens, "images have a caption file or one phrase, not whichever there is"))
+    if "caption_strategy" not in entry:  # sd-scripts reads no line but the first without it
+        entry["caption_lines"] = "alternatives" if given.get("enable_wildcard") else "first"
     for name, value in given.items():
         if name in KOHYA_KEYS:
             entry[KOHYA_KEYS[name]] = value
@@ -64,7 +66,7 @@ def pipe_entries(values: Mapping[str, Any], lost: list[Lost]) -> Iterator[dict[s
     general = {name: value for name, value in values.items() if name != "directory"}
     for directory in values["directory"]:
         given = {**general, **directory}
-        base = folder(given.pop("path", None), given.pop("num_repeats", 1))
+        base = folder(given.pop("path", None), given.pop("num_repeats", 1)) | {"caption_lines": "one"}
         resolutions = given.get("resolutions") or [512]
         for resolution in resolutions:
             shown = "x".join(map(str, resolution)) if isinstance(resolution, list) else resolution
