@@ -16,7 +16,7 @@ from simpletuner.models.family.adapter import adapter_parameters, base_weights, 
 from simpletuner.models.family.adapter_types import measure_lengths
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.weights import weights_files
-from simpletuner.models.opening.assistant_lora import merge_assistants, read_assistants
+from simpletuner.models.opening.assistant_lora import read_assistants, read_merged
 from simpletuner.models.opening.lora_file import check_lora_init, load_lora, lora_file
 from simpletuner.models.opening.lora_formats import check_formats
 from simpletuner.parallel.context.context_parallel import SequencePlan
@@ -41,7 +41,8 @@ def check_engine(session: Session, family: ModelFamily) -> None:
     settings = session.settings
     weights_files(family.folder / family.denoiser_name, settings.model.variant)
     if family.adapter is not None:
-        check_lora_init(family)
+        if begun := check_lora_init(family):
+            session.report.say(begun)
         check_formats(family)
         read_assistants(family)
     precision_of(settings).check(session.world.device)
@@ -85,8 +86,7 @@ def open_engine(settings: Settings, mesh: Mesh, family: ModelFamily, checkpoint:
     assistants = read_assistants(family) if is_lora else {}
 
     def load_weights(tensors: NamedTensors) -> None:
-        read_tensors(files, base_weights(tensors), str(folder))
-        merge_assistants(base_weights(tensors), assistants)
+        read_merged(lambda some: read_tensors(files, some, str(folder)), base_weights(tensors), assistants)
         if checkpoint is None and settings.lora.lora_init is None:
             measure_lengths(tensors)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.opening.foreign_lora import read_foreign
-from simpletuner.models.opening.lora_file import kind_of, lora_file, read_header, without_prefix
+from simpletuner.models.opening.lora_config import read_lora
+from simpletuner.models.opening.lora_file import lora_file
+from simpletuner.models.opening.lora_layers import read_layers
 from simpletuner.parallel.precision.quantized import rows_of
+from simpletuner.parallel.precision.split_engine import LOAD_BYTES, groups_of_bytes
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.settings.declared.sections import Settings
 
@@ -33,45 +33,57 @@ def read_assistants(family: ModelFamily) -> Deltas:
     """
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for path in assistant_files(family.settings):
-        matrices = read_scaled(path, family)
-        for name, down in matrices.items():
-            if name.endswith(".lora_A.weight"):
-                layer = name.removesuffix(".lora_A.weight")
-                up = matrices[f"{layer}.lora_B.weight"] * family.settings.lora.assistant_lora_strength
-                found.setdefault(f"{layer}.weight", []).append((down.flatten(1), up.flatten(1)))
+        for name, (down, up) in read_products(path, family).items():
+            found.setdefault(name, []).append((down, up * family.settings.lora.assistant_lora_strength))
     return found
 
 
-def read_scaled(path: Path, family: ModelFamily) -> dict[str, Tensor]:
-    """Return a LoRA's matrices by our names, with its scale in lora_B."""
-    shapes, config = read_header(path, family, "assistant_lora")
-    if kind_of(shapes) != "lora":
-        raise SettingsError(
-            f"assistant_lora: {path} is of lora_type {kind_of(shapes)}, which is not merged", "take a LoRA"
-        )
-    if not config:
-        matrices = read_foreign(path, family, "assistant_lora")
-    else:
-        scale = config["lora_alpha"] / config["r"]
-        stored = {without_prefix(name, family): each for name, each in safetensors.torch.load_file(path).items()}
-        matrices = {name: each * scale if name.endswith(".lora_B.weight") else each for name, each in stored.items()}
-    weights = {name: tuple(each.shape) for name, each in family.meta_denoiser.named_parameters()}
-    for name, matrix in matrices.items():
-        shape = weights.get(f"{name.rpartition('.lora_')[0]}.weight")
-        fits = shape and (matrix.shape[1:] == shape[1:] if ".lora_A." in name else matrix.shape[0] == shape[0])
-        if not fits:
-            raise SettingsError(
-                f"assistant_lora: {path} is of another model: {name} does not fit", "take one of the same"
-            )
-    return matrices
+def read_products(path: Path, family: ModelFamily) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the matrices whose product a LoRA adds to a weight or a bias, at its own scale."""
+    file = read_lora(path, f"{family.lora_prefix}.", "assistant_lora")
+    if file.kind != "lora":
+        raise file.error(f"is of lora_type {file.kind}, which is not merged", "take a LoRA")
+    file.check_config()
+    matrices = read_layers(file, family)
+    shapes = {name: tuple(each.shape) for name, each in family.meta_denoiser.named_parameters()}
+    found = {}
+    for name, up in matrices.items():
+        layer = name.rpartition(".lora_")[0]
+        if name.endswith(".lora_B.bias"):
+            added, down, up = f"{layer}.bias", torch.ones(1, 1), up[:, None]
+        elif name.endswith(".lora_B.weight"):
+            added, down = f"{layer}.weight", matrices[f"{layer}.lora_A.weight"]
+        else:
+            continue
+        shape = shapes.get(added)
+        if shape is None:
+            raise file.error(f"has lora_bias, but {layer} has no bias to add it to")
+        if up.shape[0] != shape[0] or (added.endswith(".weight") and down.shape[1:] != shape[1:]):
+            raise file.error(f"is of another model: its matrices for {layer} do not fit", "take one of the same")
+        found[added] = (down.flatten(1), up.flatten(1))
+    return found
+
+
+@torch.no_grad()
+def read_merged(read: Callable[[Mapping[str, Tensor]], None], tensors: Mapping[str, Tensor], deltas: Deltas) -> None:
+    """Collective: let `read` fill tensors by name, and add assistants: in float32, so that bf16 is rounded to once."""
+    merged = {name: each.detach() for name, each in tensors.items() if name in deltas}
+    if others := {name: each for name, each in tensors.items() if name not in deltas}:
+        read(others)
+    for group in groups_of_bytes(merged, LOAD_BYTES):
+        exact = {name: torch.empty_like(each, dtype=torch.float32) for name, each in group.items()}
+        read(exact)
+        merge_assistants(exact, deltas)
+        for name, each in group.items():
+            local_tensor(each).copy_(local_tensor(exact[name]))
 
 
 @torch.no_grad()
 def merge_assistants(tensors: Mapping[str, Tensor], deltas: Deltas) -> None:
-    """Add assistants, in float32, to weights by the base model's names: to whole ones or to this rank's rows."""
+    """Add assistants to weights in float32 by the base model's names: to whole ones or to this rank's rows."""
     for name, pairs in deltas.items():
         if (tensor := tensors.get(name)) is not None:
             local = local_tensor(tensor.detach())
             for down, up in pairs:
                 rows = rows_of(up.float(), tensor).to(local.device)
-                local.copy_(local.float() + (rows @ down.float().to(local.device)).view(local.shape))
+                local += (rows @ down.float().to(local.device)).view(local.shape)

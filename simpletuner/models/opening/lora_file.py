@@ -6,37 +6,26 @@ Diffusers reads DoRA alike, and LoKr by the denoiser's `load_lora_adapter`. LoHa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
 from simpletuner.models.catalog.registry import TINY, flavour_of
 from simpletuner.models.family.adapter import Adapter, end_of
 from simpletuner.models.family.adapter_types import layer_of
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.opening.foreign_lora import read_foreign
+from simpletuner.models.opening.lora_config import METADATA, PEFT_CONFIG, PEFT_WEIGHTS, LoraFile, read_lora
+from simpletuner.models.opening.lora_layers import read_layers
 from simpletuner.settings.declared.sections import Model
 from simpletuner.system.files.atomic import write_json
-from simpletuner.system.files.regular_files import check_regular
 
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
-METADATA = "lora_adapter_metadata"
-"""Diffusers' metadata key for the adapter's config, as JSON; its keys begin with the denoiser's name."""
-
-
-PEFT_WEIGHTS, PEFT_CONFIG, PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
-"""Files of an adapter that diffusers does not load, as peft's `PeftModel.from_pretrained` opens them."""
+PEFT_PREFIX = "base_model.model."
 
 OF_PEFT = ("loha", "oft")
-"""Kinds of adapters that are written so."""
-
-KINDS = {"lora_magnitude_vector": "dora", ".hada_": "loha", ".lokr_": "lokr", ".oft_R": "oft"}
-"""Parts of the names in a file that tell its lora_type."""
+"""Kinds of adapters that diffusers does not load, written as peft's `PeftModel.from_pretrained` opens them."""
 
 
 def lora_file(path: Path) -> Path:
@@ -70,92 +59,72 @@ def base_name(model: Model, folder: Path) -> str:
     return model.pretrained_model_name_or_path or (flavour.hub if flavour else folder.name)
 
 
-def check_lora_init(family: ModelFamily) -> None:
-    """Check that the file lora_init has the layers, shapes, rank and alpha of the adapter that is trained.
+def check_lora_init(family: ModelFamily) -> str | None:
+    """Check that the adapter that is trained can begin as the file lora_init; return what begins as new, in words.
 
     Raises SettingsError with the setting that would fit, EnvironmentNotReady for a file that cannot be read.
     """
     path, adapter = family.settings.lora.lora_init, family.adapter
     if path is None or adapter is None:
-        return
-    path = lora_file(path)
-    shapes, config = read_header(path, family)
-    wanted = family.trained_shapes()
-    if not config:
-        check_kind("lora", adapter, path)
-        shapes = {name: tuple(each.shape) for name, each in read_foreign(path, family).items()}
-    check_kind(kind_of(shapes), adapter, path)
-    ranks = {shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight")} or {config.get("r")}
-    if shapes.keys() != wanted.keys():
-        ends = sorted({end_of(layer_of(name)) for name in shapes})
-        odd = min(shapes.keys() ^ wanted.keys())
-        where = "it" if odd in shapes else "this run"
-        raise SettingsError(
-            f"lora_init: {path} adapts other layers than this run: {odd} is only in {where}",
-            f"set lora_target_modules={','.join(ends)}",
-        )
-    if adapter.kind != "oft" and ranks != {adapter.rank}:
-        found = " and ".join(map(str, sorted(ranks)))
-        hint = f"set lora_rank={found}" if len(ranks) == 1 else "layers of one LoRA have one rank here: take another"
-        raise SettingsError(f"lora_init: {path} is of rank {found}, but lora_rank = {adapter.rank}", hint)
-    if odd := next((name for name in wanted if shapes[name] != wanted[name]), None):
-        raise SettingsError(
-            f"lora_init: {path} is of another model: {odd} is {shapes[odd]} in it, {wanted[odd]} here",
-            "take a LoRA of the same base model",
-        )
-    alpha = config.get("lora_alpha", config.get("alpha", adapter.alpha))
-    if alpha != adapter.alpha:
-        raise SettingsError(
-            f"lora_init: {path} has alpha {alpha:g}, but lora_alpha = {adapter.alpha:g}", f"set lora_alpha={alpha:g}"
-        )
+        return None
+    file = read_lora(lora_file(path), f"{family.lora_prefix}.", "lora_init")
+    if file.kind != adapter.kind:
+        raise file.error(f"is of lora_type {file.kind}, but lora_type = {adapter.kind}", f"set lora_type={file.kind}")
+    file.check_config(adapter)
+    shapes, wanted = {name: each.shape for name, each in tensors_of(file, family).items()}, family.trained_shapes()
+    layers, own = ({layer_of(name) for name in each} for each in (shapes, wanted))
+    # As a layer's missing ranks do, a LoRA's missing layers begin as new ones, which change nothing yet.
+    odd = shapes.keys() - wanted.keys() if adapter.kind == "lora" else shapes.keys() ^ wanted.keys()
+    if any(name.endswith(".bias") for name in odd):
+        raise file.error("has lora_bias, which is not trained here")
+    if odd:
+        ends, name = sorted({end_of(name) for name in layers}), min(odd)
+        problem = f"adapts other layers than this run: {name} is only in {'it' if name in shapes else 'this run'}"
+        raise file.error(problem, f"set lora_target_modules={','.join(ends)}")
+    check_ranks(file, adapter, shapes)
+    if other := next(
+        (name for name, shape in shapes.items() if without_rank(name, shape) != without_rank(name, wanted[name])), None
+    ):
+        problem = f"is of another model: {other} is {tuple(shapes[other])} in it, {wanted[other]} here"
+        raise file.error(problem, "take a LoRA of the same base model")
+    return (
+        f"lora_init adapts {len(layers)} of {len(own)} layers: the others begin as new ones" if own - layers else None
+    )
 
 
-def kind_of(names: Iterable[str]) -> str:
-    """Return the lora_type of a file with these names."""
-    return next((kind for part, kind in KINDS.items() if any(part in name for name in names)), "lora")
+def without_rank(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of one of LoRA's matrices without its rank, which `load_lora` fills up; others' as they are."""
+    if name.endswith(".lora_A.weight"):
+        return shape[1:]
+    return (shape[0], *shape[2:]) if name.endswith(".lora_B.weight") else tuple(shape)
 
 
-def check_kind(kind: str, adapter: Adapter, path: Path) -> None:
-    """Raise SettingsError for a file of another lora_type."""
-    if kind != adapter.kind:
-        raise SettingsError(
-            f"lora_init: {path} is of lora_type {kind}, but lora_type = {adapter.kind}", f"set lora_type={kind}"
-        )
+def check_ranks(file: LoraFile, adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise SettingsError for another rank than the largest of a file's layers, or another alpha."""
+    own = [shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight")]
+    ranks = sorted(set(own)) or [file.config.get("r")]
+    if adapter.kind != "oft" and ranks[-1] != adapter.rank:
+        found = " to ".join(str(each) for each in dict.fromkeys((ranks[0], ranks[-1])))
+        raise file.error(f"is of rank {found}, but lora_rank = {adapter.rank}", f"set lora_rank={ranks[-1]}")
+    alpha = file.config.get("lora_alpha", file.config.get("alpha", adapter.alpha))
+    if file.is_uniform and len(ranks) == 1 and alpha != adapter.alpha:
+        shown = f"{alpha:g}" if isinstance(alpha, (int, float)) else str(alpha)[:40]
+        raise file.error(f"has alpha {shown}, but lora_alpha = {adapter.alpha:g}", f"set lora_alpha={shown}")
 
 
-def read_header(
-    path: Path, family: ModelFamily, setting: str = "lora_init"
-) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """Return the shapes of an adapter's tensors by our names, and its config.
-
-    The config is empty for a file without one, whose names may be those of any program. Raises EnvironmentNotReady for
-    a damaged file.
-    """
-    try:
-        check_regular(path)
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            config = json.loads((file.metadata() or {}).get(METADATA, "{}"))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise EnvironmentNotReady(f"{setting}: cannot read {path}: {without_errno(error)}", "copy it again") from None
-    prefix = f"{family.lora_prefix}."
-    known = config if isinstance(config, dict) and f"{prefix}r" in config else {}
-    own = {name.removeprefix(prefix): value for name, value in known.items()}
-    return {without_prefix(name, family): shape for name, shape in shapes.items()}, own
-
-
-def without_prefix(name: str, family: ModelFamily) -> str:
-    return name.removeprefix(PEFT_PREFIX).removeprefix(f"{family.lora_prefix}.")
+def tensors_of(file: LoraFile, family: ModelFamily) -> dict[str, Tensor]:
+    """Return a file's tensors by our names; those of a LoRA or DoRA at the scale that the run gives them."""
+    adapter = family.adapter
+    assert adapter is not None
+    if file.kind in ("lora", "dora"):
+        return read_layers(file, family, adapter.alpha / adapter.rank)
+    prefixes = (PEFT_PREFIX, f"{family.lora_prefix}.")
+    return {name.removeprefix(prefixes[0]).removeprefix(prefixes[1]): each for name, each in file.tensors.items()}
 
 
 def load_lora(path: Path, family: ModelFamily, tensors: Mapping[str, Tensor]) -> None:
-    """Copy a LoRA into an adapter's tensors, so that it computes what it did, whatever its scale and its program."""
-    adapter = family.adapter
-    assert adapter is not None
-    if read_header(path, family)[1]:
-        stored = {without_prefix(name, family): each for name, each in safetensors.torch.load_file(path).items()}
-    else:
-        stored, scale = read_foreign(path, family), adapter.alpha / adapter.rank
-        stored = {name: each / scale if name.endswith(".lora_B.weight") else each for name, each in stored.items()}
-    for name, tensor in tensors.items():
-        tensor.copy_(stored[name])
+    """Copy a LoRA into a new adapter's tensors, so that it computes what it did, whatever its scale and its program."""
+    stored = tensors_of(read_lora(path, f"{family.lora_prefix}.", "lora_init"), family)
+    for name, value in stored.items():
+        # A layer of a lower rank leaves the rest as it is in a new LoRA: random in lora_A, zero in lora_B.
+        tensors[name][tuple(map(slice, value.shape))].copy_(value)

@@ -33,6 +33,8 @@ class OriginalLayer:
 
     name: str
     parts: tuple[str, ...]
+    is_swapped: bool = False
+    """Says that its rows are shift and scale, where diffusers' AdaLayerNormContinuous has scale and shift."""
 
 
 def formats_of(model: Model) -> Mapping[str, str]:
@@ -65,8 +67,12 @@ def original_layer(family: ModelFamily, layer: str) -> OriginalLayer | None:
     """Return the layer of the original model that holds a layer of diffusers; None where its name is not known."""
     preset = preset_of(family.settings.model)
     number = re.search(r"\.(\d+)\.", layer)
-    if preset is None or number is None:  # outside of the blocks, originals have names and orders of their own
+    if preset is None:
         return None
+    if number is None:  # outside of the blocks, originals have names and orders of their own
+        return next(
+            (OriginalLayer(name, (layer,)) for name, parts in preset.lora_names.items() if layer in parts), None
+        )
     if family.settings.model.model_family == "sdxl":
         # sd-scripts has the original's U-Net for SDXL, and diffusers' for Stable Diffusion 1 and 2.
         return OriginalLayer(unet_name(layer, family.exported_config()), (layer,))
@@ -75,8 +81,15 @@ def original_layer(family: ModelFamily, layer: str) -> OriginalLayer | None:
     general = f"{layer[: number.start()]}.{{}}.{layer[number.end() :]}"
     for name, parts in preset.lora_names.items():
         if general in parts:
-            return OriginalLayer(name.format(number[1]), tuple(part.format(number[1]) for part in parts))
+            kind = type(family.meta_denoiser.get_submodule(layer.rpartition(".")[0])).__name__
+            own = tuple(part.format(number[1]) for part in parts)
+            return OriginalLayer(name.format(number[1]), own, kind == "AdaLayerNormContinuous")
     return None
+
+
+def with_scale_and_shift_swapped(up: Tensor) -> Tensor:
+    """Return `up` with the halves of its rows exchanged."""
+    return torch.cat(up.chunk(2)[::-1])
 
 
 def check_formats(family: ModelFamily) -> None:
@@ -136,6 +149,7 @@ def stacked(
             pair = (torch.zeros(adapter.rank, columns), torch.zeros(rows, adapter.rank))
         pairs.append(tuple(each.detach().to("cpu").contiguous() for each in pair))
     if len(pairs) == 1:
-        return pairs[0]
+        down, up = pairs[0]
+        return down, with_scale_and_shift_swapped(up) if layer.is_swapped else up
     # Exact: diffusers, sd-scripts and musubi-tuner know such a block diagonal, and take it apart again.
     return torch.cat([down for down, _ in pairs]), torch.block_diag(*(up for _, up in pairs))

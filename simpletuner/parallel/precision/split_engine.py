@@ -45,7 +45,8 @@ def groups_of_bytes(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[
             yield group
             group = {}
         group[name] = tensor
-    yield group
+    if group:
+        yield group
 
 
 class SplitEngine(TorchEngine):

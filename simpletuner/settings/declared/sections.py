@@ -87,7 +87,7 @@ class Lora(Section):
     lokr_factor: int = knob(-1, "Factors of lora_type=lokr: the size of the smaller one; -1: both near the root of a layer's width.", ge=-1)
     lora_dropout: float = knob(0.0, "Fraction of an adapter's input values that are zeroed in training.", ge=0, lt=1)
     lora_target_modules: str = knob("", "Comma-separated names, or ends of names, of the layers to adapt; empty: the attention projections that `simpletuner detect-blocks --lora` shows.")
-    lora_init: Path | None = knob(None, "A LoRA to train on: a .safetensors file of diffusers, ComfyUI or kohya's programs, or the folder of a pytorch_lora_weights.safetensors.")
+    lora_init: Path | None = knob(None, "A LoRA to train on: a .safetensors file of diffusers, ComfyUI or kohya's programs, or a folder of diffusers or peft.")
     assistant_lora: list[Path] = knob([], "A LoRA that is merged into the frozen base and not exported, such as one for training a distilled model; give it several times for several.")
     assistant_lora_strength: float = knob(1.0, "Scale of assistant_lora.")
     export_format: Annotated[str, AfterValidator(normalize_formats)] = knob("diffusers", "Programs to write a LoRA for, separated by commas: diffusers always, comfyui, kohya (sd-scripts, musubi-tuner).")

@@ -1,0 +1,149 @@
+"""The config of a LoRA: diffusers' metadata in its file, or peft's adapter_config.json beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
+from simpletuner.models.family.adapter import Adapter
+from simpletuner.models.family.adapter_types import peft_config
+from simpletuner.system.files.regular_files import check_regular
+
+METADATA = "lora_adapter_metadata"
+"""Diffusers' metadata key for the adapter's config, as JSON; its keys begin with the denoiser's name."""
+
+PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""Files of an adapter's folder as peft's `save_pretrained` writes it; the weights have no metadata."""
+
+KINDS = {"lora_magnitude_vector": "dora", ".hada_": "loha", ".lokr_": "lokr", ".oft_R": "oft"}
+"""Parts of the names in a file that tell its lora_type."""
+
+SCALING = {"r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern", "use_dora", "lora_bias"}
+"""Keys of peft's LoraConfig that `LoraFile.scale_of` and the tensors account for."""
+
+WITHOUT_EFFECT = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias"),
+    *("lora_dropout", "rank_dropout", "rank_dropout_scale", "module_dropout", "init_lora_weights", "init_weights"),
+    *("fan_in_fan_out", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config"),
+    *("lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
+}
+"""Keys of peft's configs that change nothing of what saved matrices compute: how they were found and trained."""
+
+KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Values of peft's init_lora_weights that leave the base model as it is. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA
+subtract the first matrices from its weights, so that what they save is no difference to the published ones."""
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """An adapter's tensors by the file's names, and its config: empty where a file has none."""
+
+    path: Path
+    setting: str
+    tensors: Mapping[str, Tensor]
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The lora_type of these tensors."""
+        return next((kind for part, kind in KINDS.items() if any(part in name for name in self.tensors)), "lora")
+
+    @property
+    def is_uniform(self) -> bool:
+        """Says whether the config gives all layers of one rank the scale lora_alpha / rank."""
+        return bool(self.config) and not (self.config.get("use_rslora") or self.config.get("alpha_pattern"))
+
+    def error(self, problem: str, hint: str = "take another LoRA") -> SettingsError:
+        return SettingsError(f"{self.setting}: {self.path} {problem}", hint)
+
+    def scale_of(self, layer: str, rank: int) -> float:
+        """Return the factor of a layer's product of matrices, as peft's `LoraLayer.update_layer` computes it.
+
+        Raises SettingsError for an alpha that is no number, or a pattern that is no regular expression.
+        """
+        if not self.config:
+            return 1.0
+        alpha = self.config.get("lora_alpha", 8)  # peft's default
+        for pattern, value in self.config.get("alpha_pattern", {}).items():
+            if self.matches(pattern, layer):
+                alpha = value
+                break
+        if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not math.isfinite(alpha):
+            raise self.error(f"has a lora_alpha that is no number: {str(alpha)[:40]}")
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def matches(self, pattern: str, layer: str) -> bool:
+        """Say whether a key of a pattern means a layer, as peft's `get_pattern_key` does."""
+        try:
+            # Repeated groups can take re minutes for names of 60 letters; peft writes none.
+            if re.search(r"\)\s*[*+{]", pattern):
+                raise self.error(f"has a key in alpha_pattern that repeats a group: {pattern[:40]}")
+            return re.match(rf"(.*\.)?({pattern})$", layer) is not None
+        except re.error:
+            raise self.error(f"has a key in alpha_pattern that is no regular expression: {pattern[:40]}") from None
+
+    def check_config(self, adapter: Adapter | None = None) -> None:
+        """Raise SettingsError for what the config says and is not computed here.
+
+        `adapter` is what is trained: a LoHa, LoKr or OFT must have its config; LoRAs have scales of their own.
+        """
+        if not self.config:
+            return
+        for key in ("alpha_pattern", "rank_pattern"):
+            if not isinstance(self.config.get(key, {}), dict):
+                raise self.error(f"has {key} that is no table: {self.config[key]!s:.40}")
+        start = self.config.get("init_lora_weights")
+        if start not in KEEPS_BASE:
+            hint = "let peft convert it: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            raise self.error(f"was made with init_lora_weights = {start!s:.40}, which changed its base model", hint)
+        if self.config.get("use_dora") and self.kind != "dora":
+            raise self.error("has use_dora, but no lora_magnitude_vector")
+        is_lora = adapter is None or adapter.kind in ("lora", "dora")
+        expected = peft_config("LORA", {}, ()) if is_lora else peft_config(*adapter.peft_arguments(), ())
+        own = {"r", "oft_block_size", "alpha", "decompose_factor"}  # shapes or `check_lora_init` tell them apart
+        defaults, known = expected.to_dict(), WITHOUT_EFFECT | (SCALING if is_lora else own)
+        for key, value in self.config.items():
+            # A key that this peft does not know is of a newer one: what is not set changes nothing.
+            if key not in known and value != defaults.get(key) and (key in defaults or value):
+                raise self.error(f"has {key[:40]} = {value!s:.40}, which {self.setting} does not read")
+
+
+def read_lora(path: Path, prefix: str, setting: str) -> LoraFile:
+    """Read a file of any program whole; `prefix` is the denoiser's name in diffusers' metadata.
+
+    Raises EnvironmentNotReady for a file that is damaged or without its config, SettingsError for values that are no
+    finite real numbers.
+    """
+    try:
+        check_regular(path)
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            written = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+        if not isinstance(written, dict):
+            raise ValueError(f"{METADATA} is no JSON object")
+        config = {key.removeprefix(prefix): each for key, each in written.items() if key.startswith(prefix)}
+        if not config and path.name == PEFT_WEIGHTS:
+            check_regular(path.parent / PEFT_CONFIG)
+            config = json.loads((path.parent / PEFT_CONFIG).read_text(encoding="utf-8"))
+            if not isinstance(config, dict):
+                raise ValueError(f"{PEFT_CONFIG} is no JSON object")
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        raise EnvironmentNotReady(f"{setting}: cannot read {path}: {without_errno(error)}", "copy it again") from None
+    found = LoraFile(path, setting, tensors, config)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() and (tensor.is_complex() or not name.endswith("alpha")):
+            raise found.error(f"has no real numbers in {name}: it is of {tensor.dtype}")
+        if not torch.isfinite(tensor.float()).all():
+            raise found.error(f"has NaN or infinite values in {name}")
+    return found
