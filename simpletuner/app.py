@@ -42,6 +42,7 @@ from simpletuner.errors import (
 )
 from simpletuner.report import Report
 from simpletuner.run_log import LOGGER, silence_torchao, stop_run_log
+from simpletuner.system.processes.console import lasting, open_standard_streams
 
 DEBUG = "SIMPLETUNER_DEBUG"
 """Set it, or pass --debug, to see the whole traceback of an error."""
@@ -142,6 +143,13 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
         os.environ[DEBUG] = "1"  # the ranks that this process starts inherit it
     debug = bool(os.environ.get(DEBUG))
     silence_torchao()
+    open_standard_streams()
+    with lasting("stderr"):  # messages; results on stdout may end a command, as `| head` does
+        run_safely(given, program, debug)
+
+
+def run_safely(given: Sequence[str], program: str, debug: bool) -> None:
+    """Run one command; print what it raises and exit with its code."""
     try:
         with explain_system_errors():
             arguments = [argument for argument in given if argument != "--debug"]

@@ -189,9 +189,12 @@ def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except (SimpleTunerError, BrokenPipeError):  # BrokenPipeError: the reader, such as `head`, has read enough
+    except SimpleTunerError:
         raise
     except Exception as error:
+        # Of a command's results: `head` has read enough. What a run prints raises none (system/processes/console.py).
+        if isinstance(error, BrokenPipeError) and folder is None:
+            raise
         if is_out_of_memory(error):
             raise out_of_memory() from error
         if isinstance(error, OSError):

@@ -83,8 +83,12 @@ class Report:
         sys.stdout.write(mask_credentials(json.dumps(value, indent=2)) + "\n")
 
     def text(self, text: str) -> None:
-        """Print text unchanged."""
-        sys.stdout.write(text)
+        """Print text unchanged: where the encoding of stdout lacks a character of a file, as UTF-8, which files are."""
+        if encodable(text, sys.stdout.encoding):
+            sys.stdout.write(text)
+        else:
+            sys.stdout.flush()
+            sys.stdout.buffer.write(text.encode(errors="backslashreplace"))
 
     def table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str] = ()) -> None:
         """Print rows as a table to stderr, below a blank line; without `columns`, as name and value pairs."""
@@ -146,6 +150,14 @@ class Report:
         """Return a context that shows what is running."""
         self.status.begin(name)
         return self.status.running()
+
+
+def encodable(text: str, encoding: str | None) -> bool:
+    try:
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def table_of(title: str, rows: Iterable[Sequence[object]], columns: Sequence[str]) -> Table:

@@ -18,6 +18,7 @@ from simpletuner.settings.declared.secret_names import mask_arguments
 from simpletuner.settings.declared.sections import Launch
 from simpletuner.system.files.paths import descriptor_of
 from simpletuner.system.importing import no_collection
+from simpletuner.system.processes.console import lasting
 
 DRY_RUN = typer.Option(False, "--dry_run", "--dry-run", help="Show what each machine would start, without starting it.")
 AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scripts.")
@@ -25,12 +26,11 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again to resume."""
-    from simpletuner.launch.plan import is_rank, prepare_rank
+    from simpletuner.launch.plan import is_rank
     from simpletuner.launch.started_tasks import rank_variables
     from simpletuner.launch.supervisor import launch_ranks
     from simpletuner.models.catalog.support import check_runnable
     from simpletuner.settings.resolving.sources import collect_sources
-    from simpletuner.system.processes.signals import exit_on_interrupt
     from simpletuner.tools.run_check import check_run, load_run
 
     loaded = load_run(collect_sources(flags, config, os.environ))
@@ -56,9 +56,17 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
         check_few_images(loaded.settings)
     launches = loaded.settings.launch.num_processes > 1 and not is_rank(os.environ)
     start_run_log(source_of(loaded.settings.launch, launches))
-    if launches:
-        launch_ranks(loaded, ["train", *as_arguments(flags, config)], loaded.settings.training.output_dir)
-        return
+    with lasting("stdout"):
+        if launches:
+            launch_ranks(loaded, ["train", *as_arguments(flags, config)], loaded.settings.training.output_dir)
+        else:
+            train_rank(loaded)
+
+
+def train_rank(loaded: Loaded) -> None:
+    from simpletuner.launch.plan import prepare_rank
+    from simpletuner.system.processes.signals import exit_on_interrupt
+
     prepare_rank(loaded, os.environ)
     read_checkpoint_ahead(loaded.settings)
     # torch is imported from here on: launchers and --dry_run answer without it.

@@ -105,6 +105,7 @@ class LauncherConnection:
             nothing_to_save = time.monotonic() - saved > ORPHAN_SECONDS
             hangs = self.activity.unsaved and self.activity.watched and idle > self.stall_seconds
             if nothing_to_save or hangs or waited > SAVE_SECONDS:
+                self.stop.before_exit("stopped without saving, since its launcher has died")
                 os._exit(128 + self.stop.signal_number)
 
 

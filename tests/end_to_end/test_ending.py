@@ -331,3 +331,19 @@ def test_a_loss_that_is_not_a_number_stops_with_step_and_samples(sdxl_flags, tra
     assert ended(tmp_path / "run")[0] == "failed" and ".png" in ended(tmp_path / "run")[1]
     for folder in list_checkpoints(tmp_path / "run" / "checkpoints"):
         assert load_checkpoint(folder).step < int(re.search(r"step (\d): loss is", run.said)[1])
+
+
+def test_ranks_and_launcher_outlive_who_read_what_they_print(sdxl_flags, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    output = tmp_path / "größe"
+    reading, writing = os.pipe()
+    flags = (*sdxl_flags, "--train_batch_size=2", "--num_processes=2", "--max_train_steps=3")
+    process = launched("simpletuner", output, *flags, log=writing)
+    os.close(writing)
+    assert os.read(reading, 1)
+    os.close(reading)  # as `head` does, or a log shipper that restarts
+    assert process.wait(PATIENCE) == 0
+    text, status = (output / "log.txt").read_text(), read_status(output / STATUS)
+    assert status is not None and status.state == "finished"
+    assert "stderr cannot be written (Broken pipe): the run goes on, and log.txt has all" in text
+    assert "training: 3/3" in text and list_checkpoints(output / "checkpoints")

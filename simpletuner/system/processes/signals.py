@@ -9,13 +9,12 @@ import ctypes
 import os
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from simpletuner.errors import Stopped
 from simpletuner.report import Report
@@ -64,8 +63,6 @@ class StopRequest:
 
     def receive(self, number: int) -> None:
         """Handle a signal: the first one requests a stop, a second one exits without saving."""
-        if number == signal.SIGHUP:
-            detach_closed_terminal()
         if not self.signal_number:
             self.requested_at, self.signal_number = time.monotonic(), number
             self.confirm(number)
@@ -155,8 +152,7 @@ def handle_stop_signals(unsaved: Callable[[], int] | None = None) -> Iterator[St
     os.register_at_fork(after_in_child=restore_in_child)
     thread.start()
     try:
-        with tolerate_closed_terminal():
-            yield request
+        yield request
     finally:
         restore()
         writing.close()  # ends the thread
@@ -170,46 +166,6 @@ def dispatch_signals(reading: socket.socket, request: StopRequest, numbers: Sequ
             for number in received:
                 if number in numbers:
                     request.receive(number)
-
-
-class ClosableStream:
-    """A terminal stream that drops its output once the terminal is closed, so that the process can still save."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            return self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self.stream.flush()
-
-
-@contextmanager
-def tolerate_closed_terminal() -> Iterator[None]:
-    """Keep running when the terminal is closed: writes to it start to fail shortly before SIGHUP arrives."""
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (ClosableStream(stream) if stream.isatty() else stream for stream in streams)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = streams
-
-
-def detach_closed_terminal() -> None:
-    """Redirect stdout and stderr to /dev/null where their terminal has been closed."""
-    for descriptor in (1, 2):
-        with suppress(OSError):
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, descriptor)
-                os.close(null)
 
 
 # Linux: send this process a signal when its parent dies; see `man 2 prctl`.
