@@ -139,7 +139,7 @@ def differing(first: dict[str, Any], other: dict[str, Any], names: tuple[str, st
 
 
 def check_local_ranks(infos: Sequence[NodeInfo], rank: int, environment: Mapping[str, str]) -> None:
-    """Refuse several ranks on one machine without LOCAL_RANK: all would use GPU 0. `infos` are those of all ranks.
+    """Refuse several ranks on one machine without LOCAL_RANK: each would list the images. `infos` are those of all.
 
     Raises SettingsError.
     """
@@ -148,7 +148,8 @@ def check_local_ranks(infos: Sequence[NodeInfo], rank: int, environment: Mapping
     beside = [number for number, info in enumerate(infos) if info.boot and info.boot == infos[rank].boot]
     if len(beside) > 1:
         raise SettingsError(
-            f"ranks {', '.join(map(str, beside))} run on {infos[rank].host} without LOCAL_RANK: all would use GPU 0",
+            f"ranks {', '.join(map(str, beside))} run on {infos[rank].host} without LOCAL_RANK, which says "
+            "which of them does what one rank of a machine does for all",
             "set LOCAL_RANK from 0 on each machine (0 for all where each sees a GPU of its own), or let torchrun do so",
         )
 

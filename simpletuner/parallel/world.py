@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from simpletuner.errors import EnvironmentNotReady, ExitCode, SimpleTunerError, Stopped, TrainingError
 from simpletuner.launch.launcher_connection import LauncherConnection
+from simpletuner.parallel.cards import agree_on_devices, view_of_rank
 from simpletuner.private_api import of_torch
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import StopRequest
@@ -176,22 +176,26 @@ def joined_world(
 ) -> Iterator[World]:
     """Join the ranks that the launcher started, or be a world of one; leave at the end. Collective.
 
-    Raises EnvironmentNotReady when the others cannot be joined; a signal meanwhile ends the process.
+    Raises EnvironmentNotReady when the others cannot be joined, or where ranks would share a GPU; a signal meanwhile
+    ends the process.
     """
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank = int(environment.get("LOCAL_RANK", 0))
-    device = device_of(local_rank, use_cpu)
+    view = view_of_rank(local_rank, use_cpu)
     # Both: texts and counts travel by gloo, so that waiting for them is not waiting for the GPU.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if view.cards else "gloo"
 
-    def join() -> dist.Store:
+    def join() -> tuple[dist.Store, torch.device]:
         store = open_store(environment, rank, size) if size > 1 else dist.HashStore()
+        device = agree_on_devices(store, rank, size, view)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         torch_store = dist.PrefixStore("torch", store)
         dist.init_process_group(backend, store=torch_store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
         of_torch.set_cpu_timeout(DISK_TIMEOUT)
-        return store
+        return store, device
 
-    store = join() if size == 1 else joined(join, rank, stop or StopRequest())
+    store, device = join() if size == 1 else joined(join, rank, stop or StopRequest())
     try:
         machine = int(environment.get("GROUP_RANK", 0))
         shared = dist.PrefixStore("simpletuner", store)
@@ -206,14 +210,17 @@ def joined_world(
     dist.destroy_process_group()
 
 
-def joined(join: Callable[[], dist.Store], rank: int, stop: StopRequest) -> dist.Store:
-    """Return the store once all have joined. torch blocks where no signal reaches Python, so a thread joins."""
-    results: list[dist.Store | Exception] = []
+def joined(
+    join: Callable[[], tuple[dist.Store, torch.device]], rank: int, stop: StopRequest
+) -> tuple[dist.Store, torch.device]:
+    """Return what `join` does once all have joined. torch blocks where no signal reaches Python, so a thread joins."""
+    results: list[tuple[dist.Store, torch.device] | Exception] = []
 
     def attempt() -> None:
         try:
             results.append(join())
-        except (RuntimeError, ValueError, OSError) as error:  # gloo, NCCL and the store raise these
+        # gloo, NCCL and the store raise these; what another writes into the store need not be what ranks do
+        except (SimpleTunerError, RuntimeError, ValueError, OSError, KeyError, TypeError, IndexError) as error:
             results.append(error)
 
     thread = threading.Thread(target=attempt, name="joining", daemon=True)
@@ -222,9 +229,14 @@ def joined(join: Callable[[], dist.Store], rank: int, stop: StopRequest) -> dist
         if stop.signal_number:
             stop.exit_now(stop.signal_number)  # nothing is lost, and the thread cannot be ended
         thread.join(0.05)
-    if results and isinstance(results[0], dist.Store):
+    if results and isinstance(results[0], tuple):
+        # Of the calling thread, too: CUDA's current device is each thread's own.
+        if results[0][1].type == "cuda":
+            torch.cuda.set_device(results[0][1])
         return results[0]
-    reason = str(results[0]).splitlines()[0] if results else "see above"
+    if results and isinstance(results[0], SimpleTunerError):  # all ranks have the same
+        raise results[0] if rank == 0 else SystemExit(int(results[0].exit_code))
+    reason = (str(results[0]).splitlines() or [type(results[0]).__name__])[0] if results else "see above"
     raise EnvironmentNotReady(
         f"rank {rank} cannot join the other ranks: {reason}",
         "look at the output of the other ranks, and at the network",
@@ -239,47 +251,6 @@ def abort(device: torch.device) -> None:
     thread = threading.Thread(target=of_torch.abort_communicators, name="abort", daemon=True)
     thread.start()
     thread.join(ABORT_SECONDS)
-
-
-DEVICES = Path("/dev")
-
-
-def check_no_gpu_is_lost(devices: Path) -> None:
-    """Raise EnvironmentNotReady on a machine with a GPU that torch cannot use: it would train for days on the CPU."""
-    # Not nvidia0 alone: a container that is given the fourth GPU has nvidia3.
-    for device_file in sorted(devices.glob("nvidia[0-9]*"))[:1]:
-        build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
-        raise EnvironmentNotReady(
-            f"this machine has a GPU ({device_file}), but torch {torch.__version__}, which {build}, cannot use it",
-            "`nvidia-smi` shows whether the driver works and which CUDA it supports; --use_cpu trains on the CPU",
-        )
-
-
-def device_of(local_rank: int, use_cpu: bool = False, devices: Path = DEVICES) -> torch.device:
-    """Return this rank's GPU, or the CPU on a machine without.
-
-    Raises EnvironmentNotReady if there are too few GPUs, or if torch cannot use them.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    if use_cpu or not torch.cuda.is_available():
-        if not use_cpu and visible not in ("", "-1"):  # both are ways to hide all GPUs
-            check_no_gpu_is_lost(devices)
-        return torch.device("cpu")
-    device = gpu_of(local_rank, torch.cuda.device_count(), visible, os.environ)
-    torch.cuda.set_device(device)
-    return device
-
-
-def gpu_of(local_rank: int, count: int, visible: str, environment: Mapping[str, str]) -> torch.device:
-    """Return the GPU of a rank that sees so many of them, named `visible`. Raises EnvironmentNotReady without."""
-    if local_rank < count:
-        return torch.device("cuda", local_rank)
-    if count == 1 and "SLURM_GPUS_PER_TASK" in environment:
-        return torch.device("cuda", 0)  # each task sees a GPU of its own, by the same number
-    hint = f"lower num_processes to {count}"
-    if "MIG" in visible:
-        hint += ": CUDA shows one MIG slice to a process, so that several ranks need several GPUs without MIG"
-    raise EnvironmentNotReady(f"rank {local_rank} of this machine has no GPU: there are {count}", hint)
 
 
 def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Store:
