@@ -78,9 +78,15 @@ def dataset_check(
     data = loaded.settings.data
     if data.instance_data_dir is None and data.data_backend_config is None:
         raise SettingsError("no dataset is given", "set --instance_data_dir or --data_backend_config")
+    from simpletuner.data.config.datasets import load_datasets
+    from simpletuner.tools.run_check import warnings_about_data
+
     # Before the import below: huggingface_hub reads HF_HOME and HF_HUB_OFFLINE once, when it is imported.
     loaded.pass_on_variables(os.environ)
     report = Report()
+    report.warn_all(
+        [*loaded.warnings, *warnings_about_data(loaded, load_datasets(data, loaded.settings.model.model_type)[0])]
+    )
     with followed(listing, report) if listing else nullcontext():
         with no_collection():
             from simpletuner.tools.dataset.check import CheckOptions, check_datasets

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,8 @@ from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.errors import InvalidSettings, shorten
 from simpletuner.settings.files.raw_values import Source
 from simpletuner.settings.resolving.loading import resolve
-from simpletuner.settings.resolving.places import naming_places
+from simpletuner.settings.resolving.places import naming_places, with_places
+from simpletuner.settings.rules.effects import without_effect
 from simpletuner.settings.values.trackers import check_installed
 from simpletuner.system.files.paths import shown_path
 
@@ -57,7 +58,7 @@ def errors_around(error: InvalidSettings) -> list[SettingsError]:
 
 def check_run(loaded: Loaded) -> Loaded:
     """Return the settings with all warnings about them. Raises SimpleTunerError for what stops the run."""
-    from simpletuner.data.config.datasets import load_datasets, unused_keys
+    from simpletuner.data.config.datasets import load_datasets
     from simpletuner.deepspeed.requirements import check_settings
     from simpletuner.launch.plan import visible_gpus
     from simpletuner.models.catalog.parameter_count import parameters_of
@@ -76,12 +77,21 @@ def check_run(loaded: Loaded) -> Loaded:
     check_named_files(loaded)
     counted = parameters_of(settings.model)
     with naming_places(loaded.origins, "offload_param_path"):
-        warnings = (*unused_keys(settings.data), *check_settings(settings, counted and counted[0]))
+        warnings = (*warnings_about_data(loaded, datasets), *check_settings(settings, counted and counted[0]))
     with naming_places(loaded.origins, "data_backend_config", "instance_data_dir"):
         check_clips(settings, datasets)
         check_image_folders(datasets, settings.data.data_backend_config)
         check_buckets([*datasets, *texts, *(each.latents_bucket for each in datasets)])
     return replace(loaded, warnings=(*loaded.warnings, *warnings))
+
+
+def warnings_about_data(loaded: Loaded, datasets: Sequence[ImageDataset]) -> Iterator[str]:
+    """Yield a sentence for each setting, and each key of the dataset file, that has no effect with these datasets."""
+    from simpletuner.data.config.datasets import data_facts, unused_keys
+
+    yield from unused_keys(loaded.settings.data, loaded.origins.keys())
+    for rule in without_effect(loaded.settings, loaded.origins, data_facts(datasets)):
+        yield str(with_places(rule, loaded.origins))
 
 
 def check_named_files(loaded: Loaded) -> None:

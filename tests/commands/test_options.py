@@ -128,7 +128,7 @@ def test_of_two_values_the_last_one_counts_and_is_named(arguments, said):
 
 
 def test_the_command_line_says_which_of_two_values_it_takes(capsys, monkeypatch):
-    twice = ["config", "show", "--json", "--seed=1", "--ema_decay=0.9", "--seed=2"]
+    twice = ["config", "show", "--json", "--seed=1", "--learning_rate=0.9", "--seed=2"]
     for variables, said in (({}, "warning: --seed is given twice: '2' counts, not '1'\n"), ({"RANK": "1"}, "")):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

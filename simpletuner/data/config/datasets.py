@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from simpletuner.settings.declared.knob import Section
 from simpletuner.settings.declared.sections import Data, DatasetSettings
 from simpletuner.settings.foreign.key_table import Keeps, KeyTable, Refuses, Rule, interpret, put
 from simpletuner.settings.foreign.original.names import is_off, zero_as
+from simpletuner.settings.rules.effects import has_effect, why_without_effect
 from simpletuner.settings.values.spelling import choices_of, normalize_name, normalize_value
 from simpletuner.system.files.paths import shown_path
 
@@ -86,11 +88,40 @@ def default_texts(data: Data) -> TextEmbeds:
     return TextEmbeds(id="text", dataset_type="text_embeds", cache_dir=folder, **compression(data))
 
 
-def unused_keys(data: Data) -> list[str]:
-    """Return a sentence for each key of the dataset file that has no effect, and that may be missed."""
-    found = parse_file(data.data_backend_config, data).unused if data.data_backend_config else {}
-    more = {key: f" and {len(places) - 1} more" if len(places) > 1 else "" for key, places in found.items()}
-    return [f"{key} ({places[0]}{more[key]})" for key, places in found.items()]
+def unused_keys(data: Data, given: Collection[str] = ()) -> list[str]:
+    """Return a sentence for each key of the dataset file that has no effect, and that may be missed; and for each of
+    the settings `given` that no dataset of the file takes up."""
+    if data.data_backend_config is None:
+        return []
+    parsed = parse_file(data.data_backend_config, data)
+    more = {key: f" and {len(places) - 1} more" if len(places) > 1 else "" for key, places in parsed.unused.items()}
+    keys = [f"{key} ({places[0]}{more[key]})" for key, places in parsed.unused.items()]
+    return [*keys, *unused_defaults(parsed, data, given)]
+
+
+def unused_defaults(parsed: DatasetFile, data: Data, given: Collection[str]) -> Iterator[str]:
+    """Yield a sentence for each setting that is a default of datasets, all of which have a key of their own for it, or
+    for which it is without effect."""
+    entries = [(each, entry) for each, entry in parsed.datasets if isinstance(each, ImageDataset)]
+    for name, declared in DatasetSettings.model_fields.items():
+        if name in given and getattr(data, name) != declared.default and entries:
+            taking = [each for each, entry in entries if name not in entry.names.values()]
+            if not taking:
+                yield f"{name} has no effect: each dataset of {shown_path(entries[0][1].file)} has its own"
+            elif not any(has_effect(name, partial(getattr, each)) for each in taking):
+                why = why_without_effect(name, partial(getattr, taking[0]))
+                yield f"{name} = {shorten(getattr(data, name))} {why}, in {shown_path(entries[0][1].file)}"
+
+
+def data_facts(datasets: Iterable[ImageDataset]) -> dict[str, bool]:
+    """Return what only the datasets can tell of conditions under which settings have an effect."""
+    datasets = list(datasets)
+    conditioning = [each for dataset in datasets for each in dataset.conditioning]
+    return {
+        "references": any(each.are_references for each in conditioning),
+        "masks": any(each.are_masks for each in conditioning),
+        "eval_dataset": any(each.dataset_type == "eval" for each in datasets),
+    }
 
 
 @dataclass
@@ -214,7 +245,20 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
         parsed.refused.add(str(entry.value("id")))
     else:
         parsed.datasets.append((dataset, entry))
+        if isinstance(dataset, ImageDataset) and not dataset.are_masks:
+            note_without_effect(dataset, values, entry, parsed)
     parsed.mistakes += mistakes
+
+
+def note_without_effect(
+    dataset: ImageDataset, values: Mapping[str, Any], entry: DatasetEntry, parsed: DatasetFile
+) -> None:
+    """Add each key of an entry that has no effect beside the others."""
+    lookup = partial(getattr, dataset)
+    for key in DatasetSettings.model_fields.keys() & values.keys():
+        if (value := lookup(key)) != DatasetSettings.model_fields[key].default and not has_effect(key, lookup):
+            sentence = f"{key} = {shorten(value)} {why_without_effect(key, lookup)}"
+            parsed.unused.setdefault(sentence, []).append(entry.place())
 
 
 def fields_with_blocks(kind: type[Section]) -> dict[str, FieldInfo]:

@@ -18,6 +18,8 @@ from simpletuner.data.samples.formats_read import formats_read, frames_hint
 from simpletuner.data.samples.samples import DatasetSamples, Sample, Samples
 from simpletuner.data.samples.sizes import Sizes
 from simpletuner.data.scan.captions import captions_of
+from simpletuner.data.scan.scan import Scan
+from simpletuner.data.storage.storage import CAPTION_SUFFIX
 from simpletuner.system.numbers import count_noun
 
 # Enlarging up to this factor is what rounding to buckets does, and is not mentioned.
@@ -45,11 +47,24 @@ def dataset_warnings(found: Discovery, alignment_px: int) -> Iterator[str]:
     for part in found.samples.parts:
         if remark := found.caption_lines[part.dataset.id].remark(part.dataset):
             yield remark
+    yield from filter(None, map(unused_captions, found.scans))
     yield from warn_enlarged(found.samples)
     yield from warn_extreme_aspect(found.samples)
     for part in found.samples.parts:
         yield from warn_other_area(part, alignment_px)
     yield from warn_long_captions(found.samples)
+
+
+def unused_captions(scan: Scan) -> str:
+    """Return a sentence about the caption files of a dataset that takes captions from elsewhere; empty without any."""
+    dataset, count = scan.dataset, scan.others.unused_captions
+    if not count or dataset.dataset_type == "conditioning":
+        return ""
+    taken = "words of its name" if dataset.caption_strategy == "filename" else f"the phrase {dataset.instance_prompt!r}"
+    return (
+        f"{count_noun(count, 'image')} with a {CAPTION_SUFFIX} file that is not used: with caption_strategy = "
+        f"{dataset.caption_strategy} each image has {taken}; textfile reads the files"
+    )
 
 
 def warn_not_read(found: Discovery) -> Iterator[str]:

@@ -49,6 +49,8 @@ class OtherFiles:
     unmatched_rows: int = field(default=0, compare=False)
     """Number of its rows without an image."""
     first_unmatched: str = field(default="", compare=False)
+    unused_captions: int = 0
+    """Number of images with a caption file beside them that caption_strategy passes over."""
 
     def note(self, files: Sequence[StoredFile], storage: Storage) -> None:
         """Count files that are not read."""
@@ -71,7 +73,9 @@ class FileList:
 
 def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None]) -> FileList:
     """List the images of a dataset, and where its captions are files, those. Raises DataError for a missing folder."""
-    own = {CAPTION_SUFFIX} if dataset.caption_strategy == "textfile" else frozenset()
+    reads_captions = dataset.caption_strategy == "textfile"
+    # Where they are not read, they are counted: whoever wrote them expects them to be used.
+    own = {CAPTION_SUFFIX} if dataset.caption_strategy in ("textfile", "instanceprompt", "filename") else frozenset()
     videos = (VIDEO_SUFFIXES, UNREAD_BESIDE_VIDEOS)
     read, unread = videos if dataset.clips else (read_suffixes(), unread_suffixes())
     try:
@@ -96,6 +100,9 @@ def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None
     others.written += map(storage.describe, listing.left_out)
     listed, texts = (pa.Table.from_batches(batches, FILE) for batches in (images, captions))
     versions = others.table if table and table.with_own_columns().gives_sizes else ""
+    if not reads_captions:
+        beside = with_caption_versions(listed, texts, "")[CAPTION_VERSION]
+        others.unused_captions, texts = pc.sum(pc.not_equal(beside, "")).as_py() or 0, texts.slice(0, 0)
     return FileList(with_caption_versions(listed, texts, versions), others, listing.folders)
 
 

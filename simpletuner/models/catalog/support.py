@@ -59,6 +59,7 @@ SCOPES = {
     "flow_sigmoid_scale": Scope(is_flow, "flow matching"),
     "flow_use_uniform_schedule": Scope(is_flow, "flow matching"),
     "flux_guidance_value": Scope(lambda preset: preset.embeds_guidance, "models that embed the guidance scale"),
+    "framerate": Scope(lambda preset: preset.frame_step > 0, "models that generate clips"),
     "tokenizer_max_length": Scope(lambda preset: not preset.fixed_prompt_length, "text encoders of variable length"),
 }
 """The settings that do not have an effect in every family."""

@@ -30,14 +30,16 @@ from simpletuner.settings.files.file_entries import TOO_DEEP, check_depth, reaso
 from simpletuner.settings.files.formats import read_text
 from simpletuner.settings.files.raw_values import Origin, RawValue, Source
 from simpletuner.settings.foreign.accelerate.messages import missing_ranks
+from simpletuner.settings.foreign.other_programs import meaning_of
 from simpletuner.settings.foreign.recognition import answer_for, import_hint, is_value_of_original, names_of_original
 from simpletuner.settings.resolving.deepspeed_source import apply_deepspeed_config
 from simpletuner.settings.resolving.global_batch import apply_global_batch_size
 from simpletuner.settings.resolving.output_address import apply_output_address
 from simpletuner.settings.resolving.places import with_places
 from simpletuner.settings.resolving.sources import RANKS, MergedValues, collect_sources
+from simpletuner.settings.rules.effects import without_effect
 from simpletuner.settings.rules.rules import find_contradictions, find_missing, normalize, warnings_about
-from simpletuner.settings.values.spelling import OTHER_NAMES, WORDS_FOR_NOTHING, normalize_name
+from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, normalize_name
 from simpletuner.system.files.paths import expand_path
 
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
@@ -105,7 +107,10 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     if mistakes:
         raise InvalidSettings(settings, invalid, origins, mistakes, hint_for_values(sources, invalid))
     # Before normalize(), which resets what some of these warnings are about.
-    about = [str(with_places(warning, origins)) for warning in warnings_about(settings)]
+    about = [
+        str(with_places(warning, origins))
+        for warning in (*warnings_about(settings), *without_effect(settings, origins))
+    ]
     settings, reasons = normalize(settings)
     # A setting that a rule reset keeps its origin, with the reason that `config show` prints.
     changed = {name: replace(origins.get(name, NO_ORIGIN), reason=why) for name, why in reasons.items()}
@@ -181,15 +186,9 @@ def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
         return Mistake(given.name, "is neither a flag nor the value of one", given.place, hint=flag_for(given.name))
     is_variable = re.search(r"\.env:\d+$", given.place, re.IGNORECASE)
     otherwise = "set it in the shell if it is a variable of another program" if is_variable else ""
-    like = answer_for(plain_name(given.name))
-    if not like and may_guess:
-        like = did_you_mean(name_elsewhere(given.name) or given.name, setting_fields())
+    name = plain_name(given.name)
+    like = answer_for(name) or meaning_of(name) or (did_you_mean(given.name, setting_fields()) if may_guess else "")
     return Mistake(given.name, UNKNOWN, given.place, hint=like or otherwise)
-
-
-def name_elsewhere(name: str) -> str:
-    """Return the setting that other tools call by a name; empty for a name that is not known."""
-    return next((ours for ours, theirs in OTHER_NAMES.items() if plain_name(name) in theirs.split()), "")
 
 
 def flag_for(word: str) -> str:

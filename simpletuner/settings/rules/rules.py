@@ -7,7 +7,7 @@ from typing import Any
 
 from simpletuner.errors import BrokenRule
 from simpletuner.settings.declared.errors import broken
-from simpletuner.settings.declared.sections import Lora, Model, Settings
+from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.foreign.deepspeed.config import extra_deepspeed_settings
 from simpletuner.settings.foreign.original.families import FAMILY_NAMES
 from simpletuner.settings.rules.engine_rules import (
@@ -77,7 +77,7 @@ def name_here(model: Model) -> str:
 
 
 def warnings_about(settings: Settings) -> Iterator[BrokenRule]:
-    """Yield one sentence for each choice that is accepted, but deprecated or without effect."""
+    """Yield one sentence for each choice that is accepted, but deprecated or costly."""
     parallel = settings.parallel
     if other := name_here(settings.model):
         yield broken(f"model_family={settings.model.model_family} is called {other} here", "model_family")
@@ -92,15 +92,7 @@ def warnings_about(settings: Settings) -> Iterator[BrokenRule]:
     if settings.optimizer.optimizer == "prodigy" and (rate := settings.optimizer.learning_rate) < 0.1:
         message = f"optimizer = prodigy multiplies the rate that it finds by learning_rate = {rate}: 1 is usual"
         yield broken(message, "learning_rate", "optimizer")
-    yield from lora_without_effect(settings)
     yield from bf16_accumulation(settings)
-
-
-def lora_without_effect(settings: Settings) -> Iterator[BrokenRule]:
-    if settings.model.model_type == "full":
-        for name in Lora.model_fields:
-            if (value := getattr(settings.lora, name)) != Lora.model_fields[name].default:
-                yield broken(f"{name} = {value} has no effect with model_type=full: it is for LoRA", name)
 
 
 def bf16_accumulation(settings: Settings) -> Iterator[BrokenRule]:

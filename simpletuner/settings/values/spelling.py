@@ -49,23 +49,6 @@ SYNONYMS: dict[str, dict[str, str]] = {
     "resume_from_checkpoint": {"latest": "latest", "none": "none"},
 }
 
-OTHER_NAMES = {
-    "output_dir": "path folder dir output",
-    "instance_data_dir": "images image_dir data_dir train_data_dir",
-    "pretrained_model_name_or_path": "model model_path base_model",
-    "learning_rate": "lr",
-    "lr_warmup_steps": "warmup_steps warmup",
-    "train_batch_size": "batch_size bs per_device_train_batch_size",
-    "max_train_steps": "steps max_steps",
-    "num_train_epochs": "epochs num_epochs max_train_epochs",
-    "num_processes": "gpus num_gpus nproc_per_node",
-    "mixed_precision": "dtype precision",
-    "validation_prompt": "prompt prompts",
-    "lora_rank": "rank network_dim",
-    "lora_alpha": "alpha network_alpha",
-}
-"""Words that people type for a setting with another name; they are not accepted, but answered with ours."""
-
 
 def choices_of(annotation: Any) -> tuple[Any, ...]:
     """The accepted values of a Literal annotation, looking through Optional; empty for other types."""

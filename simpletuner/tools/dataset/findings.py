@@ -16,7 +16,13 @@ import pyarrow.compute as pc
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.samples.caption_lines import one_text_files
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED
-from simpletuner.data.samples.dataset_warnings import EXTREME_ASPECT, enlargements, extremeness, formats_of
+from simpletuner.data.samples.dataset_warnings import (
+    EXTREME_ASPECT,
+    enlargements,
+    extremeness,
+    formats_of,
+    unused_captions,
+)
 from simpletuner.data.samples.discovery import Discovery
 from simpletuner.data.samples.samples import DatasetSamples
 from simpletuner.data.samples.sizes import Sizes
@@ -160,6 +166,8 @@ def findings_on_captions(found: Discovery) -> Iterator[DatasetFinding]:
     if remark := lines.remark(dataset):
         texts = dict(zip(*(column.to_pylist() for column in one_text_files(scan.table).columns), strict=True))
         yield DatasetFinding("captions", "several lines", lines.texts, remark, texts)
+    if unused := unused_captions(scan):
+        yield DatasetFinding("captions", "not used", scan.others.unused_captions, unused)
     unreadable = found.unreadable_captions[dataset.id]
     sentence = "{} that cannot be read as text: --caption_encoding names their encoding"
     yield from finding("captions", "encoding", sentence, unreadable, True, "caption file")

@@ -164,7 +164,7 @@ def test_a_run_refuses_a_file_of_the_original_in_one_sentence(tmp_path):
 def test_settings_of_lora_have_no_effect_on_a_full_run(tmp_path):
     [warning] = load_file(tmp_path, {"lora_rank": 8}).warnings
     place = f"[lora_rank: {tmp_path}/c.json:2]"
-    assert warning == f"lora_rank = 8 has no effect with model_type=full: it is for LoRA {place}"
+    assert warning == f"lora_rank = 8 has no effect with model_type = full: it is for model_type = lora {place}"
 
 
 def test_values_of_the_originals_alone_lead_to_the_import_and_typos_do_not(tmp_path):

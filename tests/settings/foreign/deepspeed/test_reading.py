@@ -210,10 +210,10 @@ def test_what_a_schedule_says_beyond_ours_is_a_warning():
 )
 def test_a_schedule_that_deepspeed_is_given_means_ours(name, warm_up, total, end):
     flags = {"lr_scheduler": name, "lr_warmup_steps": warm_up, "max_train_steps": total, "lr_end": end}
-    settings = load({"zero_stage": 1, **flags}, complete=False, environment=NOWHERE).settings
-    again = read(deepspeed_config(settings, 1), **flags)
-    assert again.settings == settings
-    assert again.warnings == ()
+    loaded = load({"zero_stage": 1, **flags}, complete=False, environment=NOWHERE)
+    again = read(deepspeed_config(loaded.settings, 1), **flags)
+    assert again.settings == loaded.settings
+    assert again.warnings == loaded.warnings
 
 
 def test_a_larger_tensor_gets_a_larger_buffer():
