@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,23 +18,22 @@ from simpletuner.models.folder.diffusers_io import libraries_silenced
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import joined_world
 from simpletuner.report import Report
-from simpletuner.settings import Settings
-from simpletuner.settings.declared.sections import setting_fields
-from simpletuner.settings.files.raw_values import RawValue, Source
-from simpletuner.settings.resolving.loading import resolve
 from simpletuner.system.processes.signals import StopRequest
+from simpletuner.tools.recorded_settings import recorded_settings
 from simpletuner.training.run_folder.output_dir import EXPORTS
 from simpletuner.training.run_folder.resuming import check_fits
-from simpletuner.training.run_folder.settings_record import SETTINGS, read_settings
 
 
-def export_checkpoint(output: Path, name: str, target: Path | None, average: bool, report: Report) -> Path:
+def export_checkpoint(
+    output: Path, name: str, target: Path | None, average: bool, named: Mapping[str, str], report: Report
+) -> Path:
     """Verify a checkpoint of a run, write its pipeline or LoRA, without a model card, and return the folder.
 
-    An empty name means the newest; `average` takes the EMA. Raises SettingsError where there is no such checkpoint, or
-    it has no EMA, EnvironmentNotReady where it is damaged or not of the base model that its run names.
+    An empty name means the newest; `average` takes the EMA; `named` as in `recorded_settings`. Raises SettingsError
+    where there is no such checkpoint, or it has no EMA, EnvironmentNotReady where it is damaged or not of the base
+    model that its run names.
     """
-    settings, checkpoint = recorded_settings(output), find_checkpoint(output, name)
+    settings, checkpoint = recorded_settings(output, named), find_checkpoint(output, name)
     if average and checkpoint.state["ema_updates"] is None:
         raise SettingsError(f"{checkpoint.folder} has no EMA", "export the trained weights, without --ema")
     kind = EXPORTS[settings.model.model_type] + ("-ema" if average else "")
@@ -57,17 +57,6 @@ def export_checkpoint(output: Path, name: str, target: Path | None, average: boo
 
 def without_card(folder: Path) -> None:
     """Write no model card: it would say what the whole run was."""
-
-
-def recorded_settings(output: Path) -> Settings:
-    """Return the settings of a run's last start, with its folder as it is called now."""
-    recorded = read_settings(output / SETTINGS)
-    if recorded is None:
-        raise SettingsError(f"{output} has no readable {SETTINGS}", "name the output folder of a run that has trained")
-    known = setting_fields().keys() & recorded.keys()  # another version may have had others
-    values = [RawValue(name, recorded[name], f"{output / SETTINGS}") for name in sorted(known - {"output_dir"})]
-    values.append(RawValue("output_dir", str(output), "command line"))
-    return resolve([Source(SETTINGS, values)], complete=False).settings
 
 
 def find_checkpoint(output: Path, name: str) -> Checkpoint:

@@ -16,7 +16,9 @@ from pydantic import ValidationError
 
 from simpletuner.errors import SettingsError
 from simpletuner.page.folders import Folders
+from simpletuner.page.runs.folder import is_of_run
 from simpletuner.settings import Loaded
+from simpletuner.settings.declared.errors import shorten
 from simpletuner.settings.declared.knob import kind_of
 from simpletuner.settings.declared.secret_names import is_secret
 from simpletuner.settings.declared.sections import setting_fields
@@ -53,8 +55,11 @@ class Document:
 
     @classmethod
     def read(cls, folders: Folders, name: str, typed: Mapping[str, str] | None = None) -> Document:
-        """Raises SettingsError for a file outside the folders, or one that does not parse."""
+        """Raises SettingsError for a file that is outside the folders or in that of a run, or that does not parse."""
         path = folders.resolve(name)
+        if is_of_run(folders, path):
+            hint = "copy it to where your own files are"
+            raise SettingsError(f"{shorten(name)} is in the folder of a run, which may be somebody else's", hint)
         return cls(Path(folders.shown(path)), text_of(path), typed or {})
 
     @property

@@ -48,7 +48,9 @@ def export(request: Request) -> Response:
     """Write the pipeline or LoRA of a checkpoint beside that of the run, in a process of its own, and say where."""
     run = open_run(folders_of(request), field(request, "run"))
     name = named_checkpoint(run, field(request, "name")).row.name
-    command = ["runs", "export", str(run.path), f"--checkpoint={name}"]
+    base = field(request, "base")  # as the user was shown it, and agreed
+    named = [f"--pretrained_model_name_or_path={base}"] if base else []
+    command = ["runs", "export", str(run.path), f"--checkpoint={name}", *named]
     with request.app.state.detecting:  # each such process takes gigabytes and all cores
         try:
             done = subprocess.run(

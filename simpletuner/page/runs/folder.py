@@ -69,6 +69,12 @@ def open_run(folders: Folders, name: str) -> RunFolder:
     return run
 
 
+def is_of_run(folders: Folders, path: Path) -> bool:
+    """Return whether a file is in the folder of a run, other than the page's own folders."""
+    below = (folder for folder in path.parents if any(root in folder.parents for root in folders.roots))
+    return any(is_run(folder) for folder in below)
+
+
 def check_run(path: Path) -> None:
     """Raise SettingsError for a folder in which nothing has run, or that is not there."""
     if not is_run(path):

@@ -65,7 +65,7 @@ def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) ->
             partial(draw, watched, list(runs), smoothing),
         ),
         made("images", run=run, prompts=prompts, note=note, version=round(known.started)),
-        made("checkpoints", run=run, checkpoints=list_rows(run), summary=summary),
+        made("checkpoints", run=run, checkpoints=list_rows(run), summary=summary, base=summary.base),
         made("messages", problems=log.problems[-MAX_PROBLEMS:], entries=log.entries[-LAST_ENTRIES:], is_cut=log.is_cut),
     ]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simpletuner.page.runs.condition import Condition, Known, State, find_condition
-from simpletuner.page.runs.folder import FILES, RunFolder
+from simpletuner.page.runs.folder import FILES, RunFolder, is_of_run
 from simpletuner.status_line import format_seconds
 from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus, read_status
+from simpletuner.tools.recorded_settings import base_of
 from simpletuner.training.run_folder.settings_record import SETTINGS, read_settings
 
 
@@ -23,6 +24,8 @@ class Summary:
     """Time at which one of its files was last written, in seconds since 1970."""
     config: str
     """The configuration that starts it again; empty where the page cannot."""
+    base: str = ""
+    """The base model that its settings name, to be shown and agreed to."""
 
     @property
     def time_left(self) -> str:
@@ -45,12 +48,16 @@ def summarize(run: RunFolder, known: Known) -> Summary:
         model=" ".join(str(settings.get(name) or "") for name in ("model_family", "model_flavour")).strip(),
         written=run.written(*FILES),
         config=config_of(run, status) if condition.has_ended else "",
+        base=base_of(settings),
     )
 
 
 def config_of(run: RunFolder, status: RunStatus | None) -> str:
-    """Return the name of the file of settings that a run was started with, if with nothing else."""
+    """Return the name of the file of settings that a run was started with, if with nothing else.
+
+    None in the folder of a run, which may be somebody else's.
+    """
     if status is None or not status.config or not run.folders.holds(status.config):
         return ""
     path = run.folders.resolve(status.config)
-    return run.folders.shown(path) if path.is_file() else ""
+    return run.folders.shown(path) if path.is_file() and not is_of_run(run.folders, path) else ""
