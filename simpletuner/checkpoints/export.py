@@ -240,7 +240,7 @@ def keep_foreign_files(old: Path, new: Path) -> None:
     for name in file_sizes(old).keys() - marker["files"].keys() - {FINISHED}:
         if not (new / name).exists() and Path(name).suffix != ".safetensors":  # weights would be loaded with ours
             (new / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(old / name, new / name)
+            shutil.copy2(old / name, new / name, follow_symlinks=False)
 
 
 def read_marker(pipeline: Path) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.checkpoints.writing import write_full, write_sharded
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
-from simpletuner.system.files.atomic import replace_folder, unfinished_path, write_json
+from simpletuner.system.files.atomic import remove, replace_folder, unfinished_path, write_json
 from simpletuner.system.files.checksums import with_checksum
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
@@ -102,7 +102,7 @@ def run_on_first_rank(world: World, hidden: Path, action: Callable[[], None]) ->
 
 
 def make_empty_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
     folder.mkdir(parents=True)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings.values.step_ranges import parse_step_range
-from simpletuner.system.files.atomic import unfinished_path
 
 FOLDER = "profile"
 SHOWN = 10
@@ -84,8 +84,9 @@ class StepProfiler:
             return
         path = self.folder / f"steps-{self.first}-{self.first + self.traced - 1}.json"
         self.folder.mkdir(exist_ok=True)
-        profile.export_chrome_trace(str(unfinished_path(path)))
-        unfinished_path(path).replace(path)
+        with TemporaryDirectory(prefix=".unfinished-", dir=self.folder) as hidden:  # torch would follow a link
+            profile.export_chrome_trace(f"{hidden}/{path.name}")
+            Path(hidden, path.name).replace(path)
         title = f"{self.traced} traced steps, {seconds / self.traced:.3f} s each: {path} (chrome://tracing, Perfetto)"
         self.report.table(title, self.rows(profile, seconds), ("where time went", "calls", "s per step", "share"))
 

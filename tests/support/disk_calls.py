@@ -24,9 +24,10 @@ def recorded_calls() -> Iterator[Calls]:
         real(descriptor)
         calls.append(("sync", str(Path(f"/proc/self/fd/{descriptor}").readlink()), os.fstat(descriptor).st_size))
 
-    def rename(real: Any, source: Any, target: Any) -> None:
-        real(source, target)
-        calls.append(("rename", os.path.realpath(target), -1))
+    def rename(real: Any, source: Any, target: Any, **folders: int) -> None:
+        real(source, target, **folders)
+        folder = f"/proc/self/fd/{folders['dst_dir_fd']}" if folders else "."
+        calls.append(("rename", os.path.realpath(Path(folder, target)), -1))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", partial(sync, os.fsync))

@@ -17,14 +17,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from simpletuner.caches.store.records import RecordLocation
 from simpletuner.caches.store.shard_index import read_index
 from simpletuner.caches.store.shards import ShardWriter, read_from_file
 from simpletuner.data.config.embeds import BucketEmbeds, Embeds
 from simpletuner.data.storage.storage import MAX_BYTES, check_obstore
-from simpletuner.system.files.atomic import unfinished_path, write_file
+from simpletuner.system.files.atomic import create_new, unfinished_path, write_file
 from simpletuner.system.files.cache_files import OURS, SHARD_SUFFIX, disk_bytes, index_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Mirror:
         if location.checksum_with(content) != location.checksum:
             raise ValueError(f"its checksum does not match in {self.storage.describe(shard.name)} either")
         # Where the disk is full, or another rank replaces the shard, the record is fetched again when it is needed.
-        with contextlib.suppress(OSError), shard.open("r+b", buffering=0) as file:
+        with contextlib.suppress(OSError), open_own(shard, os.O_WRONLY) as file:
             os.pwrite(file.fileno(), content, location.offset)
         self._count(len(content))
         return content
@@ -175,17 +175,22 @@ def is_behind(shard: str, one: dict[str, int], other: dict[str, int]) -> bool:
 
 
 def make_sparse(path: Path, size: int) -> None:
-    """Make a file of this size, or extend one, with a hole that takes no room and reads as zeros."""
-    with path.open("ab") as file:
-        if file.tell() < size:
+    """Make a file of this size, or extend one, with a hole that takes no room and reads as zeros; follow no link."""
+    with open_own(path, os.O_WRONLY | os.O_CREAT) as file:
+        if os.fstat(file.fileno()).st_size < size:
             file.truncate(size)
+
+
+def open_own(path: Path, flags: int) -> BinaryIO:
+    return os.fdopen(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "wb", buffering=0)
 
 
 def replace_by_sparse(path: Path, size: int) -> None:
     """Empty a shard. It becomes another file, so a rank that reads it now has it until it is closed."""
     hidden = unfinished_path(path)
-    make_sparse(hidden, size)
-    with contextlib.suppress(FileNotFoundError):  # another rank did the same
+    with contextlib.suppress(FileNotFoundError, FileExistsError):  # another rank did the same
+        with create_new(hidden) as file:
+            file.truncate(size)
         hidden.replace(path)
 
 

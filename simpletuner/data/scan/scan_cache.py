@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from simpletuner.data.scan.file_list import CAPTION_VERSION, join
 from simpletuner.errors import explain_system_errors
-from simpletuner.system.files.atomic import remove, unfinished_path
+from simpletuner.system.files.atomic import create_new, remove, unfinished_path
 from simpletuner.system.files.checksums import file_checksum
 
 SUFFIX = ".arrow"
@@ -35,7 +35,7 @@ def write_table(folder: Path, kind: str, table: pa.Table, meta: Mapping[str, Any
         folder.mkdir(parents=True, exist_ok=True)
         try:
             # Python's file: Arrow's own would call a full disk "Error writing bytes to file. Detail: ..."
-            with path.open("wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            with create_new(path) as file, pa.ipc.new_stream(file, schema) as writer:
                 writer.write_table(table, max_chunksize=ROWS)
             name = named(kind, path)
             remove(folder / name)  # a folder in its place

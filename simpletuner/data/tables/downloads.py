@@ -31,7 +31,7 @@ from simpletuner.data.images.videos import read_video_header
 from simpletuner.data.storage.storage import MAX_BYTES as LARGEST_READ
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.data.tables.table_files import TableFile
-from simpletuner.system.files.atomic import flush_to_disk, replace_file, unfinished_path
+from simpletuner.system.files.atomic import create_new, flush_to_disk, replace_file, unfinished_path
 from simpletuner.system.http_requests import http_request
 from simpletuner.system.processes.threads import run_bounded
 
@@ -186,7 +186,7 @@ def write_body(dataset: UrlImages, url: str, part: Path, is_stopping: threading.
         request = http_request(quote(url, safe=SAFE), headers={"User-Agent": "simpletuner"})
         if request.type not in ("http", "https"):  # urllib would open files
             raise LostFileError("is no http:// or https:// address")
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer, part.open("wb") as file:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer, create_new(part) as file:
             expected, size = answer.headers.get("Content-Length", ""), 0
             while block := answer.read(BLOCK_BYTES):
                 if size and is_stopping.is_set():  # a video may take minutes

@@ -39,9 +39,11 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None], skip
     if model.model_flavour == TINY and not model.pretrained_model_name_or_path:
         folder = tiny_folder(settings)
         if world.is_first and not folder.exists():
+            hidden = unfinished_path(folder)
             with explain_system_errors(folder):
-                build_tiny(model, unfinished_path(folder))
-                replace_folder(unfinished_path(folder), folder)
+                remove(hidden)
+                build_tiny(model, hidden)
+                replace_folder(hidden, folder)
     elif (path := named_file(model)) is not None:
         check_single_file(model)
         folder = settings.training.output_dir / f"base-{path.stem}"

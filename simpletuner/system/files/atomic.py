@@ -7,9 +7,10 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, naming
 from simpletuner.system.files.regular_files import open_regular
@@ -51,19 +52,53 @@ def restore_replaced(folder: Path) -> None:
     remove(old)
 
 
+@contextmanager
+def atomic_file(path: Path, durably: bool = True, mode: int = 0o666, hidden: str = "") -> Iterator[BinaryIO]:
+    """Open a file for writing that gets its name, `path`, once it is whole and synced. A link is replaced.
+
+    All of it happens in the folder that is opened first, under a name that is created exclusively: an archive may have
+    brought links by that name, or by the final one, to any file of its reader's. `hidden` is another such name.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    new = hidden or unfinished_path(path).name
+    try:
+        file = create_new(new, folder, mode)
+        try:
+            with naming(path), file:
+                yield file
+                file.flush()
+                if durably:
+                    os.fsync(file.fileno())
+            os.replace(new, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(new, dir_fd=folder)
+            raise
+        if durably:
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def create_new(name: Path | str, folder: int | None = None, mode: int = 0o666) -> BinaryIO:
+    """Open a file that nobody else has, for writing; a file or link of that name is removed. Raises OSError."""
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(name, flags, mode, dir_fd=folder), "wb")
+
+
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a user's file atomically. Symbolic links are followed and the mode is kept. Raises OSError."""
+    """Replace a user's file atomically. A link of its name is followed and the mode is kept. Raises OSError."""
     if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout, cannot be renamed over
-        path.write_bytes(content)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOCTTY), "wb") as file:
+            file.write(content)
         return
     path = path.resolve()
-    new = unfinished_path(path)
-    new.write_bytes(content)
-    if path.exists():
-        shutil.copymode(path, new)
-    flush_to_disk(new)
-    new.replace(path)
-    flush_to_disk(path.parent)
+    with atomic_file(path) as file:
+        if path.exists():
+            os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+        file.write(content)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -72,19 +107,8 @@ def write_json(path: Path, value: object) -> None:
 
 def write_file(path: Path, *content: bytes | memoryview) -> None:
     """Write one of a run's own files, atomically and durably. A symbolic link is replaced, not followed."""
-    hidden = unfinished_path(path)
-    hidden.unlink(missing_ok=True)
-    descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-    try:
-        with naming(path), os.fdopen(descriptor, "wb") as file:
-            file.writelines(content)
-            file.flush()
-            os.fsync(descriptor)
-        hidden.replace(path)
-    except OSError:
-        hidden.unlink(missing_ok=True)
-        raise
-    flush_to_disk(path.parent)
+    with atomic_file(path) as file:
+        file.writelines(content)
 
 
 def read_ahead(paths: Sequence[Path]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from simpletuner.errors import naming
+from simpletuner.system.files.atomic import create_new
 from simpletuner.system.files.regular_files import open_regular
 
 # Small enough to stay in the L2 cache between copying and hashing: a fifth less CPU time than blocks of 4
@@ -50,7 +51,7 @@ def write_with_checksum(path: Path, parts: Iterable[memoryview], head: bytes = b
     import xxhash
 
     digest = xxhash.xxh3_128(head)
-    with naming(path), path.open("wb") as file:
+    with naming(path), create_new(path) as file:
         file.write(head)
         for part in parts:
             for start in range(0, len(part), READ_BYTES):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletuner.errors import SIGNAL_CODES, SimpleTunerError, describe_bug
-from simpletuner.system.files.atomic import flush_to_disk
+from simpletuner.system.files.atomic import atomic_file
 from simpletuner.system.files.locks import launcher_pid
 from simpletuner.system.files.regular_files import read_file
 
@@ -249,23 +249,13 @@ class StatusWriter:
 
 def replace_status(path: Path, content: bytes, durably: bool) -> None:
     """Replace the file at once, so that no reader sees half of it. Raises OSError."""
-    # Named by the process: a rank and the launcher may write at the same time.
-    hidden = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
-        hidden.unlink(missing_ok=True)
-        descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        with os.fdopen(descriptor, "wb") as file:
+        # Named by the process: a rank and the launcher may write at the same time.
+        with atomic_file(path, durably, hidden=f".{path.name}.{os.getpid()}.unfinished") as file:
             file.write(content)
-            file.flush()
-            if durably:
-                os.fsync(descriptor)
-        hidden.replace(path)
     except OSError:
-        hidden.unlink(missing_ok=True)
         # On a full disk, why the run ended must still be readable: what the file takes now can be written again.
         overwrite(path, content)
-    if durably:
-        flush_to_disk(path.parent)
 
 
 def overwrite(path: Path, content: bytes) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from simpletuner.launch.node_info import parse_node_info
 from simpletuner.launch.store import MessageStore
-from simpletuner.system.files.atomic import remove
+from simpletuner.system.files.atomic import create_new, remove
 
 FOLDER = ".simpletuner-nfs-check"
 CREATED = "made-folders.json"
@@ -110,7 +110,8 @@ class Workspace:
         with contextlib.suppress(PermissionError):  # another user's node created it
             self.folder.chmod(0o777)
         if missing:
-            (self.folder / CREATED).write_text(json.dumps([str(path) for path in missing]), encoding="utf-8")
+            with create_new(self.folder / CREATED) as file:
+                file.write(json.dumps([str(path) for path in missing]).encode())
 
     def leave(self, rank: int) -> None:
         """Remove a node's files, its card last, and stale ones; the last node removes the folders that were created."""
@@ -185,8 +186,9 @@ def card_key(rank: int | str) -> str:
 
 def write_atomically(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.chmod(0o644)  # whatever the umask: nodes may run as different users
+    with create_new(new) as file:
+        file.write(text.encode())
+        os.fchmod(file.fileno(), 0o644)  # whatever the umask: nodes may run as different users
     new.replace(path)
 
 

@@ -20,7 +20,7 @@ from simpletuner.settings.declared.sections import Model, setting_fields
 from simpletuner.settings.showing.explain import ExplainedSetting
 from simpletuner.settings.showing.export import as_flags, format_command
 from simpletuner.settings.values.spelling import as_text
-from simpletuner.system.files.atomic import write_file
+from simpletuner.system.files.atomic import remove, write_file
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.training.images.clip_files import MP4, WEBP
 from simpletuner.training.images.image_files import ImageInfo, read_info
@@ -166,7 +166,7 @@ def copy_samples(validation: Path, folder: Path, variant: str) -> list[CardSampl
     # By the length of names first: steps of more than six digits are not padded.
     rounds = sorted(validation.glob(f"step-*/{variant}-*.png"), key=lambda path: (len(path.parent.name), path))
     last = [path for path in rounds if path.parent == rounds[-1].parent][:MAX_SAMPLES]
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)  # also a link
     copied: list[CardSample] = []
     for number, path in enumerate(last):
         try:
