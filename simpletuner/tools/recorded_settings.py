@@ -20,8 +20,8 @@ TAKEN = frozenset(
         *("assistant_lora_strength", "export_format", "flux_guidance_value"),
     }
 )
-"""What an export needs to know of a run, and which can neither run code, reach the network nor name a file."""
-NAMED = ("pretrained_model_name_or_path", "single_file_config", "revision", "model_families")
+"""Facts of a run that an export needs; none can run code, reach the network or name a file."""
+NAMED: tuple[str, ...] = ("pretrained_model_name_or_path", "single_file_config", "revision", "model_families")
 """Modules to import, folders to read and repositories to download: the user names them, not the run's folder."""
 LONGEST_SHOWN = 300
 
