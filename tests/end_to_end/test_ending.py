@@ -212,7 +212,7 @@ class Own(SDXL):
 def test_a_rank_that_hangs_while_caching_is_named_and_nothing_is_imported_by_accident(sdxl, shapes, tmp_path):
     """The module that a setting names is found in the current folder, by one rank and by many; others are not."""
     (tmp_path / "own.py").write_text(OWN_FAMILY)
-    for library in ("queue", "imagesize"):
+    for library in ("queue", "xxhash"):
         (tmp_path / f"{library}.py").write_text("raise SystemExit('imported by accident')")
     family = ("--model_families=own=own:Own", "--model_family=own", f"--pretrained_model_name_or_path={sdxl}")
     flags = (*family, f"--instance_data_dir={shapes}", "--text_encoder_batch_size=2", "--max_train_steps=1")

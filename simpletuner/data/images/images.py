@@ -5,22 +5,31 @@ Files are binary streams that can seek, so that a store need not be a folder.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
+from threading import Lock
 from typing import BinaryIO
 
-import imagesize
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from simpletuner.data.images.colour_profiles import to_srgb
+from simpletuner.data.images.containers import StoredImage, pixels_only, read_container
 from simpletuner.data.images.image_formats import INSTALL, PILLOW_FORMATS, PLUGIN_FORMAT, is_heif, register_plugin
-
-ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
-"""The EXIF tag, and its values that swap width and height."""
+from simpletuner.data.images.orientation import TAG, UPRIGHT, turned_upright
 
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image.DecompressionBombError)
 """Exceptions of Pillow and its plugins for a file that is not an image, is cut short or claims an absurd size."""
 
+MAX_PIXELS = 400_000_000
+"""1.6 GB while it is decoded; JPEGs are decoded at an eighth of their sides, and take 25 MB."""
+PILLOW_MAX_PIXELS = {"WEBP": 178_956_970}
+"""Of formats whose decoder in Pillow has a limit of its own, which is one for the whole process."""
+LARGE_PIXELS = 1 << 26
+"""From here on an image that is much larger than needed is made smaller before its colours are converted, which takes
+up to four times its memory, and one is decoded at a time."""
+STRIP_PIXELS = 1 << 22
+ONE_LARGE_IMAGE = Lock()
 
 WHITE, DARK = 65535, 4095
 """White of grey images beyond 8 bits, and the largest value of 12 bits, which then is 6 % of white."""
@@ -42,73 +51,107 @@ class ImageHeader:
 
 def read_header(file: BinaryIO) -> ImageHeader:
     """Read an image's header. Raises one of DECODE_ERRORS."""
-    head = file.read(32)
-    # VP8X, the extended header of WebP: of the flags in its first byte 0x02 is animation, 0x08 EXIF.
-    animated = is_extended_webp(head) and bool(head[20] & 0x02)
-    if head.startswith(b"\xff\xd8") or is_webp_without_exif(head):
-        file.seek(0)
-        width, height = imagesize.get(file, exif_rotation=True)  # Pillow would read the whole of a WebP
-        # imagesize says -1 where it does not find a size.
-        if width > 0 and height > 0:
-            return ImageHeader((int(width), int(height)), animated)
-    with open_image(file) as image:
-        width, height = image.size
-        # MPO is a JPEG of a camera with smaller copies behind it.
-        animated = animated or (image.format != "MPO" and getattr(image, "is_animated", False))
-        return ImageHeader((height, width) if read_orientation(image) in SIDEWAYS else (width, height), animated)
+    stored = read_stored(file)
+    return ImageHeader(stored.size, stored.animated)
+
+
+def read_stored(file: BinaryIO) -> StoredImage:
+    """Read how an image is stored, as `read_rgb` decodes it. Raises one of DECODE_ERRORS, also for too many pixels."""
+    if (found := read_container(file)) is None:
+        with open_image(file) as image:
+            is_animated = getattr(image, "is_animated", False)
+            found = StoredImage(image.size, read_orientation(image), is_animated, image.format or "")
+    width, height = found.stored
+    if width * height > (limit := PILLOW_MAX_PIXELS.get(found.image_format, MAX_PIXELS)):
+        of_format = f" of a {found.image_format} file" if limit != MAX_PIXELS else ""
+        raise ValueError(
+            f"has {width:,} x {height:,} px, {width * height / 1e6:,.0f} megapixels; at most {limit / 1e6:,.0f} are "
+            f"read{of_format}: make it smaller"
+        )
+    return found
 
 
 def open_image(file: BinaryIO) -> Image.Image:
     """Open an image by its content, whatever its name says. Raises one of DECODE_ERRORS.
 
     Pillow has 40 more plugins, for any of which content decides: that of EPS starts Ghostscript, whatever the name.
+    Plugins are called without Image.open, whose limit of pixels is one for the process and prints a Python warning.
     """
     file.seek(0)
-    is_heic = is_heif(file.read(12))
+    head = file.read(16)
+    is_heic = is_heif(head)
     has_plugin = is_heic and register_plugin()
-    try:
-        return Image.open(file, formats=(*PILLOW_FORMATS, *([PLUGIN_FORMAT] if has_plugin else [])))  # noqa: TID251
-    except UnidentifiedImageError:  # its own message shows the stream object
-        lacks_plugin = is_heic and not has_plugin
-        reason = f"is HEIC: {INSTALL}" if lacks_plugin else "is not an image in a known format, or is damaged"
-        raise UnidentifiedImageError(reason) from None
-
-
-def is_webp_without_exif(head: bytes) -> bool:
-    """Return whether a file is a WebP whose header announces no EXIF, which imagesize does not read there."""
-    return head[:4] == b"RIFF" and head[8:12] == b"WEBP" and not (is_extended_webp(head) and head[20] & 0x08)
-
-
-def is_extended_webp(head: bytes) -> bool:
-    """Return whether a file is a WebP with flags in its header."""
-    return head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X" and len(head) > 20
+    Image.init()  # it imports the plugins once
+    for name in (*PILLOW_FORMATS, *([PLUGIN_FORMAT] if has_plugin else [])):
+        factory, accept = Image.OPEN.get(name, (None, None))
+        if factory and (not accept or accept(head) is True):
+            file.seek(0)
+            try:
+                return factory(file, "")
+            except (SyntaxError, IndexError, TypeError, struct.error):  # as Image.open does, with the next plugin
+                continue
+    lacks_plugin = is_heic and not has_plugin
+    raise UnidentifiedImageError(
+        f"is HEIC: {INSTALL}" if lacks_plugin else "is not an image in a known format, or is damaged"
+    )
 
 
 def read_orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation that is left to apply; for TIFF and HEIC Pillow and its plugin have done it.
-
-    A PNG without one in its header is not asked: Pillow would decode all of it to look for EXIF at the end.
-    """
-    return image.getexif().get(ORIENTATION, 1) if image.format == "JPEG" or "exif" in image.info else 1
+    """Return the EXIF orientation that is left to apply; for TIFF and HEIC Pillow and its plugin have done it."""
+    value = image.getexif().get(TAG, 1) if image.format == "WEBP" or "exif" in image.info else 1
+    return value if value in UPRIGHT else 1
 
 
 def read_rgb(file: BinaryIO, smallest: tuple[int, int], size: tuple[int, int] | None = None) -> Image.Image:
-    """Decode an image to upright RGB; JPEGs are decoded no larger than needed for `smallest` (width, height) px.
+    """Decode an image to upright RGB; large ones are decoded no larger than needed for `smallest` (width, height) px.
 
     Raises ValueError where the image does not have the `size` for which its bucket and crop were chosen.
     """
-    with open_image(file) as image:
-        is_turned = (orientation := read_orientation(image)) != 1
-        found = image.size[::-1] if orientation in SIDEWAYS else image.size
-        if size and found != size:
-            raise ValueError("has {}x{} px, not {}x{}: the table is wrong, or the file changed".format(*found, *size))
-        # The larger side twice: draft works on the stored image, whose sides EXIF may swap afterwards.
-        image.draft("RGB", (max(smallest), max(smallest)))
-        image.load()
-        doubt = doubt_about_scale(image)
-        rgb = to_rgb(ImageOps.exif_transpose(image) if is_turned else image)
+    header = read_stored(file)
+    if size and header.size != size:
+        raise ValueError("has {}x{} px, not {}x{}: the table is wrong, or the file changed".format(*header.size, *size))
+    pixels, profile = pixels_only(file)
+    with open_image(pixels) as image:
+        if profile:
+            image.info["icc_profile"] = profile
+        # The larger side twice: draft works on the stored image, whose sides may be swapped afterwards.
+        edge = max(smallest)
+        image.draft("RGB", (edge, edge))
+        if image.width * image.height > LARGE_PIXELS:
+            with ONE_LARGE_IMAGE:
+                decoded = reduced(image, min(image.size) // (3 * edge))
+        else:
+            image.load()
+            decoded = image
+        doubt = doubt_about_scale(decoded)
+        rgb = to_rgb(turned_upright(decoded, header.orientation))
         rgb.info[DOUBT] = doubt
         return rgb
+
+
+def reduced(image: Image.Image, factor: int) -> Image.Image:
+    """Decode an image, and shrink it by a whole number, strip by strip; also its colours stay those of the profile."""
+    image.load()
+    if factor < 2:
+        return image
+    rows = max(STRIP_PIXELS // image.width // factor, 1) * factor
+    small = None
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        part = averageable(strip).reduce(factor)
+        if small is None:
+            small = Image.new(part.mode, (part.width, -(-image.height // factor)))
+            small.info = {key: value for key, value in image.info.items() if key == "icc_profile"}
+        small.paste(part, (0, top // factor))
+    assert small is not None
+    return small
+
+
+def averageable(image: Image.Image) -> Image.Image:
+    """Return an image in a mode whose values may be averaged."""
+    if "transparency" in image.info or image.mode == "PA":
+        return image.convert("RGBA")
+    return image.convert({"P": "RGB", "1": "L", "I;16": "I", "I;16B": "I"}.get(image.mode, image.mode))
 
 
 def doubt_about_scale(image: Image.Image) -> str:

@@ -12,9 +12,10 @@ from fractions import Fraction
 from itertools import chain
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from simpletuner.data.images.images import DOUBT, ImageHeader, open_image, read_orientation, to_rgb
+from simpletuner.data.images.orientation import turned_upright
 from simpletuner.data.images.video_formats import demuxer_of, is_webp
 from simpletuner.settings.values.shape import Shape
 
@@ -98,7 +99,7 @@ class WebPFilm:
         count = getattr(self._image, "n_frames", 1)
         self._image.load()  # which reads the time of the first frame
         duration_ms = self._image.info.get("duration", 0)
-        size = turned_upright(self._image).size
+        size = turned_upright(self._image, read_orientation(self._image)).size
         return ImageHeader(size, count > 1, count, 1000 / duration_ms if duration_ms else 0)
 
     def images(self, numbers: Sequence[int]) -> Iterator[Image.Image]:
@@ -108,7 +109,7 @@ class WebPFilm:
         for number in numbers:
             self._image.seek(number)
             self._image.load()
-            image = to_rgb(turned_upright(self._image))
+            image = to_rgb(turned_upright(self._image, read_orientation(self._image)))
             image.info[DOUBT] = ""
             yield image
 
@@ -191,10 +192,6 @@ class DecodedFilm:
         # The length of the whole film may be that of its sound. Nothing is decoded, but all of the file is read.
         self._container.seek(self._start, stream=self._stream)
         return sum(packet.size > 0 for packet in self._container.demux(self._stream))
-
-
-def turned_upright(image: Image.Image) -> Image.Image:
-    return ImageOps.exif_transpose(image) if read_orientation(image) != 1 else image
 
 
 def film_stream(container: InputContainer) -> VideoStream:

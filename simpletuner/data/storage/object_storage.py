@@ -8,15 +8,14 @@ network would otherwise leave images out of training.
 from __future__ import annotations
 
 import io
-import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import obstore
 from obstore.exceptions import BaseError, InvalidPathError
@@ -26,9 +25,7 @@ from simpletuner.data.storage.object_errors import BUCKET_GONE, DAMAGED_OBJECTS,
 from simpletuner.data.storage.object_stores import Store, open_store
 from simpletuner.data.storage.storage import MAX_BYTES, Listing, StoredFile, UnreadableFileError
 from simpletuner.errors import DataError
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from simpletuner.system.files.range_reader import RangeReader
 
 HEADER_BYTES = 64 << 10
 """First range that is read of an image; headers are longer only where cameras write large thumbnails into them."""
@@ -173,41 +170,6 @@ class ObjectStorage:
         """Raise what ends the run if the store does not answer: then it is not this object that is damaged."""
         with self._explained():
             obstore.head(self.store, name)
-
-
-class RangeReader(io.RawIOBase):
-    """Read an object by range requests: `fetch(start, length)` returns bytes, and the size of the whole."""
-
-    def __init__(self, fetch: Callable[[int, int], tuple[bytes, int]]) -> None:
-        self._fetch, self._position, self._size = fetch, 0, -1
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence == os.SEEK_END and self._size < 0:
-            self._read(1)
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        return self._position
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        view = memoryview(buffer).cast("B")
-        content = self._read(len(view))
-        view[: len(content)] = content
-        return len(content)
-
-    def readall(self) -> bytes:
-        return self._read(MAX_BYTES)  # in one request: RawIOBase would ask for 8 KiB at a time
-
-    def _read(self, length: int) -> bytes:
-        if 0 <= self._size <= self._position:
-            return b""
-        content, self._size = self._fetch(self._position, length)
-        self._position += len(content)
-        return content
 
 
 def sort_by_parts(files: Iterable[StoredFile]) -> Iterator[StoredFile]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from io import BytesIO
 from pathlib import Path
 
-from simpletuner.data.images.images import DECODE_ERRORS, open_image, read_rgb
+from simpletuner.data.images.images import DECODE_ERRORS, read_rgb, read_stored
 from simpletuner.system.files.regular_files import open_regular
 
 EDGES_PX = (320, 1600)
@@ -20,11 +20,10 @@ def thumbnail(path: Path, edge: int) -> bytes | None:
     """Return an image as WebP; None where it cannot be decoded, or is too large to be."""
     try:
         with open_regular(path, MAX_FILE_BYTES) as file:
-            with open_image(file) as image:
-                is_jpeg = image.format in ("JPEG", "MPO")
-                if image.width * image.height > (MAX_JPEG_PIXELS if is_jpeg else MAX_PIXELS):
-                    return None
-            file.seek(0)
+            image = read_stored(file)
+            width, height = image.stored
+            if width * height > (MAX_JPEG_PIXELS if image.image_format == "JPEG" else MAX_PIXELS):
+                return None
             small = read_rgb(file, (edge, edge))
         small.thumbnail((edge, edge))
         content = BytesIO()

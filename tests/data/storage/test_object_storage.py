@@ -160,7 +160,7 @@ def test_a_bucket_is_scanned_like_the_folder_that_was_uploaded(server, proxy, fo
     assert rows == expected and len(rows) == 10
     assert (found.others.not_read, found.others.example) == ({".psd": 1}, f"s3://{BUCKET}/scanned/below/other.psd")
     assert proxy.most_at_once > 4
-    assert requests_for(proxy, "B.png") == ["bytes=0-65535"]
+    assert len(requests_for(proxy, "B.png")) == 2 and requests_for(proxy, "B.png")[0] == "bytes=0-65535"  # and its end
     assert len(requests_for(proxy, "header.jpg")) > 1 and len(requests_for(proxy, "turned.webp")) == 2
     assert not requests_for(proxy, "header.txt") and not requests_for(proxy, "hidden")
     versions = found.table["version"].to_pylist()
