@@ -94,6 +94,13 @@ def test_what_is_not_there_is_named(shapes, tmp_path, keys, sentence):
         found([snapshot(tmp_path, **keys)])
 
 
+def test_a_folder_of_images_beside_a_table_is_named_with_the_keys_that_read_it(tmp_path):
+    (tmp_path / "metadata.jsonl").write_text("{}")
+    with pytest.raises(DataError, match="no Parquet file") as caught:
+        found([snapshot(tmp_path)])
+    assert f'caption_strategy parquet and parquet {{"path": "{tmp_path}/metadata.jsonl"' in (caught.value.hint or "")
+
+
 def test_damaged_files_are_a_sentence(shapes, tmp_path):
     write(tmp_path, "train.parquet", [row(shapes / f"000{n}.png") for n in range(6)], list("abcdef"))
     path, whole = tmp_path / "train.parquet", (tmp_path / "train.parquet").read_bytes()

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from simpletuner.data.images.geometry import shapes_of, target_areas
 from simpletuner.data.images.image_formats import BY_PLUGIN, INSTALL
 from simpletuner.data.samples.discovery import Discovery
+from simpletuner.data.samples.file_remarks import captions_found, file_remarks
 from simpletuner.data.samples.formats_read import formats_read, frames_hint
 from simpletuner.data.samples.samples import DatasetSamples, Sample, Samples
 from simpletuner.data.samples.sizes import Sizes
@@ -41,6 +42,10 @@ def dataset_warnings(found: Discovery, alignment_px: int) -> Iterator[str]:
     """Yield one sentence for each thing that happens to images without being asked for."""
     yield from warn_not_read(found)
     yield from (remark for others in found.others for remark in others.table_remarks)
+    yield from (sentence for scan in found.scans for _, _, sentence in file_remarks(scan))
+    for scan in found.scans:
+        if found.uncaptioned[scan.dataset.id]:
+            yield from (f"dataset `{scan.dataset.id}`: {said}" for said in captions_found(scan.others))
     if found.animated:
         images = count_noun(len(found.animated), "image")
         yield f"{images} with several frames: the first is used ({found.animated[0]})"

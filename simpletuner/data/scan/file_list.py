@@ -9,15 +9,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.config.dataset_types import ImageDataset, SnapshotImages
 from simpletuner.data.images.frame_folders import is_frame_folder
 from simpletuner.data.images.image_formats import read_suffixes, unread_suffixes
 from simpletuner.data.images.video_formats import UNREAD_BESIDE_VIDEOS, VIDEO_SUFFIXES
 from simpletuner.data.scan.folder_rows import with_folder_rows
+from simpletuner.data.scan.other_programs import (
+    CAPTION_SUFFIXES,
+    TABLE_SUFFIXES,
+    captions_beside,
+    columns_of,
+    folders_of_others,
+    is_caption_table,
+    shared_captions,
+)
 from simpletuner.data.storage.storage import CAPTION_SUFFIX, Storage, StoredFile
 from simpletuner.data.tables.table_files import table_of
 from simpletuner.errors import DataError
@@ -42,6 +52,16 @@ class OtherFiles:
     """Address of one of them."""
     written: list[str] = field(default_factory=list)
     """Addresses of what this run writes among the images."""
+    system_folders: dict[str, int] = field(default_factory=dict)
+    """Number of folders of other programs that are left out, by name."""
+    by_others: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Number of images that other programs have put there or would take for something else: by what, and folder."""
+    beside: dict[str, list[Any]] = field(default_factory=dict)
+    """Images with a caption under another name, by how that differs: their number, and the first ones."""
+    caption_tables: dict[str, list[str]] = field(default_factory=dict)
+    """Addresses of tables of captions that nothing reads, with their columns."""
+    shared_captions: list[Any] = field(default_factory=list)
+    """Number of caption files that several images share, of these images, and the first ones."""
     table: str = ""
     """Version of the table with captions or sizes."""
     table_remarks: list[str] = field(default_factory=list, compare=False)
@@ -76,10 +96,13 @@ def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None
     reads_captions = dataset.caption_strategy == "textfile"
     # Where they are not read, they are counted: whoever wrote them expects them to be used.
     own = {CAPTION_SUFFIX} if dataset.caption_strategy in ("textfile", "instanceprompt", "filename") else frozenset()
+    # Of a file that is a row of a table the suffix is made up.
+    of_files = reads_captions and not isinstance(dataset, SnapshotImages)
+    near = CAPTION_SUFFIXES | TABLE_SUFFIXES if of_files else frozenset()
     videos = (VIDEO_SUFFIXES, UNREAD_BESIDE_VIDEOS)
     read, unread = videos if dataset.clips else (read_suffixes(), unread_suffixes())
     try:
-        listing = storage.list_files(read | unread | own)
+        listing = storage.list_files(read | unread | own | near)
     except FileNotFoundError:
         raise DataError(
             f"dataset `{dataset.id}`: there is no folder {storage.describe()}",
@@ -87,6 +110,7 @@ def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None
         ) from None
     table = table_of(dataset, storage)
     others, images, captions = OtherFiles(table=table.version() if table else ""), [], []
+    beside, tables = [], []
     files = iter(listing.files)
     if has_folders := bool(dataset.clips and dataset.clips.frame_folders_fps):
         files = with_folder_rows(files, partial(others.note, storage=storage))
@@ -97,13 +121,24 @@ def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None
         found = [file for file in block if file.suffix in read or (has_folders and is_frame_folder(file.name))]
         images.append(batch_of(decodable(found, others.undecodable)))
         captions.append(batch_of(decodable([file for file in block if file.suffix in own], [])))
+        beside.append(batch_of(decodable([file for file in block if file.suffix in near], []))["name"])
+        tables += [file.name for file in block if file.suffix in near and is_caption_table(file.name)]
+    others.system_folders = listing.system_folders
     others.written += map(storage.describe, listing.left_out)
     listed, texts = (pa.Table.from_batches(batches, FILE) for batches in (images, captions))
     versions = others.table if table and table.with_own_columns().gives_sizes else ""
+    found = caption_files(listed, texts)
     if not reads_captions:
-        beside = with_caption_versions(listed, texts, "")[CAPTION_VERSION]
-        others.unused_captions, texts = pc.sum(pc.not_equal(beside, "")).as_py() or 0, texts.slice(0, 0)
-    return FileList(with_caption_versions(listed, texts, versions), others, listing.folders)
+        others.unused_captions, found = len(found.drop_null()), None
+    else:
+        others.shared_captions = shared_captions(listed["name"], found)
+    listed = with_caption_versions(listed, texts, found, versions)
+    if dataset.dataset_type != "conditioning":
+        others.by_others = folders_of_others(listed["name"])
+    if near and len(uncaptioned := listed.filter(pc.equal(listed[CAPTION_VERSION], ""))["name"]):
+        others.beside = captions_beside(uncaptioned, beside)
+        others.caption_tables = {storage.describe(name): columns_of(storage, name) for name in tables}
+    return FileList(listed, others, listing.folders)
 
 
 def decodable(files: list[StoredFile], undecodable: list[str]) -> Iterator[StoredFile]:
@@ -135,11 +170,17 @@ def join(columns: Sequence[pa.ChunkedArray], separator: str = "") -> pa.ChunkedA
     return pc.binary_join_element_wise(*columns, pa.scalar(separator, pa.large_string()))
 
 
-def with_caption_versions(images: pa.Table, captions: pa.Table, default: str) -> pa.Table:
+def caption_files(images: pa.Table, captions: pa.Table) -> pa.ChunkedArray:
+    """Return the row of each image's caption file, or null."""
+    names = pc.replace_substring_regex(images["name"], r"(/|\.[^./]*)$", CAPTION_SUFFIX)
+    return pc.index_in(names, value_set=captions["name"])
+
+
+def with_caption_versions(
+    images: pa.Table, captions: pa.Table, found: pa.ChunkedArray | None, default: str
+) -> pa.Table:
     """Add the version of each image's caption file; the reason why it is not read counts as one."""
-    if not len(captions):
+    if not len(captions) or found is None:
         return images.append_column(CAPTION_VERSION, pa.repeat(pa.scalar(default, pa.large_string()), len(images)))
     versions = join([captions["version"], captions["problem"]])
-    names = pc.replace_substring_regex(images["name"], r"(/|\.[^./]*)$", CAPTION_SUFFIX)
-    found = pc.index_in(names, value_set=captions["name"])
     return images.append_column(CAPTION_VERSION, pc.fill_null(versions.take(found), ""))

@@ -23,7 +23,7 @@ from obstore.exceptions import BaseError, InvalidPathError
 from simpletuner.data.config.object_store_keys import BucketPlace, Service
 from simpletuner.data.storage.object_errors import BUCKET_GONE, DAMAGED_OBJECTS, code_of, run_error
 from simpletuner.data.storage.object_stores import Store, open_store
-from simpletuner.data.storage.storage import MAX_BYTES, Listing, StoredFile, UnreadableFileError
+from simpletuner.data.storage.storage import MAX_BYTES, Listing, StoredFile, UnreadableFileError, is_system_folder
 from simpletuner.errors import DataError
 from simpletuner.system.files.range_reader import RangeReader
 
@@ -47,7 +47,9 @@ class ObjectStorage:
 
     def list_files(self, suffixes: Collection[str]) -> Listing:
         """List objects; those with a part that begins with a dot are left out."""
-        return Listing(sort_by_parts(self._list(suffixes)))
+        listing = Listing()
+        listing.files = sort_by_parts(without_system_folders(self._list(suffixes), listing))
+        return listing
 
     def list_folder(self, name: str, suffixes: Collection[str]) -> list[str]:
         with self._explained():
@@ -170,6 +172,19 @@ class ObjectStorage:
         """Raise what ends the run if the store does not answer: then it is not this object that is damaged."""
         with self._explained():
             obstore.head(self.store, name)
+
+
+def without_system_folders(files: Iterable[StoredFile], listing: Listing) -> Iterator[StoredFile]:
+    """Yield files that are in no folder of another program, and count such folders in `listing`."""
+    left_out: set[str] = set()
+    for file in files:
+        parts = file.name.split("/")[:-1]
+        place = next((place for place, part in enumerate(parts) if is_system_folder(part)), None)
+        if place is None:
+            yield file
+        elif (folder := "/".join(parts[: place + 1])) not in left_out:
+            left_out.add(folder)
+            listing.system_folders[parts[place]] = listing.system_folders.get(parts[place], 0) + 1
 
 
 def sort_by_parts(files: Iterable[StoredFile]) -> Iterator[StoredFile]:

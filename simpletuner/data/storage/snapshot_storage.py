@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from simpletuner.data.config.dataset_types import SnapshotImages, belongs_to_split
+from simpletuner.data.config.tables import FORMATS
 from simpletuner.data.storage.storage import CAPTION_SUFFIX, Listing, StoredFile, UnreadableFileError
 from simpletuner.errors import DataError
 from simpletuner.settings.declared.errors import did_you_mean
@@ -59,9 +60,19 @@ class SnapshotStorage:
         if not files:
             raise DataError(
                 f"dataset `{self.dataset.id}`: no Parquet file of the split `{self.dataset.split}` is in {self.folder}",
-                "set `split` to what the names of the files begin with, such as train",
+                self._hint_of_metadata() or "set `split` to what the names of the files begin with, such as train",
             )
         return Listing(self._rows(files, suffixes))
+
+    def _hint_of_metadata(self) -> str:
+        """Return how images beside a table are read, which is the hub's other form of a dataset."""
+        table = next((path for path in sorted(self.folder.glob("metadata.*")) if path.suffix in FORMATS), None)
+        if table is None:
+            return ""
+        columns = f'{{"path": "{table}", "filename_column": "file_name", "caption_column": "text"}}'
+        return (
+            f"images beside a table have type local, instance_data_dir, caption_strategy parquet and parquet {columns}"
+        )
 
     def list_folder(self, name: str, suffixes: Collection[str]) -> list[str]:
         return []  # rows have no folders

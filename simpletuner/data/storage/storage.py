@@ -28,6 +28,25 @@ EXPORTED = {f"{name}{end}" for name in ("pipeline", "pipeline_lora_weights") for
 OUTPUT_NAMES = frozenset({"cache", "checkpoints", "validation", "logs", "loss.png", *EXPORTED})
 """Names that a run writes into output_dir, for users who keep images in the same folder."""
 
+SYSTEM_FOLDERS = frozenset(
+    {
+        "@eadir",
+        "@tmp",
+        "#recycle",
+        "@recycle",
+        "@recently-snapshot",
+        "#snapshot",
+        "~snapshot",
+        "$recycle.bin",
+        "recycler",
+    }
+    | {"system volume information", "lost+found", "found.000", "__macosx", "network trash folder", "temporary items"}
+)
+"""Folders of network drives and systems, in lower case: thumbnails, deleted files, snapshots. Those with a dot at their
+beginning are hidden anyway."""
+SHADOW_COPY = "@gmt-"
+"""Begins the names of a Windows share's snapshots."""
+
 SETTLED_SECONDS = 10
 NOT_SETTLED = -1
 FolderId = tuple[int, int]
@@ -62,6 +81,8 @@ class Listing:
 
     files: Iterable[StoredFile] = ()
     left_out: list[str] = field(default_factory=list)
+    system_folders: dict[str, int] = field(default_factory=dict)
+    """Number of folders of other programs that are left out, by name; as complete as `left_out`."""
     folders: dict[str, int] = field(default_factory=dict)
     """The time of change of each folder that was listed, in ns; NOT_SETTLED where another change may have the same."""
 
@@ -111,7 +132,8 @@ class LocalStorage:
     concurrent_reads: int = 1
 
     def list_files(self, suffixes: Collection[str]) -> Listing:
-        """List files; hidden ones are left out. Links are followed, but never into a folder that contains them."""
+        """List files, not hidden ones and those of other programs. Links are followed, but never into a folder that
+        contains them."""
         if not self.folder.is_dir():
             raise FileNotFoundError(self.folder)
         listing = Listing()
@@ -170,9 +192,16 @@ class LocalStorage:
             if entry.name in output_names:
                 listing.left_out.append(name)
             elif is_folder(entry):
+                if is_system_folder(entry.name):
+                    listing.system_folders[entry.name] = listing.system_folders.get(entry.name, 0) + 1
+                    continue
                 yield from self._walk(Path(entry.path), f"{name}/", suffixes, parents | {this}, outputs, listing)
             elif PurePosixPath(name).suffix.lower() in suffixes:
                 yield stored_file(name, entry.stat)
+
+
+def is_system_folder(name: str) -> bool:
+    return name.lower() in SYSTEM_FOLDERS or name.lower().startswith(SHADOW_COPY)
 
 
 def list_local_folder(root: Path, name: str, suffixes: Collection[str]) -> list[str]:

@@ -24,6 +24,7 @@ from simpletuner.data.samples.dataset_warnings import (
     unused_captions,
 )
 from simpletuner.data.samples.discovery import Discovery
+from simpletuner.data.samples.file_remarks import captions_found, file_remarks
 from simpletuner.data.samples.samples import DatasetSamples
 from simpletuner.data.samples.sizes import Sizes
 from simpletuner.data.scan.file_list import CAPTION_VERSION
@@ -63,6 +64,8 @@ def findings_of(found: Discovery) -> Iterator[DatasetFinding]:
     """Yield what the scan of one dataset says, without decoding an image."""
     (scan,), (samples,) = found.scans, found.samples.parts
     yield from unread_files(found)
+    for kind, count, sentence in file_remarks(scan):
+        yield DatasetFinding("files", kind, count, sentence)
     prefix = f"{scan.dataset.id}/"
     broken = {name.removeprefix(prefix): why for name, why in found.broken.items()}
     yield from finding("images", "broken", "{} that cannot be read: left out", broken)
@@ -161,6 +164,9 @@ def findings_on_captions(found: Discovery) -> Iterator[DatasetFinding]:
     fate = "; --skip_uncaptioned leaves such images out" if end else ": left out"
     where = {"textfile": "a caption file", "filename": "words in their name"}.get(dataset.caption_strategy, "a caption")
     yield from finding("captions", "missing", f"{{}} without {where}{fate}", dict.fromkeys(missing, ""), end)
+    if missing:
+        for said in captions_found(scan.others):
+            yield DatasetFinding("captions", "not read", len(missing), said)
     yield from finding("captions", "empty", f"{{}} with an empty caption file{fate}", dict.fromkeys(empty, ""), end)
     lines = found.caption_lines[dataset.id]
     if remark := lines.remark(dataset):
