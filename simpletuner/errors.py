@@ -95,6 +95,10 @@ class SettingsError(SimpleTunerError):
         self.mistakes = tuple(mistakes)
 
 
+class OtherRunsFolder(SettingsError):
+    """A start in an output_dir whose run it cannot go on with; the status of that run stays as it is."""
+
+
 @contextmanager
 def collect_error(errors: list[SettingsError]) -> Iterator[None]:
     """Add a SettingsError of the block to a list, so that other checks can be made before it is raised."""

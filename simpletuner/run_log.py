@@ -21,6 +21,10 @@ MOST_KEPT = 1000
 """Records that are kept before it is known where to write."""
 
 LOG = "log.txt"
+CONSOLE = "console.txt"
+"""Output of the run that has the folder, where a page has started it."""
+START_CONSOLE = "console.start.txt"
+"""Output of a start from a page until it has the folder: a mistake in its settings is nowhere else."""
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags for appending to a run's own files: symbolic links are not followed, and a FIFO is not waited for."""
 

@@ -56,6 +56,7 @@ from simpletuner.training.publishing.notifier import Notifier, open_notifier
 from simpletuner.training.run_folder.data_listing import record_data_of
 from simpletuner.training.run_folder.data_position import refuse_other_order, resume_point
 from simpletuner.training.run_folder.output_dir import (
+    accept_start,
     export,
     export_single_files,
     exported_steps,
@@ -113,6 +114,7 @@ def run_rank(loaded: Loaded) -> None:
             open_notifier(session) as notifier,
             mirror.finishing() if mirror is not None else nullcontext(),
             explain_out_of_memory(loaded.settings, world.device),
+            status.unless_refused(),
         ):
             run(session, notifier, mirror)
 
@@ -159,16 +161,16 @@ def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier, 
     """
     settings, world, stop = session.settings, session.world, session.stop.check
     refuse_other_order(checkpoint)
-    report_changes(session, checkpoint)
+    changes = report_changes(session, checkpoint)
     # Begun here and waited for in `train`: reading the files overlaps with scanning data and base model.
     verification = Verification(checkpoint, world) if checkpoint else None
-    plan = plan_data(session)
+    plan = plan_data(session, accept=partial(accept_start, session))
     schedule, _ = resume_point(settings, plan, checkpoint)
     done = exported_steps(settings, world)
     if done >= schedule.max_steps:
         # A run that was killed after its export, and before it said so, has left the status of a step before.
         session.status.train(done, schedule.max_steps)
-        steps = count_noun(done, "step")
+        steps = count_noun(done, "step") + ", with the settings of then" * bool(changes)
         session.report.say(f"finished already, after {steps}; raise max_train_steps or num_train_epochs to go on")
         send_missed(session, done)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,10 +20,10 @@ from simpletuner.page.folders import Folders
 from simpletuner.page.rendering import editor_address, field, folders_of, render, respond
 from simpletuner.recipes.library import find_recipe, recipe_names
 from simpletuner.settings.declared.errors import shorten
-from simpletuner.settings.editors.editing import setting_of
+from simpletuner.settings.editors.editing import change_text, setting_of
 from simpletuner.settings.files.formats import FORMATS, read_entries, suffix_of
 from simpletuner.system.files.atomic import save
-from simpletuner.tools.config_files import new_config
+from simpletuner.tools.config_files import new_config, own_output_dir
 
 # Bounds of a search that may begin in a home folder.
 MAX_DEPTH = 4
@@ -154,20 +155,36 @@ def create(request: Request) -> Response:
     recipe = field(request, "recipe")
     if recipe and recipe not in recipe_names():
         raise SettingsError(f"there is no recipe {shorten(recipe)}", "choose one of the list")
-    new = new_config(family, flavour, gpus, recipe, folders_of(request).shown(target))
+    name, output = folders_of(request).shown(target), free_output_dir(request, target)
+    new = new_config(family, flavour, gpus, recipe, name, output_dir=output)
     if new.datasets:
         save(new_file(request, new.datasets_file), new.datasets)
     return write_new(request, target, new.text)
 
 
 def copy(request: Request) -> Response:
-    """Copy a file, and go to the copy."""
+    """Copy a file, with an output_dir of its own, and go to the copy."""
     source = folders_of(request).resolve(field(request, "file"))
     # The text is copied as it is, so it must be read by the same format.
     if suffix_of(Path(field(request, "target"))) != suffix_of(source):
         raise SettingsError(f"a copy of {source.name} must end in {suffix_of(source)}", "give it such a name")
-    read_entries(source)  # raises for a file that holds no settings: nothing else is copied
-    return write_new(request, new_file(request, field(request, "target")), source.read_bytes().decode("utf-8"))
+    values = {setting_of(source, each): each.value for each in read_entries(source)}  # raises for what is no settings
+    target = new_file(request, field(request, "target"))
+    output = free_output_dir(request, target)
+    changes = {"output_dir": output}
+    if mirror := str(values.get("mirror_output") or ""):  # else the copy would go on from the other's checkpoints there
+        changes["mirror_output"] = f"{mirror.rstrip('/').rpartition('/')[0]}/{Path(output).name}"
+    return write_new(request, target, change_text(target, source.read_bytes().decode("utf-8"), changes))
+
+
+def free_output_dir(request: Request, target: Path) -> str:
+    """Return an output_dir for a new file that no other file of the page's folders has."""
+    folders, taken = folders_of(request), set[str]()
+    for path in find_files(folders):
+        with suppress(OSError, SettingsError):
+            if path.stat().st_size <= MAX_BYTES:
+                taken |= {str(each.value) for each in read_entries(path) if setting_of(path, each) == "output_dir"}
+    return own_output_dir(folders.shown(target), taken, folders.roots[0])
 
 
 def new_file(request: Request, target: str) -> Path:

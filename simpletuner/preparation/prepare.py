@@ -94,17 +94,20 @@ def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData
     return ScannedData(datasets, texts, own)
 
 
-def plan_data(session: Session, scans_folder: Path | None = None) -> Plan:
+def plan_data(
+    session: Session, scans_folder: Path | None = None, accept: Callable[[Samples], None] = lambda _: None
+) -> Plan:
     """Collective: find the images, compare them with those of the other ranks, and group them.
 
     `scans_folder` is where scans are kept: for a run below output_dir, which also gets the list of images without a
-    caption.
+    caption. `accept` may refuse the samples before anything is written there.
 
     Raises DataError or SettingsError before anything expensive happens.
     """
     settings, data = session.settings, scan_data(session, scans_folder)
     alignment = bucket_alignment(settings, data.datasets, session.world, session.stop.check)
     found = discover(data.scans, alignment, settings.training.seed)
+    accept(found.samples)
     if scans_folder is None:
         list_uncaptioned(found, session)
     found.check()

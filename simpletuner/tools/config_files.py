@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from simpletuner.settings.files.raw_values import Source
 from simpletuner.settings.resolving.loading import resolve
 from simpletuner.settings.resolving.places import naming_places
 from simpletuner.settings.resolving.sources import from_flags
+from simpletuner.settings.rules.rules import LORA_RATE
 from simpletuner.settings.showing.export import Exported, export
 from simpletuner.settings.showing.scaffold import scaffold_toml
 from simpletuner.settings.values.spelling import normalize_name
@@ -35,8 +39,29 @@ class NewConfig:
     datasets: str = ""
 
 
+def own_output_dir(target: str, taken: Collection[str] = (), root: Path = Path()) -> str:
+    """Return a folder for the runs of the config file `target`, which no other file says and in which nothing is.
+
+    A folder of runs is one project's: two files with one output_dir would be taken for the same run.
+    """
+    path = Path(target)
+    stem = path.parent.name if path.stem == "config" and path.parent.name else path.stem
+    name = re.sub(r"[^\w. -]+", "-", stem).strip(". ") or "run"
+    # A run of the default output_dir is all of that folder: runs in it are not listed.
+    parent = "outputs/" if (root / "output" / "checkpoints").exists() else "output/"
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    free = (each for each in names if f"{parent}{each}" not in taken and not os.path.lexists(root / parent / each))
+    return f"{parent}{next(free)}"
+
+
 def new_config(
-    model_family: str, model_flavour: str, num_processes: str, recipe: str = "", target: str = "config/config.toml"
+    model_family: str,
+    model_flavour: str,
+    num_processes: str,
+    recipe: str = "",
+    target: str = "config/config.toml",
+    model_type: str = "",
+    output_dir: str = "",
 ) -> NewConfig:
     """Return a config file to start from, which will be `target`; `recipe` is a recipe's name or file.
 
@@ -46,15 +71,28 @@ def new_config(
     if found and normalize_name(model_family) not in ("", found.model_family):
         raise SettingsError(
             f"recipe {found.name} is for model_family = {found.model_family}, not {model_family}",
-            "the recipe has its family: leave out --model_family",
+            "the recipe has its model_family: leave it out",
         )
     if not found and not model_family:
         known = [name for name, preset in presets().items() if preset.family_class]
         raise SettingsError("--model_family is missing: say what to train", f"known families: {', '.join(known)}")
+    if found and model_type not in ("", kind := found.settings["model_type"].value):
+        raise SettingsError(
+            f"recipe {found.name} is for model_type = {kind}, not {model_type}",
+            "the recipe has its model_type: leave it out",
+        )
     given = {"model_family": model_family, "model_flavour": model_flavour, "num_processes": num_processes}
+    given["model_type"] = model_type
     flags = from_flags({name: value for name, value in given.items() if value})
     settings = checked([source_of(found), flags] if found else [flags])
-    return from_recipe(found, settings, target) if found else NewConfig(scaffold_toml(settings))
+    own = {"output_dir": output_dir or own_output_dir(target)}
+    if found:
+        return from_recipe(found, settings, target, own)
+    notes = {}
+    if settings.model.model_type == "lora":
+        own |= {"model_type": "lora", "learning_rate": LORA_RATE}
+        notes["learning_rate"] = "ten times the default, which is for all weights (docs/lora.md)"
+    return NewConfig(scaffold_toml(settings, own, notes))
 
 
 def checked(sources: list[Source]) -> Settings:
@@ -63,8 +101,8 @@ def checked(sources: list[Source]) -> Settings:
     return settings
 
 
-def from_recipe(recipe: Recipe, settings: Settings, target: str) -> NewConfig:
-    values = {name: each.value for name, each in recipe.settings.items()}
+def from_recipe(recipe: Recipe, settings: Settings, target: str, own: Mapping[str, Any]) -> NewConfig:
+    values = {**own, **{name: each.value for name, each in recipe.settings.items()}}
     notes = {name: each.grounds() for name, each in recipe.settings.items()}
     share_batch(settings.launch.num_processes, values, notes)
     if recipe.model_flavour != settings.model.model_flavour:

@@ -44,7 +44,7 @@ from video_files import film_entry, write_films  # noqa: E402
 
 from simpletuner.caches.store.shards import ShardReader  # noqa: E402
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint  # noqa: E402
-from simpletuner.page.runs.folder import CONSOLE  # noqa: E402
+from simpletuner.run_log import CONSOLE, START_CONSOLE  # noqa: E402
 
 HANG_SECONDS = 900
 """After which a run that nobody disturbs is said to hang, on a machine that may be busy."""
@@ -214,7 +214,9 @@ class Campaign:
             self.problems.append(f"{output.name} ended with its page:\n{self.log_of(output).read_text()}")
 
     def log_of(self, output: Path) -> Path:
-        return output / CONSOLE if "page" in self.kind.victims else self.folder / "launched.log"
+        if "page" not in self.kind.victims:
+            return self.folder / "launched.log"
+        return next(path for name in (START_CONSOLE, CONSOLE) if (path := output / name).exists())
 
     def abort(self, processes: list[psutil.Process], output: Path) -> str:
         """End processes that should have ended; return the log, where faulthandler writes what they were doing."""
@@ -274,7 +276,7 @@ def contents(output: Path) -> dict[str, str]:
     found = {}
     for path in sorted(output.rglob("*")):
         name = path.relative_to(output).as_posix()
-        if path.is_file() and not name.startswith("cache/") and path.name not in (".lock", CONSOLE):
+        if path.is_file() and not name.startswith("cache/") and path.name not in (".lock", CONSOLE, START_CONSOLE):
             found[name] = READERS.get(path.name, tensors if path.suffix == ".safetensors" else whole)(path)
     for folder in sorted({path.parent for path in output.glob("cache/**/*.shard")}):
         reader = ShardReader(folder)

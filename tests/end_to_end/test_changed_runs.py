@@ -124,7 +124,7 @@ def test_a_wrong_start_overwrites_nothing_and_settings_have_a_history(pipelines,
     shutil.copytree(sdxl, larger)
     config = json.loads((larger / "unet" / "config.json").read_text())
     UNet2DConditionModel.from_config({**config, "layers_per_block": 2}).save_pretrained(larger / "unet")
-    wrong = train(output, *base("sdxl", larger, shapes), "--train_batch_size=4", "--max_train_steps=9", code=3)
+    wrong = train(output, *base("sdxl", larger, shapes), "--train_batch_size=4", "--max_train_steps=9", code=2)
     assert "is of another model: " in wrong.said and "making" not in wrong.said
     assert "finished already" in train(output, *flags, "--max_train_steps=1", "--learning_rate=1").said
     assert {path: path.read_bytes() for path in before} == before

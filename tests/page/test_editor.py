@@ -86,7 +86,9 @@ def test_listing_creating_and_copying(page: Page, server: PageServer, folder: Pa
     page.get_by_label("Name of the copy").nth(2).fill("config/copy.toml")
     page.get_by_role("button", name="Copy", exact=True).click()
     page.wait_for_url("**/configurations/edit?file=*copy.toml")
-    assert (folder / "config" / "copy.toml").read_text() == CONFIG
+    copied = (folder / "config" / "copy.toml").read_text().splitlines()
+    assert 'output_dir = "output/copy"' in copied, "a run's folder is one project's"
+    assert [line for line in copied if not line.startswith("output_dir")] == CONFIG.splitlines()
     assert server.post("/configurations/copy", {"file": "config/run.toml", "target": "config/copy.toml"}).code == 400
 
 

@@ -141,6 +141,7 @@ def docs(
 def init(
     model_family: Annotated[str, typer.Option("--model_family", help="Which architecture to train.")] = "",
     model_flavour: Annotated[str, typer.Option("--model_flavour", help="Which published checkpoint of it.")] = "",
+    model_type: Annotated[str, typer.Option("--model_type", help="full: all weights; lora: a LoRA.")] = "",
     num_processes: Annotated[str, typer.Option("--num_processes", help="How many GPUs.", metavar="INTEGER")] = "1",
     recipe: Annotated[
         str,
@@ -158,7 +159,7 @@ def init(
     """Write a commented config file to start from."""
     from simpletuner.tools.config_files import new_config
 
-    new = new_config(model_family, model_flavour, num_processes, recipe, str(output))
+    new = new_config(model_family, model_flavour, num_processes, recipe, str(output), model_type)
     files = {output: new.text} | ({Path(new.datasets_file): new.datasets} if new.datasets else {})
     for path in files:
         refuse_overwriting(path, force)

@@ -70,17 +70,7 @@ class DatasetFiles:
                 captions = lines_of(read_caption_file(self.storage, row["name"], self.dataset.caption_encoding))
             except UnreadableFileError as error:
                 captions = [f"a file that {error}"]
-        return FileFacts(row["size_bytes"], row["version"], captions, self._ends(row["name"]))
-
-    def _ends(self, name: str) -> str:
-        """Return a digest of the ends of a file, or of those of a folder's frames."""
-        if not is_frame_folder(name):
-            return hash_ends(self.storage, name)
-        try:
-            frames = self.storage.list_folder(name, frame_suffixes())
-        except (OSError, UnreadableFileError):
-            return ""
-        return value_checksum({frame: hash_ends(self.storage, frame) for frame in frames})
+        return FileFacts(row["size_bytes"], row["version"], captions, hash_content(self.storage, row["name"]))
 
 
 def digest_of(tables: Iterable[pa.Table]) -> str:
@@ -119,6 +109,17 @@ def collect_facts(datasets: Iterable[DatasetFiles], chunks: Collection[int]) -> 
             if (chunk := chunk_index(sample_id)) in found:
                 found[chunk][sample_id] = asdict(files.facts(row))
     return found
+
+
+def hash_content(storage: Storage, name: str) -> str:
+    """Return a digest of the ends of a file, or of those of a folder's frames; empty for what cannot be read."""
+    if not is_frame_folder(name):
+        return hash_ends(storage, name)
+    try:
+        frames = storage.list_folder(name, frame_suffixes())
+    except (OSError, UnreadableFileError):
+        return ""
+    return value_checksum({frame.removeprefix(name): hash_ends(storage, frame) for frame in frames})
 
 
 def hash_ends(storage: Storage, name: str) -> str:

@@ -18,7 +18,7 @@ from simpletuner.page.folders import Folders
 from simpletuner.page.queue.entries import EntryState, QueueEntry, QueueFile
 from simpletuner.page.queue.gpus import CPU, Need, devices_of, list_gpus, need_of_start
 from simpletuner.page.runs.checkpoints import named_checkpoint
-from simpletuner.page.runs.condition import Known, State, find_condition
+from simpletuner.page.runs.condition import State, find_refusal
 from simpletuner.page.runs.folder import RunFolder
 from simpletuner.page.runs.listing import RunList
 from simpletuner.page.runs.processes import PreparedStart, Processes, is_in_use, prepare_start, start_prepared
@@ -185,9 +185,9 @@ class RunQueue:
             return replace(entry, state=EntryState.RUNNING) if has_reached else entry
         if has_reached or not entry.is_queued:
             return None
-        condition = find_condition(run, status, Known())
-        known = (condition.sentence, condition.hint) if condition.state in (State.FAILED, State.KILLED) else ("", "")
-        return failed(entry, SimpleTunerError(known[0] or "it ended before it reached its output folder", known[1]))
+        refused = find_refusal(run)
+        known = (refused.sentence, refused.hint) if refused else ("it ended before it had its output folder", "")
+        return failed(entry, SimpleTunerError(*known))
 
     def _startable(
         self, entries: Sequence[QueueEntry], free: Sequence[str]

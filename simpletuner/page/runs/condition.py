@@ -15,9 +15,9 @@ from functools import partial
 
 import psutil
 
-from simpletuner.page.runs.folder import CONSOLE, RunFolder
+from simpletuner.page.runs.folder import RunFolder
 from simpletuner.page.runs.log import parse_log
-from simpletuner.run_log import LOG
+from simpletuner.run_log import CONSOLE, LOG, START_CONSOLE
 from simpletuner.status_line import LINE_SECONDS, format_seconds
 from simpletuner.system.files.locks import describe_holder, is_locked
 from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus
@@ -77,11 +77,8 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: Known) -> Co
     # A run takes the lock only when it reaches its output folder, some seconds after its process has started.
     if known.started_pid and (status is None or status.pid != known.started_pid):
         return Condition(State.STARTING, "the process has started and has not reached its output folder yet")
-    # Before the status, which is that of an earlier start: this one ended before it could write its own.
-    if refused := find_refusal(run):
-        return refused
     if status is None:
-        return condition_without_status(run)
+        return find_refusal(run) or condition_without_status(run)
     if status.has_ended:
         return describe_end(status)
     if locked is None:  # a file system without locks leaves the times of files
@@ -156,16 +153,19 @@ def condition_without_locks(run: RunFolder, status: RunStatus) -> Condition:
 
 
 def condition_without_status(run: RunFolder) -> Condition:
-    if run.file(CONSOLE):
+    if run.file(CONSOLE) or run.file(START_CONSOLE):
         return Condition(State.KILLED, "it ended before it reached its output folder")
     return Condition(State.UNKNOWN, f"it has no readable {STATUS}")
 
 
 def find_refusal(run: RunFolder) -> Condition | None:
-    """Return why a start from the page ended before it had the folder, such as a mistake in the settings."""
-    if run.written(CONSOLE) <= run.written(STATUS):
+    """Return why the last start from a page ended before it had the folder, such as a mistake in the settings.
+
+    The status is that of an earlier start then, which it was to leave as it is.
+    """
+    if run.written(START_CONSOLE) <= run.written(STATUS):
         return None
-    lines = run.tail(CONSOLE, CONSOLE_BYTES).splitlines()
+    lines = run.tail(START_CONSOLE, CONSOLE_BYTES).splitlines()
     said = parse_log("\n".join(line if line.startswith(" ") else f"0000-00-00 00:00:00 {line}" for line in lines))
     error = next((entry for entry in said if entry.kind == "error"), None)
     return Condition(State.FAILED, error.message, error.hint) if error else None

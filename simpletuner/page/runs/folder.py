@@ -7,17 +7,15 @@ from pathlib import Path
 
 from simpletuner.errors import SettingsError
 from simpletuner.page.folders import Folders
-from simpletuner.run_log import LOG
+from simpletuner.run_log import CONSOLE, LOG, START_CONSOLE
 from simpletuner.system.files.locks import RUN_LOCK
 from simpletuner.system.files.regular_files import read_end
 from simpletuner.system.processes.run_status import STATUS
 from simpletuner.training.metrics.metrics_reader import METRICS
 from simpletuner.training.run_folder.settings_record import SETTINGS
 
-CONSOLE = "console.txt"
-"""Output of a run that the page has started; a mistake in its settings is nowhere else."""
 FILES = (STATUS, METRICS, LOG, SETTINGS, CONSOLE)
-RUN_FILES = (STATUS, METRICS, RUN_LOCK, CONSOLE)
+RUN_FILES = (STATUS, METRICS, RUN_LOCK, CONSOLE, START_CONSOLE)
 """A folder with one of them is the output folder of a run; one of settings alone is not."""
 MAX_RUNS = 200
 HOLDER_BYTES = 1024

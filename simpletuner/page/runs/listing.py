@@ -16,16 +16,17 @@ from pathlib import Path
 from simpletuner.page.configurations import MAX_DEPTH, SKIPPED
 from simpletuner.page.folders import Folders
 from simpletuner.page.runs.condition import State
-from simpletuner.page.runs.folder import CONSOLE, MAX_RUNS, RUN_FILES, RunFolder
+from simpletuner.page.runs.folder import MAX_RUNS, RUN_FILES, RunFolder
 from simpletuner.page.runs.processes import Processes
 from simpletuner.page.runs.summary import Summary, summarize
+from simpletuner.run_log import START_CONSOLE
 from simpletuner.system.files.locks import RUN_LOCK
 from simpletuner.system.processes.run_status import STATUS
 
 Signature = tuple[tuple[int, int, int] | None, ...]
 """Times, sizes and inodes of the files that a summary follows from, None for one that is missing: of the status, which
-a run writes as soon as it has the folder, and of the console, for a start that never gets so far; without a status, of
-the lock, too."""
+a run writes as soon as it has the folder, and of the output of a start, for one that never gets so far; without a
+status, of the lock, too."""
 
 SETTLED = (State.FINISHED, State.STOPPED, State.FAILED, State.KILLED, State.UNKNOWN)
 """States that only a file can change."""
@@ -137,7 +138,7 @@ def list_folder(folder: str, signature: tuple[int, int]) -> ListedFolder:
 
 
 def signature_of(folder: str) -> Signature:
-    status, console = stat_or_none(f"{folder}/{STATUS}"), stat_or_none(f"{folder}/{CONSOLE}")
+    status, console = stat_or_none(f"{folder}/{STATUS}"), stat_or_none(f"{folder}/{START_CONSOLE}")
     return (status, console) if status is not None else (None, console, stat_or_none(f"{folder}/{RUN_LOCK}"))
 
 

@@ -19,8 +19,9 @@ from simpletuner.page.editing.documents import Document, load_document
 from simpletuner.page.folders import Folders
 from simpletuner.page.runs.checkpoints import named_checkpoint
 from simpletuner.page.runs.condition import Condition, Known, find_condition
-from simpletuner.page.runs.folder import CONSOLE, RunFolder
+from simpletuner.page.runs.folder import RunFolder
 from simpletuner.page.runs.summary import read_status_of
+from simpletuner.run_log import START_CONSOLE
 from simpletuner.settings import Loaded
 from simpletuner.system.files.locks import describe_holder, is_locked
 from simpletuner.system.processes.python_process import module_command
@@ -95,11 +96,12 @@ def start_prepared(
 def launch(
     run: RunFolder, arguments: Sequence[str], place: Path, variables: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a command that goes on when the page ends; what it prints is in the folder."""
+    """Start a command that goes on when the page ends. What it prints is in the folder, beside the console of the run
+    that is there: the command may have to leave that as it is."""
     command = module_command("simpletuner", *arguments)
     # O_NONBLOCK: opening a FIFO of that name would wait for a reader, and is refused.
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(run.path / CONSOLE, flags, 0o666)
+    descriptor = os.open(run.path / START_CONSOLE, flags, 0o666)
     try:
         # A separate session: Ctrl-C in the page's terminal, and its end, are not for the run.
         return subprocess.Popen(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simpletuner.page.runs.condition import Condition, Known, State, find_condition
+from simpletuner.page.runs.condition import Condition, Known, State, find_condition, find_refusal
 from simpletuner.page.runs.folder import FILES, RunFolder, is_of_run
 from simpletuner.status_line import format_seconds
 from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus, read_status
@@ -22,6 +22,8 @@ class Summary:
     model: str
     written: float
     """Time at which one of its files was last written, in seconds since 1970."""
+    refused: Condition | None
+    """Why a later start than the one that the condition is about did not begin."""
     config: str
     """The configuration that starts it again; empty where the page cannot."""
     base: str = ""
@@ -47,9 +49,15 @@ def summarize(run: RunFolder, known: Known) -> Summary:
         status or RunStatus(RunState.STARTING),
         model=" ".join(str(settings.get(name) or "") for name in ("model_family", "model_flavour")).strip(),
         written=run.written(*FILES),
+        refused=find_later_refusal(run, condition) if status is not None and condition.has_ended else None,
         config=config_of(run, status) if condition.has_ended else "",
         base=base_of(settings),
     )
+
+
+def find_later_refusal(run: RunFolder, condition: Condition) -> Condition | None:
+    refused = find_refusal(run)
+    return refused if refused is not None and refused.sentence != condition.sentence else None
 
 
 def config_of(run: RunFolder, status: RunStatus | None) -> str:

@@ -154,6 +154,7 @@ class Training(Section):
     """Training"""
 
     output_dir: Annotated[Path, AfterValidator(no_url)] = knob(Path("output"), "Folder of this run: checkpoints, caches, validation images, metrics, the final pipeline.")
+    continue_with_other_data: bool = knob(False, "Let the run in output_dir go on with images none of which it was trained on, which is refused otherwise: a run's folder is one project's.")
     seed: int = knob(42, "Determines data order, noise, timesteps and crops.", ge=0, aliases=("training_seed",))
     train_batch_size: int = knob(4, "Samples per rank in one forward pass.", ge=1, le=LARGEST_BATCH)
     gradient_accumulation_steps: int = knob(1, "Forward passes per optimizer step.", ge=1, le=1_000_000)

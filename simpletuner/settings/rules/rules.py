@@ -35,6 +35,8 @@ from simpletuner.settings.values.step_ranges import parse_step_range
 
 Rule = Callable[[Settings], Iterator[BrokenRule]]
 
+LORA_RATE = 1e-4
+"""Learning rate of most LoRAs: that of the recipes, and ten times the default (docs/lora.md)."""
 SINGLE_FILE_FAMILIES = ("sd1x", "sd2x", "sdxl")
 """Families whose original layout is written (`models/single_file/ldm_layout.py`)."""
 
@@ -92,7 +94,17 @@ def warnings_about(settings: Settings) -> Iterator[BrokenRule]:
     if settings.optimizer.optimizer == "prodigy" and (rate := settings.optimizer.learning_rate) < 0.1:
         message = f"optimizer = prodigy multiplies the rate that it finds by learning_rate = {rate}: 1 is usual"
         yield broken(message, "learning_rate", "optimizer")
+    yield from rate_of_full_run(settings)
     yield from bf16_accumulation(settings)
+
+
+def rate_of_full_run(settings: Settings) -> Iterator[BrokenRule]:
+    """A LoRA at the default, which is for all weights: little is learned, and nothing else says why."""
+    rate = settings.optimizer.learning_rate
+    is_default = rate == type(settings.optimizer).model_fields["learning_rate"].default
+    if settings.model.model_type == "lora" and is_default and settings.optimizer.optimizer != "prodigy":
+        message = f"learning_rate = {rate} is the default, for all weights: a LoRA is usually trained at {LORA_RATE}"
+        yield broken(message, "learning_rate", "model_type")
 
 
 def bf16_accumulation(settings: Settings) -> Iterator[BrokenRule]:

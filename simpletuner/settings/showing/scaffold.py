@@ -11,7 +11,7 @@ from simpletuner.settings.declared.sections import SECTION_OF, Settings, setting
 from simpletuner.settings.showing.schema import values_of
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "What to train": ("model_family", "model_flavour", "pretrained_model_name_or_path"),
+    "What to train": ("model_type", "lora_rank", "model_family", "model_flavour", "pretrained_model_name_or_path"),
     "On what": ("instance_data_dir", "caption_strategy", "resolution", "output_dir"),
     "How long, how large, how fast": (
         "max_train_steps",
@@ -77,6 +77,8 @@ def grouped(values: Mapping[str, Any]) -> dict[str, list[str]]:
     if "data_backend_config" in values:  # names the images in place of the folder
         groups["On what"][0] = "data_backend_config"
     known = {name for names in groups.values() for name in names} | {"instance_data_dir"}
+    if values.get("model_type", "full") == "full":
+        groups["What to train"].remove("lora_rank")
     for name in (each for each in values if each not in known):
         groups[GROUP_OF_SECTION.get(SECTION_OF[name], "How long, how large, how fast")].append(name)
     return groups

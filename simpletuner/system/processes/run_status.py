@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletuner.errors import SIGNAL_CODES, SimpleTunerError, describe_bug
+from simpletuner.errors import SIGNAL_CODES, OtherRunsFolder, SimpleTunerError, describe_bug
 from simpletuner.system.files.atomic import atomic_file
 from simpletuner.system.files.locks import launcher_pid
 from simpletuner.system.files.regular_files import read_file
@@ -117,6 +117,8 @@ class StatusWriter:
         self.is_own: Callable[[RunStatus], bool] = lambda found: False
         """Predicate of a status of the start that this process belongs to."""
         self.holds_lock = False
+        self.earlier: bytes | None = None
+        """The content of the file before this start."""
         self.counted: tuple[int, float | None, float | None] | None = None
         """Step, loss, and when training ends by the last estimate, in seconds of time.monotonic()."""
         self.written, self.written_at = b"", 0.0
@@ -126,6 +128,8 @@ class StatusWriter:
         """Begin the status of a start; only rank 0, which holds the lock of the folder."""
         with self.lock:
             self.path, self.holds_lock = folder / STATUS, True
+            with suppress(OSError):
+                self.earlier = read_file(self.path, MAX_BYTES)
             before = read_status(self.path) or self.status
             self.status = replace(
                 self.status,
@@ -197,6 +201,26 @@ class StatusWriter:
         """Write the end that an error means; a requested stop is no failure."""
         state = RunState.STOPPED if error.exit_code in SIGNAL_CODES else RunState.FAILED
         self.end(state, error.message, error.hint)
+
+    @contextmanager
+    def unless_refused(self) -> Iterator[None]:
+        """Leave the status as it was before this start where the folder is another run's."""
+        try:
+            yield
+        except OtherRunsFolder:
+            self._withdraw()
+            raise
+
+    def _withdraw(self) -> None:
+        with self.lock:
+            path, self.path = self.path, None
+            if path is not None and self.holds_lock:
+                self.holds_lock = False
+                with suppress(OSError):
+                    if self.earlier is None:
+                        path.unlink(missing_ok=True)
+                    else:
+                        replace_status(path, self.earlier, durably=True)
 
     def end(self, state: RunState, reason: str = "", hint: str = "") -> None:
         """Write how the run ended, unless another process of this start has."""

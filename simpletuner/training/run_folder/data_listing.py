@@ -24,6 +24,7 @@ from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.samples.buckets import bucket_shapes
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.scan.captions import captions_of
+from simpletuner.data.scan.comparison import hash_content
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import refuse_special, write_file
 from simpletuner.system.files.cache_files import is_plain_folder
@@ -35,6 +36,8 @@ if TYPE_CHECKING:  # listings are read without torch
 LISTINGS = "data_listings"
 # The oldest are removed: of 100,000 images, with captions of 30 random words, one has 6 MB, and takes 0.5 s to make.
 KEPT = 10
+WITNESSES = 200
+"""Images of a local dataset whose content is kept, too: a copy has another time, and other images may have its name."""
 SHOWN_LETTERS = 120
 """Of a caption, for people: whether it changed is known by its digest."""
 ROWS_AT_ONCE = 10_000
@@ -57,7 +60,9 @@ class DataListing:
     key: str
     digest: str
     places: dict[str, str]
-    """Folders of datasets on this machine, by id."""
+    """Folders or addresses of datasets, by id; earlier versions have local ones alone."""
+    contents: dict[str, dict[str, str]]
+    """By id of a local dataset, digests of content of some images, by name; earlier versions have none."""
     table: pa.Table
 
 
@@ -72,7 +77,9 @@ def record_data(output: Path, samples: Samples, held_out: np.ndarray) -> DataLis
     """Return the listing of a run's data, from the file of an earlier start or written now."""
     path = output / LISTINGS / f"{listing_key(samples, held_out)}.parquet"
     try:
-        return read_listing(path)
+        listing = read_listing(path)
+        os.utime(path)  # the last start's is the newest: what that run was trained on is not removed
+        return listing
     except (OSError, EnvironmentNotReady):
         listing = list_data(path.stem, samples, held_out)
     if os.path.lexists(path.parent) and not is_plain_folder(path.parent):
@@ -111,13 +118,23 @@ def list_data(key: str, samples: Samples, held_out: np.ndarray) -> DataListing:
             columns["caption"].append(text[:SHOWN_LETTERS])
             columns["caption_digest"].append(xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")))
         columns["bucket"].extend(names[buckets].tolist())
-    places = {
-        part.dataset.id: str(part.dataset.instance_data_dir.absolute())
-        for part in samples.parts
-        if isinstance(part.dataset, LocalImages)
-    }
+    places = {part.dataset.id: place_of(part) for part in samples.parts}
+    contents = {part.dataset.id: contents_of(part) for part in samples.parts if isinstance(part.dataset, LocalImages)}
     table = pa.table({**columns, "held_out": out}, COLUMNS)
-    return DataListing(key, lines.hexdigest(), places, table)
+    return DataListing(key, lines.hexdigest(), places, contents, table)
+
+
+def place_of(part: DatasetSamples) -> str:
+    """Return the folder or the address of a dataset."""
+    dataset = part.dataset
+    return str(dataset.instance_data_dir.absolute()) if isinstance(dataset, LocalImages) else part.storage.describe()
+
+
+def contents_of(part: DatasetSamples) -> dict[str, str]:
+    """Return digests of the content of some images, evenly spread."""
+    chosen = part.rows[np.unique(np.linspace(0, len(part) - 1, min(len(part), WITNESSES)).astype(int))]
+    names = part.table["name"].take(pa.array(chosen)).to_pylist()
+    return {name: digest for name in names if (digest := hash_content(part.storage, name))}
 
 
 def rows_of(part: DatasetSamples) -> Iterator[tuple[str, str, Sequence[str]]]:
@@ -133,7 +150,11 @@ def rows_of(part: DatasetSamples) -> Iterator[tuple[str, str, Sequence[str]]]:
 def write_listing(path: Path, listing: DataListing) -> None:
     import pyarrow.parquet as pq
 
-    facts = {"digest": listing.digest, "places": json.dumps(listing.places)}
+    facts = {
+        "digest": listing.digest,
+        "places": json.dumps(listing.places),
+        "contents": json.dumps(listing.contents),
+    }
     content = io.BytesIO()
     pq.write_table(listing.table.replace_schema_metadata(facts), content, compression="zstd")
     write_file(path, content.getvalue())
@@ -158,6 +179,7 @@ def read_listing(path: Path) -> DataListing:
             table = pq.read_table(file)
             facts = table.schema.metadata
             digest, places = facts[b"digest"].decode(), json.loads(facts[b"places"])
-            return DataListing(path.stem, digest, places, table.select(COLUMNS.names).cast(COLUMNS))
-        except (pa.ArrowException, LookupError, ValueError, TypeError) as error:
+            contents = {each: dict(some) for each, some in json.loads(facts.get(b"contents", b"{}")).items()}
+            return DataListing(path.stem, digest, places, contents, table.select(COLUMNS.names).cast(COLUMNS))
+        except (pa.ArrowException, LookupError, ValueError, TypeError, AttributeError) as error:
             raise EnvironmentNotReady(f"{path} is no listing of data: {error}", "remove it") from error

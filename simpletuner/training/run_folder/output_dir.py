@@ -8,7 +8,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,17 +22,19 @@ from simpletuner.checkpoints.export import (
     finished_steps,
 )
 from simpletuner.checkpoints.layout import clear_unfinished
-from simpletuner.errors import RemoteFailure, SimpleTunerError, explain_system_errors
+from simpletuner.data.samples.samples import Samples
+from simpletuner.errors import OtherRunsFolder, RemoteFailure, SimpleTunerError, explain_system_errors
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.opening.lora_formats import files_of
 from simpletuner.parallel.world import World
-from simpletuner.run_log import LOG, LOGGER, write_log_to
+from simpletuner.run_log import CONSOLE, LOG, LOGGER, START_CONSOLE, write_log_to
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.secret_names import mask_arguments
 from simpletuner.system.files.atomic import refuse_special, remove, restore_replaced
 from simpletuner.system.files.locks import lock_output_dir
 from simpletuner.training.mirroring.run_mirror import RunMirror, open_run_mirror
+from simpletuner.training.run_folder.other_project import refuse_other_data
 from simpletuner.training.state import TrainingState
 
 EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
@@ -73,11 +75,33 @@ def on_first_rank(session: Session, action: Callable[[], None]) -> None:
                 action()
         except SimpleTunerError as caught:
             error = caught
-    failure = session.world.gather_texts(json.dumps([error.exit_code, error.message, error.hint]) if error else "")[0]
+    is_refusal = isinstance(error, OtherRunsFolder)
+    said = json.dumps([is_refusal, error.exit_code, error.message, error.hint]) if error is not None else ""
+    failure = session.world.gather_texts(said)[0]
     if error is not None:
         raise error
     if failure:
-        raise RemoteFailure(*json.loads(failure))
+        is_refusal, code, message, hint = json.loads(failure)
+        raise OtherRunsFolder(message, hint) if is_refusal else RemoteFailure(code, message, hint)
+
+
+def accept_start(session: Session, samples: Samples) -> None:
+    """Let a start have the folder whose lock it holds. Collective.
+
+    Raises OtherRunsFolder where that has a run on other images.
+    """
+    output = session.settings.training.output_dir
+    on_first_rank(session, lambda: refuse_other_data(session, samples))
+    if session.world.is_first:
+        keep_console(output)
+
+
+def keep_console(output: Path) -> None:
+    """Let what this start prints be the console of its run, if a page has started it."""
+    new = output / START_CONSOLE
+    with suppress(OSError):
+        if os.path.samestat(os.fstat(1), new.lstat()):
+            new.replace(output / CONSOLE)
 
 
 def restore_from_bucket(session: Session, mirror: RunMirror | None, damaged: Mapping[Path, str]) -> None:

@@ -9,7 +9,7 @@ from simpletuner.caches.store.keys import file_fingerprint
 from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, set_aside
 from simpletuner.checkpoints.tensors import read_shapes
 from simpletuner.checkpoints.verification import Verification, find_newest
-from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.errors import EnvironmentNotReady, OtherRunsFolder
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.opening.assistant_lora import assistant_files
@@ -17,6 +17,7 @@ from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
+from simpletuner.training.run_folder.other_project import refuse_other_model
 from simpletuner.training.state import TrainingState
 
 SHOWN = 3
@@ -25,7 +26,7 @@ SHOWN = 3
 def checkpoint_to_resume(session: Session, damaged: Mapping[Path, str]) -> Checkpoint | None:
     """Return the checkpoint that the settings ask for, or the newest that is complete and not `damaged`. Collective.
 
-    Raises SettingsError when it is of another model family.
+    Raises OtherRunsFolder when it is of another model.
     """
     settings = session.settings
     root, wish = checkpoints_of(settings), settings.checkpoints.resume_from_checkpoint
@@ -34,23 +35,10 @@ def checkpoint_to_resume(session: Session, damaged: Mapping[Path, str]) -> Check
     checkpoint, passed_over = find_newest(root, wish, session.world, damaged)
     for why in passed_over.values():
         session.report.warn(f"passed over: {why}")
-    if checkpoint is None:
-        return None
     # Refused before anything is loaded or written: the run in this folder would go on as another model's.
-    family, wanted = checkpoint.state.get("model_family"), settings.model.model_family
-    if family not in (None, "", wanted):
-        raise SettingsError(
-            f"{checkpoint.folder} is of model_family {family}, but model_family = {wanted}",
-            "give this run another --output_dir, or --resume_from_checkpoint=none",
-        )
-    held, wanted = checkpoint.state.get("model_type", "full"), settings.model.model_type
-    if held != wanted:
-        what = {"full": "all weights", "lora": "a LoRA"}
-        raise SettingsError(
-            f"{checkpoint.folder} holds {what[held]}, but model_type = {wanted}",
-            f"set model_type={held}, or give this run another --output_dir, or --resume_from_checkpoint=none",
-        )
-    session.report.say(f"resuming from {checkpoint.folder}")
+    refuse_other_model(session, checkpoint)
+    if checkpoint is not None:
+        session.report.say(f"resuming from {checkpoint.folder}")
     return checkpoint
 
 
@@ -61,12 +49,11 @@ def checkpoints_of(settings: Settings) -> Path:
 def check_fits(checkpoint: Checkpoint, family: ModelFamily, world: World, verification: Verification | None) -> None:
     """Compare the shapes of a checkpoint's weights with the denoiser's; reads headers only. Collective.
 
-    Raises EnvironmentNotReady on all ranks, CheckpointDamaged where a damaged header looks like another model, and
-    SettingsError for an adapter of another kind.
+    Raises OtherRunsFolder on all ranks, and CheckpointDamaged where a damaged header looks like another model.
     """
     trained = checkpoint.state.get("denoiser") or family.denoiser_name
     if trained != family.denoiser_name:
-        raise SettingsError(
+        raise OtherRunsFolder(
             f"{checkpoint.folder} holds {trained} of the pipeline, but this run trains {family.denoiser_name}",
             "set the model_flavour of then, or give this run another --output_dir",
         )
@@ -80,16 +67,16 @@ def check_fits(checkpoint: Checkpoint, family: ModelFamily, world: World, verifi
         if verification is not None:
             verification.wait()
         hint = "check pretrained_model_name_or_path, give another --output_dir, or --resume_from_checkpoint=none"
-        raise EnvironmentNotReady(problem, hint)
+        raise OtherRunsFolder(problem, hint)
 
 
 def refuse_other_adapter(checkpoint: Checkpoint, adapter: Adapter) -> None:
-    """Raise SettingsError unless a checkpoint's adapter has the rank, alpha and layers that the settings ask for."""
+    """Raise OtherRunsFolder unless a checkpoint's adapter has the rank, alpha and layers that the settings ask for."""
     usual = {"lora_type": "lora", "lokr_factor": -1, "assistant_lora": "", "assistant_lora_strength": 1.0}
     held, wants = ({**usual, **each} for each in (checkpoint.state["lora"], adapter.as_settings()))
     for name, wanted in wants.items():
         if (value := held.get(name)) != wanted:
-            raise SettingsError(
+            raise OtherRunsFolder(
                 f"{checkpoint.folder} has {name} = {value}, but now it is {wanted}",
                 f"set {name}={value}, or give this run another --output_dir, or --resume_from_checkpoint=none",
             )

@@ -28,19 +28,20 @@ Changes = dict[str, list[Any]]
 """Setting -> [before, now]."""
 
 
-def report_changes(session: Session, checkpoint: Checkpoint | None) -> None:
-    """Print the settings that changed since the last start, and their effect on the state of the run."""
+def report_changes(session: Session, checkpoint: Checkpoint | None) -> Changes:
+    """Print and return the settings that changed since the last start, with their effect on the state of the run."""
     output = session.settings.training.output_dir
     before = read_settings(output / SETTINGS) if session.world.is_first else None
     changes = changed(before, settings_as_json(session.loaded)) if before is not None else {}
     if not changes:
-        return
+        return changes
     effects = effects_on(checkpoint.state, session.settings, changes) if checkpoint is not None else {}
     rows = [(name, shown(old), shown(new), effects.get(name, "")) for name, (old, new) in changes.items()]
     columns = ("setting", "before", "now", "what happens")
     width = len(columns) if any(row[-1] for row in rows) else len(columns) - 1
     title = f"settings changed since the last start{last_start(output / HISTORY)}"
     session.report.table(title, [row[:width] for row in rows], columns[:width])
+    return changes
 
 
 def effects_on(state: Mapping[str, Any], settings: Settings, changes: Changes) -> dict[str, str]:

@@ -27,6 +27,7 @@ attention_backend optimizer state_layout optimizer_release_gradients learning_ra
 adam_weight_decay max_grad_norm use_ema fsdp_enable fsdp_state_dict_type context_parallel_size zero_stage
 num_processes num_machines preemption_check preemption_grace_seconds use_cpu dynamo_backend checkpoint_step_interval
 async_checkpointing checkpoints_total_limit export_single_file resume_from_checkpoint mirror_output validation_prompt
+continue_with_other_data
 validation_prompt_file eval_split report_to device_peak_tflops profile_steps log_sample_losses notify_url push_to_hub
 """
 """Settings that no other setting switches off, or that a rule refuses where they would have no effect."""
@@ -63,7 +64,7 @@ IDLE = [
     ),
     ({"crop_style": "random"}, "crop_style = 'random' has no effect without crop = true"),
     (
-        {"assistant_lora_strength": 0.5, "model_type": "lora"},
+        {"assistant_lora_strength": 0.5, "model_type": "lora", "learning_rate": 1e-4},
         "assistant_lora_strength = 0.5 has no effect without assistant_lora",
     ),
     (

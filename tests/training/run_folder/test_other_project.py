@@ -1,0 +1,145 @@
+"""The images of which a run's folder is: moved, copied, renamed, added and removed ones are its own, others are not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from scanning import found
+
+from simpletuner.data.config.dataset_types import LocalImages
+from simpletuner.data.samples.samples import DatasetSamples, Samples
+from simpletuner.training.run_folder.data_listing import DataListing, place_of, record_data
+from simpletuner.training.run_folder.other_project import has_image_of, places_in, shares_images
+
+HELD_OUT = np.array([], dtype=np.int64)
+
+
+def draw(folder: Path, seed: int, count: int = 6, size: int = 32) -> Path:
+    """Write images of equal size on disk, under the names that every camera and every project gives."""
+    folder.mkdir(exist_ok=True, parents=True)
+    for number, colour in enumerate(np.random.default_rng(seed).integers(0, 255, (count, 3), np.uint8)):
+        Image.new("RGB", (size, size), tuple(colour.tolist())).save(folder / f"{number:03d}.bmp")
+        os.utime(folder / f"{number:03d}.bmp", (0, 0))  # as unpacked from an archive that is made reproducibly
+    return folder
+
+
+def dataset(folder: Path, name: str = "images", **keys: object) -> LocalImages:
+    values = {"id": name, "instance_data_dir": folder, "caption_strategy": "filename", "resolution": 64}
+    return LocalImages.model_validate({"type": "local", **values, **keys})
+
+
+def samples_of(*datasets: LocalImages) -> Samples:
+    return found(datasets).samples
+
+
+def rename(folder: Path) -> Path:
+    for path in [*folder.iterdir()]:
+        path.rename(path.with_stem(f"photo of a dog {path.stem}"))
+    return folder
+
+
+def copy(source: Path, target: Path, names: str = "*") -> Path:
+    target.mkdir()
+    for path in source.glob(names):
+        shutil.copyfile(path, target / path.name)  # with the time of now
+    return target
+
+
+Change = Callable[[Path, Path], Path]
+CHANGES: dict[str, tuple[bool, Change]] = {
+    "the same": (True, lambda dogs, tmp: dogs),
+    "moved": (True, lambda dogs, tmp: dogs.rename(tmp / "moved")),
+    "copied": (True, lambda dogs, tmp: copy(dogs, tmp / "copy")),
+    "renamed": (True, lambda dogs, tmp: rename(copy(dogs, tmp / "copy"))),
+    "all but one removed": (True, lambda dogs, tmp: copy(dogs, tmp / "copy", "003.*")),
+    "others added": (True, lambda dogs, tmp: copy(dogs, draw(tmp / "all", 1) / "dogs").parent),
+    "others of equal names, sizes and times": (False, lambda dogs, tmp: draw(tmp / "cats", 1)),
+    "others of another size": (False, lambda dogs, tmp: draw(tmp / "cats", 1, size=48)),
+    "others in the same folder": (False, lambda dogs, tmp: draw(dogs, 1, size=48)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_only_images_none_of_which_was_trained_on_are_another_project(change, tmp_path):
+    dogs = draw(tmp_path / "dogs", 0)
+    record_data(tmp_path, samples_of(dataset(dogs)), HELD_OUT)
+    listing = record_data(tmp_path, samples_of(dataset(dogs)), HELD_OUT)  # as read again
+    is_own, change_folder = CHANGES[change]
+    assert has_image_of(listing, samples_of(dataset(change_folder(dogs, tmp_path)))) == is_own
+    assert places_in(listing) == str(tmp_path / "dogs")
+
+
+def test_one_more_dataset_is_the_same_project_but_not_one_that_only_validates_or_regularises(tmp_path):
+    dogs, cats, classes = (draw(tmp_path / name, seed) for seed, name in enumerate(("dogs", "cats", "classes")))
+    regularising = dataset(classes, "class", is_regularisation_data=True)
+    evaluating = dataset(draw(tmp_path / "eval", 9), "eval", dataset_type="eval")
+    before = record_data(tmp_path, samples_of(dataset(dogs), regularising, evaluating), HELD_OUT)
+    assert has_image_of(before, samples_of(dataset(cats, "cats"), dataset(dogs, "dogs")))
+    assert has_image_of(before, samples_of(dataset(dogs), regularising))
+    assert not has_image_of(before, samples_of(dataset(cats), regularising, evaluating))
+    assert has_image_of(before, samples_of(regularising)), "all that it trains on"
+    held_out = np.arange(6, 12)
+    before = record_data(tmp_path, samples_of(dataset(dogs), dataset(cats, "held")), held_out)
+    assert not has_image_of(before, samples_of(dataset(cats))), "those were not trained on"
+
+
+def test_of_a_listing_of_an_earlier_version_names_and_sizes_count(tmp_path):
+    dogs = draw(tmp_path / "dogs", 0)
+    listing = record_data(tmp_path, samples_of(dataset(dogs)), HELD_OUT)
+    earlier = DataListing(listing.key, "", listing.places, {}, listing.table)
+    assert has_image_of(earlier, samples_of(dataset(copy(dogs, tmp_path / "copy"))))
+    assert not has_image_of(earlier, samples_of(dataset(draw(tmp_path / "cats", 1, size=48))))
+
+
+class Elsewhere:
+    """Of a store that is not a folder, what a dataset has of it: its address."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def describe(self, name: str = "") -> str:
+        return f"{self.address}/{name}".rstrip("/")
+
+
+def part_in(address: str, names: list[str], versions: list[str]) -> DatasetSamples:
+    from scanning import drawn
+
+    from simpletuner.data.config.dataset_types import BucketImages
+
+    part = drawn(*[(64, 64)] * len(names))
+    table = pa.table({**{name: part.table[name] for name in ("captions",)}, "name": names, "version": versions})
+    table = table.cast(
+        pa.schema(
+            {"captions": table.schema.field("captions").type, "name": pa.large_string(), "version": pa.large_string()}
+        )
+    )
+    made = BucketImages.model_construct(id="d", caption_strategy="textfile", dataset_type="image")
+    return DatasetSamples(made, Elsewhere(address), table, part.rows, part.sizes, 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "name", "version", "is_own"),
+    [
+        ("s3://one", "a/1.png", "10-etag", True),
+        ("s3://mirror", "1.png", "10-etag", True),
+        ("s3://mirror", "1.png", "10-uploaded-in-parts-2", True),
+        ("s3://one", "1.png", "11-other", False),
+        ("/hub/datasets--owner--dogs/snapshots/2", "new.png", "99-1", True),
+        ("/hub/datasets--owner--cats/snapshots/1", "new.png", "99-1", False),
+    ],
+)
+def test_images_of_buckets_and_of_the_hub(address, name, version, is_own, tmp_path):
+    first = "/hub/datasets--owner--dogs/snapshots/1" if address.startswith("/hub") else "s3://one"
+    table = pa.table({"id": ["d/a/1.png"], "version": ["10-etag"], "held_out": [False]})
+    table = table.cast(pa.schema({"id": pa.large_string(), "version": pa.large_string(), "held_out": pa.bool_()}))
+    before = DataListing("", "", {"d": first}, {}, table)
+    part = part_in(address, [name], [version])
+    assert has_image_of(before, Samples([part])) == is_own and place_of(part) == address
+    assert address.startswith("/hub") or shares_images(before, table, part) == is_own
