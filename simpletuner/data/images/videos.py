@@ -1,7 +1,8 @@
 """Read videos: facts from headers, and the frames of a clip as images. A film is never in memory as a whole.
 
-Frame `i` is what is shown `i / rate` seconds after the beginning, at the mean rate: so films of variable rate keep
-their speed, and in others it is simply the frame with that number.
+Frame `i` is what is shown `i / rate` seconds after the beginning, at the mean rate, or begins within half a mean frame
+after it: so films of variable rate keep their speed, and in others it is simply the frame with that number, also where
+a container rounds times.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from PIL import Image
 
-from simpletuner.data.images.images import DOUBT, ImageHeader, open_image, read_orientation, to_rgb
+from simpletuner.data.images.images import DOUBT, MAX_PIXELS, ImageHeader, open_image, read_orientation, to_rgb
 from simpletuner.data.images.orientation import turned_upright
 from simpletuner.data.images.video_formats import demuxer_of, is_webp
 from simpletuner.settings.values.shape import Shape
@@ -30,6 +31,11 @@ UNSPECIFIED, HDR_CURVES = 2, (16, 18)
 HD_HEIGHT = 720
 """Files that do not name their matrix have that of BT.709 from this height on, as players assume."""
 
+
+MOST_STRETCHED = 16
+"""Width of a pixel by its height, or the other way round; DV, DVDs and anamorphic lenses have at most 2."""
+UNTIMED_MS, UNTIMED_FPS = 10, 10.0
+"""Frames that are to be shown no longer are shown ten per second, as browsers and FFmpeg do."""
 
 HEADER_BYTES, READ_BYTES = 1 << 15, 1 << 18
 """Bytes that are read at once of headers and of frames, each a request where the file is in a bucket."""
@@ -100,7 +106,8 @@ class WebPFilm:
         self._image.load()  # which reads the time of the first frame
         duration_ms = self._image.info.get("duration", 0)
         size = turned_upright(self._image, read_orientation(self._image)).size
-        return ImageHeader(size, count > 1, count, 1000 / duration_ms if duration_ms else 0)
+        fps = 1000 / duration_ms if duration_ms > UNTIMED_MS else UNTIMED_FPS
+        return ImageHeader(size, count > 1, count, fps if count > 1 else 0)
 
     def images(self, numbers: Sequence[int]) -> Iterator[Image.Image]:
         count = getattr(self._image, "n_frames", 1)
@@ -121,9 +128,11 @@ class DecodedFilm:
         self._container, self._stream = container, film_stream(container)
         # Other clips are decoded by other threads at the same time.
         self._stream.codec_context.thread_count = 1
-        self._rate = self._stream.average_rate or self._stream.guessed_rate or Fraction(1)
         self._start = self._stream.start_time or 0
         assert self._stream.time_base
+        self._is_gif = container.format.name == "gif"
+        rate = self._gif_rate(self._stream.time_base) if self._is_gif else self._stream.average_rate
+        self._rate = rate or self._stream.guessed_rate or Fraction(1)
         self._ticks = 1 / (self._rate * self._stream.time_base)
         """Ticks of the stream's clock per frame."""
 
@@ -134,7 +143,9 @@ class DecodedFilm:
         width, height = displayed_size(first, self._stream)
         is_turned = first.rotation % 180 != 0
         frames = self._count_frames()
-        return ImageHeader((height, width) if is_turned else (width, height), frames > 1, frames, float(self._rate))
+        is_untimed = self._is_gif and self._rate * UNTIMED_MS >= 1000
+        fps = UNTIMED_FPS if is_untimed else float(self._rate)
+        return ImageHeader((height, width) if is_turned else (width, height), frames > 1, frames, fps)
 
     def images(self, numbers: Sequence[int]) -> Iterator[Image.Image]:
         waiting = [self._start + number * self._ticks for number in numbers]
@@ -183,12 +194,19 @@ class DecodedFilm:
         image.info[DOUBT] = "its brightness is coded for HDR screens, and it looks pale without" if is_hdr else ""
         return image
 
+    def _gif_rate(self, time_base: Fraction) -> Fraction | None:
+        """Return the mean rate of a GIF; in FFmpeg's, a last frame without a time is not shown at all."""
+        packets = [each for each in self._container.demux(self._stream) if each.size and each.pts is not None]
+        self._container.seek(self._start, stream=self._stream)
+        ticks = sum(each.duration or 0 for each in packets)
+        return Fraction(len(packets)) / (ticks * time_base) if ticks else None
+
     def _count_frames(self) -> int:
         """Return the number of frames that the container states; of Matroska and WebM, by the length of the track."""
-        if self._stream.frames:
-            return self._stream.frames
-        if (seconds := seconds_of(self._stream.metadata.get("DURATION", ""))) is not None:
-            return max(1, round(seconds * self._rate))
+        seconds = seconds_of(self._stream.metadata.get("DURATION", ""))
+        frames = self._stream.frames or (0 if seconds is None else max(1, round(seconds * self._rate)))
+        if 0 < frames <= self._container.size:  # each takes at least a byte: a table may claim 4,294,967,295
+            return frames
         # The length of the whole film may be that of its sound. Nothing is decoded, but all of the file is read.
         self._container.seek(self._start, stream=self._stream)
         return sum(packet.size > 0 for packet in self._container.demux(self._stream))
@@ -214,8 +232,18 @@ def time_of(frame: VideoFrame) -> int:
 
 
 def displayed_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
-    """Return width and height with square pixels, before the frame is turned; DV and DVDs have others."""
-    return round(frame.width * (stream.sample_aspect_ratio or 1)), frame.height
+    """Return width and height with square pixels, before the frame is turned; DV and DVDs have others.
+
+    Raises ValueError for what no film has, before anything takes memory for it.
+    """
+    aspect = stream.sample_aspect_ratio or Fraction(1)
+    if not 1 / MOST_STRETCHED <= aspect <= MOST_STRETCHED:
+        raise ValueError(f"has pixels of {aspect.numerator:,} : {aspect.denominator:,} in its header, which is damaged")
+    width, height = max(round(frame.width * aspect), 1), frame.height
+    if width * height > MAX_PIXELS:
+        limit = f"at most {MAX_PIXELS / 1e6:,.0f} megapixels are read"
+        raise ValueError(f"has frames of {width:,} x {height:,} px; {limit}")
+    return width, height
 
 
 def seconds_of(text: str) -> Fraction | None:

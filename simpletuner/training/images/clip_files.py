@@ -9,6 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from PIL import Image, ImageSequence
 
 from simpletuner.data.images.video_formats import INSTALL
@@ -64,9 +65,14 @@ def as_mp4(frames: Sequence[Image.Image], fps: float) -> bytes:
     with av.open(content, "w", format="mp4") as container:
         stream: Any = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.width, stream.height = frames[0].size
-        stream.pix_fmt, stream.options = "yuv420p", {"crf": "18"}
+        # By default as many threads as CPUs, which changes the bits: a resumed run on another machine, or under another
+        # `taskset`, wrote another file of equal frames.
+        stream.pix_fmt, stream.options = "yuv420p", {"crf": "18", "threads": "4"}
         for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+            picture = av.VideoFrame.from_image(frame).reformat(format="yuv420p")
+            for plane in picture.planes:  # x264 reads beyond the width, where memory is what it was before
+                np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[:, plane.width :] = 0
+            container.mux(stream.encode(picture))
         container.mux(stream.encode())
     return content.getvalue()
 

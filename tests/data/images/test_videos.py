@@ -173,3 +173,46 @@ def test_without_pyav_nothing_of_it_is_imported():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "dataset `films` has videos, and PyAV (av) is not installed" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("aspect", "found"),
+    [
+        ((2_000_000_000, 1), "pixels of 2,000,000,000 : 1 in its header, which is damaged"),
+        ((1, 20000), "pixels of 1 : 20,000"),
+        ((1_000_000, 1), "pixels of 1,000,000 : 1"),
+        ((4, 3), (85, 48)),
+    ],
+)
+def test_pixels_that_no_film_has_are_one_sentence(aspect, found, tmp_path):
+    content = bytearray(write_video(tmp_path / "a.mp4", sample_aspect_ratio=2).read_bytes())
+    place = content.index(b"pasp") + 4
+    content[place : place + 8] = b"".join(each.to_bytes(4) for each in aspect)
+    path = tmp_path / "b.mp4"
+    path.write_bytes(content)
+    if isinstance(found, tuple):
+        assert header(path).size == found and frames(path, [3], Shape(20, found[1], found[0]))[0].size == found
+        return
+    for read in (header, lambda path: frames(path, [0])):
+        with pytest.raises(ValueError, match=found):
+            read(path)
+
+
+@pytest.mark.parametrize("count", [2**32 - 1, 2**31 - 1])
+def test_frames_that_a_file_cannot_hold_are_counted(count, tmp_path):
+    content = bytearray(write_video(tmp_path / "a.mp4").read_bytes())
+    place = content.index(b"stts") + 12
+    content[place : place + 4] = count.to_bytes(4)
+    (tmp_path / "b.mp4").write_bytes(content)
+    assert header(tmp_path / "b.mp4").frames == 20
+
+
+@pytest.mark.parametrize(("suffix", "count"), [(".gif", 9), (".gif", 13), (".webp", 9)])
+@pytest.mark.parametrize(("duration_ms", "fps"), [(0, 10), (10, 10), (40, 25), (500, 2)])
+def test_frames_without_a_time_are_shown_ten_per_second(suffix, count, duration_ms, fps, tmp_path):
+    images = [Image.fromarray(frame_of(number)) for number in range(count)]
+    path = tmp_path / f"a{suffix}"
+    images[0].save(path, save_all=True, append_images=images[1:], duration=duration_ms, lossless=True)
+    found = header(path)
+    assert (found.frames, found.fps) == (count, fps)
+    assert numbers_of(frames(path, list(range(count)))) == list(range(count))
