@@ -42,6 +42,7 @@ from simpletuner.errors import (
 )
 from simpletuner.report import Report
 from simpletuner.run_log import LOGGER, silence_torchao, stop_run_log
+from simpletuner.system.files.paths import ensure_home
 from simpletuner.system.processes.console import lasting, open_standard_streams
 
 DEBUG = "SIMPLETUNER_DEBUG"
@@ -153,6 +154,8 @@ def run_safely(given: Sequence[str], program: str, debug: bool) -> None:
     try:
         with explain_system_errors():
             arguments = [argument for argument in given if argument != "--debug"]
+            if home := ensure_home(os.environ):
+                Report().warn(f"there is no HOME, and user {os.getuid()} has no name: {home} is used; set HOME")
             if os.environ.get("RANK", "0") == "0":  # each rank has the same command line
                 Report().warn_all(outranked_flags(arguments))
             run(program, normalize_argv(arguments))

@@ -35,7 +35,7 @@ class Folders:
         """Return the real path behind a name, which need not exist. Raises SettingsError outside the folders."""
         try:
             # Symbolic links are followed first: one that leads outside is outside.
-            path = Path(os.path.realpath(expand_path(name)))
+            path = Path(os.path.realpath(name if os.path.lexists(name) else expand_path(name)))
         except (OSError, ValueError):  # NUL characters, bytes that are not UTF-8, an unknown user's home
             path = None
         if path is None or not any(path.is_relative_to(root) for root in self.roots):

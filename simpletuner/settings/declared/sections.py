@@ -38,8 +38,12 @@ def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
 
 
 def in_home(name: str) -> str:
-    """Expand a text that may be a path or another name, which has neither `~` nor `{env:NAME}`."""
-    return str(expand_path(name)) if name.startswith("~") or ENVIRONMENT.search(name) else name
+    """Expand a text that may be a path or another name, which has neither `~` nor `{env:NAME}`.
+
+    Raises ValueError for what neither can be, as `expand_path` does.
+    """
+    path = expand_path(name) if name else name
+    return str(path) if name.startswith("~") or ENVIRONMENT.search(name) else name
 
 
 def encoding_name(name: str) -> str:

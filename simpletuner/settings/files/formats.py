@@ -204,7 +204,9 @@ def toml_error(message: str, last_line: int) -> NotParsed:
     message = message.replace("Cannot overwrite a value", "a name is set twice")
     found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
     reason, line, column = found.groups() if found else (message, last_line, "")
-    return NotParsed(int(line), reason[0].lower() + reason[1:] + (f", column {column}" if column else ""))
+    is_path = reason.startswith(("Unescaped '\\'", "Invalid hex value"))
+    hint = "write / for \\, or put the text in single quotes: '...'" if is_path else "correct that line"
+    return NotParsed(int(line), reason[0].lower() + reason[1:] + (f", column {column}" if column else ""), hint)
 
 
 def is_toml(text: str) -> bool:
