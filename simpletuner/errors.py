@@ -116,6 +116,14 @@ def join_errors(errors: Sequence[SettingsError]) -> SettingsError:
     return SettingsError(mistakes=mistakes, hint=errors[0].hint)
 
 
+def join_data_errors(errors: Sequence[SimpleTunerError]) -> SimpleTunerError:
+    """Return one error that says what all say about the data, with all hints."""
+    if len(errors) == 1:
+        return errors[0]
+    hints = dict.fromkeys(error.hint for error in errors if error.hint)
+    return DataError("\n".join(error.message for error in errors), "; then: ".join(hints))
+
+
 class EnvironmentNotReady(SimpleTunerError):
     """Something is missing on this machine: a file, disk space, a package, a network peer."""
 

@@ -13,7 +13,7 @@ import typer
 from rich.filesize import decimal
 
 from simpletuner.commands.paths import path_option
-from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError
 from simpletuner.parallel.devices.devices import DEVICES, Device, device_by_driver_name, device_by_name
 from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.report import Report
@@ -89,11 +89,9 @@ def plan(
         write_settings(apply, proposal.settings, report)
     # After the tables: who is refused needs the numbers most.
     elif missing := proposal.plan.shortfall(budget):
-        if proposal.problem is not None:
-            report.warn(proposal.problem.message, proposal.problem.hint)
         raise EnvironmentNotReady(f"this does not fit: it needs {missing}", "--auto proposes what does")
     if proposal.problem is not None:
-        raise proposal.problem
+        raise DataError("the plan is of images that no run would start with, for the reason above")
 
 
 def device_of_this_machine(loaded: Loaded) -> Device | None:

@@ -27,6 +27,7 @@ from simpletuner.data.samples.held_out import held_out_indices
 from simpletuner.data.samples.references import references_of
 from simpletuner.data.samples.samples import Samples
 from simpletuner.data.scan.scan import Scan
+from simpletuner.errors import DataError, SettingsError, SimpleTunerError, join_data_errors
 from simpletuner.models.catalog.support import check_prompt_sizes
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning
@@ -110,12 +111,24 @@ def plan_data(
     accept(found.samples)
     if scans_folder is None:
         list_uncaptioned(found, session)
-    found.check()
+    plan = checked_plan(settings, data, found)
     report_left_out(found, session.report)
     for warning in dataset_warnings(found, alignment.width):
         session.report.warn(warning)
-    plan = make_plan(settings, data.datasets, data.texts, found.samples)
     return share_memory(plan, "plan", session.world, session.stop.check)
+
+
+def checked_plan(settings: Settings, data: ScannedData, found: Discovery) -> Plan:
+    """Return the plan. Raises one error of all that is wrong with captions and buckets."""
+    errors: list[SimpleTunerError] = list(found.errors())
+    if all(map(len, found.samples.parts)) or not errors:  # else it has been said that no image is left
+        try:
+            plan = make_plan(settings, data.datasets, data.texts, found.samples)
+            if not errors:
+                return plan
+        except (DataError, SettingsError) as error:
+            errors.append(error)
+    raise join_data_errors(errors)
 
 
 def list_uncaptioned(found: Discovery, session: Session) -> None:

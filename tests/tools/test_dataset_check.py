@@ -22,6 +22,7 @@ from PIL import Image
 
 from simpletuner.app import main
 from simpletuner.data.images.image_formats import register_plugin
+from simpletuner.errors import DataError
 from simpletuner.page.datasets.images import LEFT_OUT, ImageQuery, ListedDataset
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
@@ -151,6 +152,34 @@ def test_buckets_crops_and_samples_are_those_of_the_run(messy, sdxl, tmp_path, t
     total = f"messy {dataset['images']} {dataset['samples']:.0f} {dataset['held_out']} {len(own)} "
     assert total in re.sub(r" +", " ", said) and (tmp_path / "out" / "uncaptioned.txt").read_text().count("\n") == 2
     assert "2 images without a caption left out" in said
+
+
+def test_the_check_ends_as_training_would_after_it_has_left_out_damaged_images_and_says_all_at_once(tmp_path, capsys):
+    for number in range(6):
+        path = add(tmp_path, f"{number}.png", (80, 80))
+        if number < 2:
+            path.write_bytes(path.read_bytes()[:-60])
+    flags = {"instance_data_dir": str(tmp_path), "train_batch_size": "6"}
+    code, out, err = run(capsys, "--json", **flags)
+    checked = json.loads(out)
+    assert (code, checked["usable"], checked["datasets"][0]["images"]) == (4, False, 4)
+    assert list(found_by(checked)["damaged"]) == ["0.png", "1.png"] and "64x64: has 4, needs 6" in err
+    assert run(capsys, "--json", "--headers_only", **flags)[0] == 0
+    assert run(capsys, "--json", **(flags | {"train_batch_size": "4"}))[0] == 0
+    for number in range(2, 6):
+        (tmp_path / f"{number}.png").write_bytes((tmp_path / "0.png").read_bytes())
+    code, out, err = run(capsys, "--json", **flags)
+    assert code == 4 and "no image is left to train on" in err
+    (tmp_path / "3.txt").unlink()
+    (tmp_path / "4.txt").write_bytes(b"\xff")
+    given = SMALL | {"instance_data_dir": str(tmp_path), "train_batch_size": "7", "output_dir": str(tmp_path / "out")}
+    with joined_world({}, use_cpu=True) as world:
+        session = Session(load(given, complete=False), Mesh(world), Report(quiet=True), StopRequest())
+        with pytest.raises(DataError) as caught:
+            plan_data(session)
+    wrong = ("has 6, needs 7", "1 image without a caption", "1 caption file cannot be read as text")
+    assert all(said in caught.value.message for said in wrong)
+    assert "--skip_uncaptioned" in caught.value.hint and "--caption_encoding" in caught.value.hint
 
 
 def test_a_listing_has_the_crops_of_the_run_and_every_image_of_a_finding(messy, tmp_path, capsys):

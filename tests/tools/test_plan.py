@@ -257,7 +257,9 @@ def test_the_fastest_settings_that_fit_are_proposed(gpu_bytes, typed, wanted):
     def with_settings(values):
         return load({**flags, **values}, environment=NOWHERE, complete=False)
 
-    plan, changed, reasons = propose(with_settings({}), with_settings, estimated, MemoryBudget(gpu_bytes))
+    plan, changed, reasons = propose(
+        with_settings({}), with_settings, estimated, MemoryBudget(gpu_bytes), Report(quiet=True)
+    )
     assert changed == wanted and plan.peak_bytes <= gpu_bytes
     assert plan.settings.effective_batch_size == 4
     assert not reasons.keys() & typed.keys() and all(reasons.values())
@@ -284,7 +286,11 @@ def test_the_base_of_a_lora_is_as_coarse_as_the_gpu_needs():
         (24, 1.9, {"fsdp_enable": True, "fsdp_offload_params": True}),
     ]:
         _, changed, reasons = propose(
-            with_settings({}), with_settings, partial(estimated, seconds=seconds), MemoryBudget(gpu_bytes)
+            with_settings({}),
+            with_settings,
+            partial(estimated, seconds=seconds),
+            MemoryBudget(gpu_bytes),
+            Report(quiet=True),
         )
         assert {name: value for name, value in changed.items() if name != "gradient_checkpointing"} == wanted
         assert reasons["base_model_precision"]
@@ -295,7 +301,7 @@ def test_where_nothing_fits_the_least_is_named():
         return load({"model_family": "sdxl", **values}, environment=NOWHERE, complete=False)
 
     with pytest.raises(SettingsError, match=r"nothing fits: the least needs 0 MiB per GPU while training"):
-        propose(with_settings({}), with_settings, estimated, MemoryBudget(1))
+        propose(with_settings({}), with_settings, estimated, MemoryBudget(1), Report(quiet=True))
 
 
 @pytest.fixture
@@ -344,6 +350,7 @@ def test_what_is_wrong_with_the_images_is_said_beside_the_plan(run, pipelines, t
     assert found["fits"] and found["step_seconds"] > 0 and found["size_px"] == [80, 48]
     assert "cannot fill the effective batch of 100" in found["problem"]["message"]
     assert said.err.count("cannot fill the effective batch of 100") == 1
+    assert said.err.index("cannot fill") < said.err.index("error: the plan is of images that no run would start with")
     run(base, *batch, "--gpu_memory=1MiB", code=3)
     said = capsys.readouterr()
     assert "warning: " in said.err and "cannot fill" in said.err and "error: this does not fit" in said.err

@@ -27,7 +27,7 @@ from simpletuner.data.samples.sizes import sizes_of
 from simpletuner.data.scan.captions import caption_file
 from simpletuner.data.scan.file_list import OtherFiles, printable
 from simpletuner.data.scan.scan import NO_ROW, Scan
-from simpletuner.errors import DataError
+from simpletuner.errors import DataError, join_data_errors
 from simpletuner.settings.values.shape import Shape
 from simpletuner.system.numbers import count_noun
 
@@ -89,9 +89,9 @@ class Discovery:
                     yield unpaired_error(dataset, conditioning.dataset, names)
 
     def check(self) -> None:
-        """Raise the first of the errors."""
-        for error in self.errors():
-            raise error
+        """Raise an error that says all."""
+        if errors := list(self.errors()):
+            raise join_data_errors(errors)
 
 
 def discover(scans: Sequence[Scan], alignment: Shape, seed: int) -> Discovery:

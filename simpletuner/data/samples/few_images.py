@@ -45,7 +45,10 @@ def check_few_images(settings: Settings) -> None:
         return
     scans = [scan_of(dataset, outputs) for dataset in datasets]
     side_px = settings.data.aspect_bucket_alignment
-    samples = discover(scans, Shape(1, side_px, side_px), settings.training.seed).samples
+    found = discover(scans, Shape(1, side_px, side_px), settings.training.seed)
+    if any(found.errors()):  # the ranks say these, and what is wrong with the buckets as well
+        return
+    samples = found.samples
     buckets = make_buckets(samples, held_out_indices(samples, settings.validation.eval_split))
     if buckets:  # else the ranks say why no image is left
         fill_buckets(buckets, settings.effective_batch_size, settings.data.allow_dataset_oversubscription)

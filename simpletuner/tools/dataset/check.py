@@ -32,7 +32,7 @@ from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.dataset.caption_lengths import TokenLimit, longest_in_tokens, token_limits
 from simpletuner.tools.dataset.contact_sheets import choose_images, write_sheets
-from simpletuner.tools.dataset.contents import read_contents
+from simpletuner.tools.dataset.contents import Contents, read_contents
 from simpletuner.tools.dataset.duplicates import exact_duplicates, near_duplicates
 from simpletuner.tools.dataset.findings import DatasetFinding, finding, findings_of
 from simpletuner.tools.dataset.listing import bucket_names, write_tables
@@ -108,13 +108,15 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
         found = [discover([scan], alignment, settings.training.seed) for scan in data.scans]
         samples = Samples([each.samples.parts[0] for each in found])
         result.errors += [error for each in found for error in each.errors()]
-        buckets, held_out = plan_buckets(settings, data, samples, result)
-        names, summaries = bucket_names(samples.parts), summarize(samples, buckets, held_out)
-        for each, own, summary in zip(found, names, summaries, strict=True):
+        contents = [decode_all(part, world, report) if options.decode else Contents() for part in samples.parts]
+        # A run leaves them out while it encodes, and ends where the rest fills no batch.
+        damaged = [part[index].id for part, own in zip(samples.parts, contents, strict=True) for index in own.damaged]
+        whole = samples.without(damaged)
+        buckets, held_out = plan_buckets(settings, data, whole, result)
+        names, summaries = bucket_names(samples.parts), summarize(whole, buckets, held_out)
+        for each, seen, own, summary in zip(found, contents, names, summaries, strict=True):
             part = each.samples.parts[0]
-            findings = [*findings_of(each), *check_lengths(part, limits, report)]
-            if options.decode:
-                findings += check_contents(part, world, report)
+            findings = [*findings_of(each), *check_lengths(part, limits, report), *check_contents(part, seen)]
             sheets = write_all_sheets(part, options.sheets, world, report) if options.sheets else {}
             tables = write_tables(part, own, findings, options.listing) if options.listing else {}
             result.datasets.append(CheckedDataset(part, summary, findings, sheets, tables))
@@ -139,7 +141,7 @@ def plan_buckets(
         if {part.dataset.window for part in samples.parts} == {Window()}:
             return plan.buckets, plan.held_out
     except (DataError, SettingsError) as error:
-        if len(samples):  # otherwise it has been reported
+        if len(samples) or not result.errors:  # otherwise it has been reported
             result.errors.append(error)
     # Datasets that take part in some steps only count as if they did in all.
     held_out = held_out_indices(samples, settings.validation.eval_split)
@@ -165,10 +167,13 @@ def longest_first(samples: DatasetSamples, lengths: np.ndarray, limit: int, unit
     return {samples[index].name: f"{lengths[index]:,} {unit}" for index in order}
 
 
-def check_contents(samples: DatasetSamples, world: World, report: Report) -> Iterator[DatasetFinding]:
-    """Yield images that cannot be decoded or are there more than once."""
+def decode_all(samples: DatasetSamples, world: World, report: Report) -> Contents:
     with report.progress(f"{samples.dataset.id}: reading images", len(samples)) as progress:
-        contents = read_contents(samples, decoding_threads(samples, world), progress.update)
+        return read_contents(samples, decoding_threads(samples, world), progress.update)
+
+
+def check_contents(samples: DatasetSamples, contents: Contents) -> Iterator[DatasetFinding]:
+    """Yield images that cannot be decoded or are there more than once."""
     names = {index: samples[index].name for index in contents.damaged}
     damaged = {names[index]: why for index, why in sorted(contents.damaged.items())}
     yield from finding("images", "damaged", "{} that cannot be decoded: left out", damaged)

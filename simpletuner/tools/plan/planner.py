@@ -38,10 +38,13 @@ class Planner:
 
     def run(self, auto: bool, measure: bool) -> Proposal:
         shapes = count_shapes(self.loaded, self.report)
+        if shapes.problem:  # before what takes minutes
+            self.report.warn(f"no run would start: {shapes.problem.message}", shapes.problem.hint)
         phase = self.report.phase("counting what a step does")  # minutes for the largest models
-        with opened_family(self.loaded.settings, self.report) as family, phase:
-            workload = Workload(family, shapes.largest, interpolates=auto)
-            flops = flops_per_sample(family, shapes.largest)
+        with opened_family(self.loaded.settings, self.report) as family:
+            with phase:
+                workload = Workload(family, shapes.largest, interpolates=auto)
+                flops = flops_per_sample(family, shapes.largest)
 
             def estimate(loaded: Loaded) -> RunPlan:
                 return estimate_run(loaded.settings, workload, shapes, self.device, flops)
@@ -49,7 +52,7 @@ class Planner:
             if not auto:
                 proposal = Proposal(estimate(self.with_recomputation(workload)), shapes.largest.target)
             else:
-                plan, changed, reasons = propose(self.loaded, self.with_settings, estimate, self.budget)
+                plan, changed, reasons = propose(self.loaded, self.with_settings, estimate, self.budget, self.report)
                 proposal = Proposal(plan, shapes.largest.target, changed, reasons)
             if measure:
                 seconds = measure_step(proposal.plan.settings, workload) * shapes.mean_area

@@ -10,6 +10,7 @@ from typing import Any
 
 from simpletuner.errors import SettingsError, SimpleTunerError
 from simpletuner.parallel.devices.memory import MemoryBudget
+from simpletuner.report import Report
 from simpletuner.settings import Loaded
 from simpletuner.settings.declared.sections import LARGEST_BATCH
 from simpletuner.settings.resolving.loading import settings_as_json
@@ -70,7 +71,7 @@ def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
 
 def propose(
     loaded: Loaded, with_settings: Callable[[Mapping[str, Any]], Loaded], estimate: Callable[[Loaded], RunPlan],
-    budget: MemoryBudget,
+    budget: MemoryBudget, report: Report,
 ) -> tuple[RunPlan, dict[str, Any], dict[str, str]]:  # fmt: skip
     """Return the fastest candidate that fits, the settings that it changes, and the reasons.
 
@@ -88,7 +89,12 @@ def propose(
                 known[key] = None
         return known[key]
 
-    plans = [(values, plan) for values in candidates(loaded) if (plan := plan_of(values)) is not None]
+    plans = []
+    with report.progress("combinations", len(all_values := list(candidates(loaded)))) as progress:
+        for done, values in enumerate(all_values, start=1):
+            if (plan := plan_of(values)) is not None:
+                plans.append((values, plan))
+            progress.update(done)
     fitting = [(values, plan) for values, plan in plans if not plan.shortfall(budget)]
     if not fitting:
         least = min((plan for _, plan in plans), key=lambda plan: plan.peak_bytes)
