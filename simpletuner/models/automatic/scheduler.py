@@ -11,6 +11,7 @@ from torch import Tensor
 
 from simpletuner.models.automatic.pipeline_run import Ended, PipelineRun, refused
 from simpletuner.models.family.objectives import samples_by_diffusion, velocity
+from simpletuner.models.family.scheduler_proof import STEPS, noise_levels, with_steps
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,9 @@ def study_schedule(scheduler: Any, pipeline: str) -> NoiseSchedule:
         return NoiseSchedule("diffusion")
     if "sigma_data" in config:
         raise refused(pipeline, f"{type(scheduler).__name__} is for EDM, which is not trained here")
-    own = type(scheduler).from_config(config)
     try:
-        own.set_timesteps(8, **({"mu": 1.0} if config.get("use_dynamic_shifting") else {}))
-        times = own.timesteps[:8].double()
+        own = with_steps(scheduler, STEPS)
+        times = own.timesteps[:STEPS].double()
         levels = noise_levels(own.sigmas)[: len(times)].double()
     except (AttributeError, TypeError, ValueError) as error:
         raise refused(pipeline, f"{type(scheduler).__name__} has no noise levels to train at: {error}") from None
@@ -55,11 +55,6 @@ def study_schedule(scheduler: Any, pipeline: str) -> NoiseSchedule:
     if off > 1.01 * abs(slope) / 1000 * (1 + (abs(slope) == 1)):
         raise refused(pipeline, f"{type(scheduler).__name__} has times that are no multiple of its noise levels")
     return NoiseSchedule("flow", slope, offset)
-
-
-def noise_levels(sigmas: Tensor) -> Tensor:
-    """Return the share of noise at each sigma: some schedulers count it from 0 at pure noise (Mochi)."""
-    return sigmas if sigmas[0] > sigmas[len(sigmas) // 2] else 1 - sigmas
 
 
 def exact_prediction(scheduler: Any, sample: Tensor, timestep: Any, clean: Tensor, step: int) -> Tensor:

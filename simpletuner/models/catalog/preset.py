@@ -96,6 +96,8 @@ class Preset:
     """Clips have a multiple of this and one more frame, as the VAE takes them; 0 for a family of images alone."""
     flow_shift: float = 0
     """The shift with which the published schedulers sample an image of 1024 x 1024 px; 0 where there is no flow."""
+    clip_shift: Mapping[str, float] = field(default_factory=dict)
+    """The shift of clips by their tokens, as in a scheduler_config.json; empty where clips have flow_shift."""
     tiny: Tiny | None = None
     loads_lora: bool = True
     """True if diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""

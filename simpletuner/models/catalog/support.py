@@ -241,7 +241,9 @@ def family_defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
     if settings.objective.flow_schedule_shift is not None or settings.objective.flow_schedule_auto_shift or not shift:
         return {}
     name = f"{settings.model.model_family} {settings.model.model_flavour}".strip()
-    return {"flow_schedule_shift": (shift, f"that of {name}'s published scheduler at 1024 px")}
+    preset = load_preset(settings.model.model_family)
+    clips = "; clips: that of their own tokens" if preset and preset.clip_shift else ""
+    return {"flow_schedule_shift": (shift, f"that of {name}'s published scheduler at 1024 px{clips}")}
 
 
 def check_path(model: Model) -> None:

@@ -1,11 +1,14 @@
-"""The shift of noise levels with which a family's own scheduler samples."""
+"""The shift of noise levels: that with which a family's own scheduler samples, and that of training."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from simpletuner.models.catalog.preset import Preset
+from simpletuner.models.catalog.registry import AUTO, load_preset, presets, published_shift
 from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:
@@ -26,8 +29,67 @@ def sampling_shift(family: ModelFamily) -> ShiftOfShape:
         return lambda shape: constant
     is_exponential = config.get("time_shift_type", "exponential") == "exponential"
 
+    @lru_cache  # of model_family=auto it is a run of the pipeline
     def shift(shape: Shape) -> float:
         mu = family.mu(shape, config)
         return math.exp(mu) if is_exponential else mu
 
     return shift
+
+
+def training_shift(family: ModelFamily) -> float | ShiftOfShape:
+    """Return the shift of noise levels in training: that of the settings, or of the published scheduler.
+
+    Images have that of 1024 px, the same for all sizes, and clips that of their own tokens where a scheduler or the
+    preset counts them: one of 121 frames has up to thirteen times the tokens of an image, and is sampled at levels
+    above 0.9. Of a pipeline that no preset knows, images too have that of their own tokens.
+    """
+    own, sampled, preset = family.settings.objective, sampling_shift(family), preset_of(family)
+    if own.flow_schedule_shift is not None:
+        return own.flow_schedule_shift
+    image = image_shift(family, preset, sampled) if preset and not own.flow_schedule_auto_shift else 0
+    if preset is None or not image:
+        return sampled
+    is_dynamic, numbers = family.scheduler().config.get("use_dynamic_shifting"), preset.clip_shift
+    if not preset.frame_step or not (is_dynamic or numbers):
+        return image
+
+    def shift(shape: Shape) -> float:
+        if shape.frames == 1:
+            return image
+        return sampled(shape) if is_dynamic else math.exp(family.shift_exponent(family.image_tokens(shape), numbers))
+
+    return shift
+
+
+def preset_of(family: ModelFamily) -> Preset | None:
+    """Return the preset of a family, for model_family=auto that of the built-in family of such pipelines."""
+    model, pipeline = family.settings.model, family.index.get("_class_name")
+    if model.model_family in (model.model_families or {}):
+        return None
+    if model.model_family == AUTO:
+        return next((each for each in presets().values() if pipeline in each.pipelines), None)
+    return load_preset(model.model_family)
+
+
+def image_shift(family: ModelFamily, preset: Preset, sampled: ShiftOfShape) -> float:
+    """Return the shift with which a scheduler samples 1024 px; 0 where the preset has none.
+
+    Without a model_flavour, a constant in the folder tells: FLUX.1-schnell has 1, where dev has 3.158. That of a family
+    with `clip_shift` does not: LTXConditionPipeline gives its scheduler levels of its own.
+    """
+    is_dynamic = family.scheduler().config.get("use_dynamic_shifting")
+    if preset.flow_shift and not (family.settings.model.model_flavour or is_dynamic or preset.clip_shift):
+        return sampled(Shape(1, 1, 1))
+    return published_shift(family.settings.model) or preset.flow_shift
+
+
+def describe_shift(family: ModelFamily, shift: float | ShiftOfShape, shapes: Sequence[Shape]) -> str:
+    """Return the shift of noise levels over shapes in px, in words."""
+    own = family.settings.objective
+    origin = "" if own.flow_schedule_shift is not None else ", as its scheduler samples"
+    if not callable(shift):
+        return f"shifted by {shift:g}{origin}" + (" 1024 px" if origin else "")
+    found = sorted((round(shift(shape.in_cells(family.cell)), 3), shape) for shape in shapes)
+    ends = dict.fromkeys(f"{value:g} ({shape} px)" for value, shape in (found[0], found[-1]))
+    return f"shifted by {' to '.join(ends)}{origin}"

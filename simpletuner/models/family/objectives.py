@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
-from simpletuner.models.catalog.registry import published_shift
-from simpletuner.models.family.flow_shift import ShiftOfShape, sampling_shift
+from simpletuner.models.catalog.registry import AUTO
+from simpletuner.models.family.flow_shift import ShiftOfShape, preset_of, training_shift
+from simpletuner.models.family.scheduler_proof import why_no_flow
 from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:
@@ -227,11 +228,18 @@ def flow_matching(family: ModelFamily, /) -> FlowMatching:
     own = family.scheduler()
     if samples_by_diffusion(own) or (not has_flow_sigmas(own) and "sigma_data" in own.config):
         raise wrong_target(family, own, "flow matching")
+    # auto has a proof of its own, and a class of the user's may call its denoiser with other times.
+    preset = preset_of(family)
+    if preset and preset.has_class and model.model_family != AUTO and (why := why_no_flow(own)):
+        raise EnvironmentNotReady(
+            f"{family.folder} samples with {describe(own)}, which {why}: model_family={model.model_family} would train "
+            "what it does not sample",
+            "correct its scheduler_config.json, or set model_family=auto, which proves what a pipeline samples",
+        )
     objective = family.settings.objective
-    constant = objective.flow_schedule_shift or published_shift(model)
     in_bf16 = family.settings.training.mixed_precision == "bf16"
     return FlowMatching(
-        sampling_shift(family) if objective.flow_schedule_auto_shift or not constant else constant,
+        training_shift(family),
         objective.flow_sigmoid_scale,
         objective.flow_use_uniform_schedule,
         family.round_sigmas_in_bf16 if in_bf16 else keep_float32,

@@ -206,7 +206,7 @@ class ObjectiveSettings(Section):
     """Objective"""
 
     snr_gamma: float | None = knob(None, "Min-SNR loss weighting (5 is usual) for epsilon and v-prediction.", gt=0)
-    flow_schedule_shift: float | None = knob(None, "Shift noise levels of flow matching towards noise; 1 leaves them; empty: the shift with which the published model samples 1024 px.", gt=0)
+    flow_schedule_shift: float | None = knob(None, "Shift noise levels of flow matching towards noise; 1 leaves them; empty: the shift with which the published model samples 1024 px, or clips of LTX by their tokens.", gt=0)
     flow_schedule_auto_shift: bool = knob(False, "Shift noise levels by image size, as the base model's scheduler does when it samples.")
     flow_sigmoid_scale: float = knob(1.0, "Width of the logit-normal noise levels.", when="not flow_use_uniform_schedule", gt=0)
     flow_use_uniform_schedule: bool = knob(False, "Sample noise levels uniformly instead of logit-normally.")

@@ -10,11 +10,13 @@ from simpletuner.data.samples.caption_column import those_in_captions
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, summarize
 from simpletuner.models.family.adapter_types import LABELS
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.flow_shift import describe_shift
+from simpletuner.models.family.objectives import FlowMatching
 from simpletuner.parallel.fsdp2 import format_units
 from simpletuner.parallel.gpu import describe_device
 from simpletuner.parallel.model.activations import describe_activations
 from simpletuner.parallel.model.module_stats import count_parameters
-from simpletuner.preparation.plan import Plan, describe_buckets
+from simpletuner.preparation.plan import Plan, describe_buckets, samples_by_shape
 from simpletuner.preparation.sampled_prompts import SampledPrompt
 from simpletuner.report import Report
 from simpletuner.settings import Settings, provenance
@@ -40,6 +42,7 @@ def describe_run(resolved: Resolved, family: ModelFamily, state: TrainingState, 
     return [
         ("model", f"{settings.model.model_family}, {count}, mixed precision: {training.mixed_precision}{float8}"),
         *family.facts().items(),
+        *describe_noise_levels(family, plan),
         ("engine", f"{engine}, {count_noun(world.size, 'rank')}"),
         ("device", describe_device(world.device)),
         *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),
@@ -52,6 +55,14 @@ def describe_run(resolved: Resolved, family: ModelFamily, state: TrainingState, 
         *([("mirror", settings.checkpoints.mirror_output)] if settings.checkpoints.mirror_output else []),
         ("settings", provenance(session.loaded)),
     ]
+
+
+def describe_noise_levels(family: ModelFamily, plan: Plan) -> Rows:
+    """Return how a flow's noise levels are shifted, at the sizes that are trained."""
+    objective = family.objective()
+    if not isinstance(objective, FlowMatching):
+        return []
+    return [("noise levels", describe_shift(family, objective.shift, [each.target for each in samples_by_shape(plan)]))]
 
 
 def print_datasets(plan: Plan, report: Report) -> None:

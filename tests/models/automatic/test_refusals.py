@@ -59,6 +59,8 @@ def test_a_package_that_a_pipeline_misses_is_named():
     [
         (STEP, STEP.replace("noise_pred", "noise_pred * (-1) ** i"), "depends on the number of the step"),
         ("timestep=timestep / 1000", "timestep=timestep / 1000 + i / 9", "depends on the number of the step (timestep"),
+        ("encoder_hidden_states=prompt_embeds", "encoder_hidden_states=prompt_embeds * (i < 2)", "at step 3"),
+        ("encoder_hidden_states=prompt_embeds", "encoder_hidden_states=prompt_embeds * (i < 3)", "at step 4"),
         (STEP, STEP.replace("latents", "-latents"), "elements of latents"),
         (STEP, "self.transformer(hidden_states=latents);" + STEP, "its own call fails with"),
         ("height = height or", "height, width = 128, 128 or", "it does not keep to the size it is asked for"),

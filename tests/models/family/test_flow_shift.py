@@ -12,7 +12,7 @@ import torch
 
 from simpletuner.models.catalog.registry import TINY, presets, published_shift
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.flow_shift import sampling_shift
+from simpletuner.models.family.flow_shift import describe_shift, sampling_shift
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.family.objectives import FlowMatching, logit_normal, shifted
 from simpletuner.models.family.sampling import SamplingParams
@@ -50,7 +50,8 @@ def test_the_preset_has_the_shift_with_which_the_scheduler_samples_1024_px(key, 
     # By the width of the published model's latent cells; those of tiny VAEs are smaller.
     cells = 1024 // preset.cell_px
     assert sampling_shift(family)(Shape(1, cells, cells)) == pytest.approx(preset.flow_shift, rel=2e-4)
-    assert flow_of(family).shift == preset.flow_shift
+    shift = flow_of(family).shift
+    assert (shift(Shape(1, cells, cells)) if callable(shift) else shift) == preset.flow_shift
     assert flow_of(opened(key, pipelines(key), flow_schedule_shift=2.5)).shift == 2.5
 
 
@@ -115,6 +116,53 @@ def test_a_linear_shift_and_a_scheduler_without_one(pipelines):
     family = opened("sana", pipelines("sana"))
     del family.scheduler_config["flow_shift"]
     assert sampling_shift(family)(Shape(1, 16, 16)) == 1
+
+
+@pytest.mark.parametrize("key", ["ltxvideo", "ltxvideo2"])
+def test_clips_of_ltx_are_shifted_by_their_own_tokens(key, pipelines):
+    """T102: of 121 frames of 768x512 px the levels that are sampled have a median of 0.94, that of an image is 0.72."""
+    family = opened(key, pipelines(key))
+    shift, cell = flow_of(family).shift, presets()[key].cell_px
+    assert callable(shift)
+    for frames, width, height, expected in (
+        (1, 1024, 1024, 2.586),
+        (1, 512, 512, 2.586),
+        (49, 768, 512, 4.69),
+        (97, 768, 512, 10.7),
+        (121, 768, 512, 16.2),
+        (121, 1216, 704, 215.0),
+    ):
+        cells = Shape(1 + (frames - 1) // 8, height // cell, width // cell)
+        assert shift(cells) == pytest.approx(expected, rel=5e-3)
+    if key == "ltxvideo2":
+        cells = Shape(7, 16, 24)
+        assert shift(cells) == sampling_shift(family)(cells)
+    assert "(64x64@9 px)" in describe_shift(family, shift, [Shape(1, 64, 64), Shape(9, 64, 64)])
+    assert flow_of(opened(key, pipelines(key), flow_schedule_shift=2.5)).shift == 2.5
+    clip = torch.zeros(1, 4, 16, 16, 24)
+    levels = flow_of(family).add_noise(clip, clip, torch.tensor([0.5])).timesteps
+    torch.testing.assert_close(levels, shifted(torch.tensor([0.5]), shift(Shape(16, 16, 24))))
+
+
+@pytest.mark.parametrize("key", [key for key in FLOWS if key not in ("wan", "ltxvideo2")])
+def test_auto_trains_at_the_noise_levels_of_the_class_of_its_pipeline(key, pipelines):
+    """T112: FLUX by its class was trained at 3.158, and by auto at the shift of 64 px."""
+    ours, auto = (flow_of(opened(name, pipelines(key))).shift for name in (key, "auto"))
+    for shape in (Shape(1, 16, 16), Shape(1, 64, 64), Shape(3, 16, 16)):
+        found, expected = (each(shape) if callable(each) else each for each in (auto, ours))
+        assert found == expected
+        if not presets()[key].frame_step:
+            break
+
+
+def test_a_constant_in_the_folder_is_taken_where_no_flavour_is_named(pipelines):
+    """FLUX.1-schnell's is 1: the class trained its folder at dev's 3.158."""
+    for key in ("flux", "auto"):
+        family = opened(key, pipelines("flux"))
+        assert describe_shift(family, 3.158, []) == "shifted by 3.158, as its scheduler samples 1024 px"
+        for shift in (1.0, 1.7):
+            family.scheduler_config |= {"use_dynamic_shifting": False, "shift": shift}
+            assert flow_of(family).shift == shift
 
 
 def test_two_shifts_are_refused_and_the_shift_of_the_family_is_explained():
