@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.catalog.registry import presets
 from simpletuner.models.folder.malformed import opening
+from simpletuner.models.opening.completeness import warn_of_unread
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import World
 from simpletuner.settings.declared.sections import Data, Model, Settings
@@ -177,6 +178,55 @@ def test_a_malformed_folder_is_one_sentence_that_names_the_component(case, sdxl,
         opened(folder)
     assert caught.value.hint
     assert "\n" not in caught.value.message and len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "changed", "said"),
+    [
+        (
+            "flux",
+            "transformer/config.json",
+            {"num_layers": 1},
+            "has 1 block in transformer_blocks, .* hold transformer_blocks.1,",
+        ),
+        ("flux", "transformer/config.json", {"num_layers": 0}, "has 0 blocks in transformer_blocks, .*_blocks.0 to 1,"),
+        ("flux", "transformer/config.json", {"num_layers": -1}, "has 0 blocks in transformer_blocks"),
+        ("flux", "transformer/config.json", {"num_single_layers": 0}, "in single_transformer_blocks"),
+        ("sdxl", "text_encoder/config.json", {"num_hidden_layers": 1}, "has 1 block in .*layers, .*layers.1"),
+        ("flux", "vae/config.json", {"layers_per_block": 0}, r"resnets"),
+    ],
+)
+def test_blocks_that_a_config_leaves_out_are_refused_by_name_and_number(
+    family, file, changed, said, pipelines, tmp_path
+):
+    """R106: the rest alone was trained, by the class and by auto, and exported with one block less."""
+    folder = linked(pipelines(family), tmp_path / "model")
+    edited(file, **changed)(folder)
+    for opener in {family, "auto"}:
+        with pytest.raises(EnvironmentNotReady, match=said) as caught:
+            opened(folder, opener)
+        assert "config.json" in caught.value.hint and str(folder) in caught.value.message
+
+
+def test_weights_of_the_denoiser_that_its_config_has_no_place_for_are_warned_of(flux, tmp_path):
+    folder = linked(flux, tmp_path / "model")
+    assert warn_of_unread(opened(folder, "flux")) == ""
+    edited("transformer/config.json", guidance_embeds=False)(folder)
+    found = warn_of_unread(opened(folder, "flux"))
+    assert "transformer holds what its config has no place for" in found and "guidance_embedder.linear_1.bias" in found
+    assert "and 1 more" in found
+
+
+def test_a_pipeline_that_was_saved_with_a_lora_loaded_is_not_a_damaged_copy(sdxl, tmp_path):
+    folder = linked(sdxl, tmp_path / "model")
+    renamed = {
+        name.replace(".to_k.", ".to_k.base_layer."): each for name, each in load_file(folder / UNET_WEIGHTS).items()
+    }
+    (folder / UNET_WEIGHTS).unlink()
+    save_file(renamed, folder / UNET_WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(EnvironmentNotReady, match="unet lacks .*to_k") as caught:
+        opened(folder)
+    assert "unload_lora_weights()" in caught.value.hint
 
 
 def test_a_package_that_a_component_needs_is_not_a_damaged_copy(tmp_path):

@@ -20,6 +20,9 @@ from simpletuner.system.files.regular_files import read_file
 
 NOTES = "base_models"
 
+CHECKS = 2
+"""Version of the checks, raised with each that is added: earlier notes do not say that it was passed."""
+
 
 def is_checked(family: ModelFamily) -> bool:
     """Return whether a start has found the same files complete, with the same settings and versions."""
@@ -49,7 +52,7 @@ def facts_of(family: ModelFamily) -> dict[str, Any]:
             status = path.stat()
             files[path.relative_to(family.folder).as_posix()] = [status.st_size, status.st_mtime_ns]
     model = family.settings.model.model_dump(mode="json")
-    return {"folder": str(family.folder), "model": model, "versions": versions(), "files": files}
+    return {"checks": CHECKS, "folder": str(family.folder), "model": model, "versions": versions(), "files": files}
 
 
 def read_note(path: Path) -> Any:

@@ -13,14 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import nn
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import ENCODING_PARTS, component_class, require_packages
 from simpletuner.models.folder.malformed import CHECK_COPY, opening, read_config
 from simpletuner.models.folder.weights import any_weights_files, variant_of, weights_files
+from simpletuner.system.numbers import count_noun
 
 MAX_NAMES_SHOWN = 3
+
+SAVED_OTHERWISE = {
+    ".base_layer.": "it was saved with a LoRA loaded: save it again after fuse_lora() and unload_lora_weights()",
+    "_weight_qdata": "it was saved quantized by torchao: take the one that is not",
+}
+"""Parts of names that tell how a pipeline was saved, where a copy of it would lack the same."""
 
 DIFFERENT_CAPTIONS = ("a red circle", "two blue stars on a hill")
 """Captions that every tokenizer with a vocabulary encodes differently."""
@@ -43,17 +51,40 @@ def check_denoiser_weights(family: ModelFamily) -> None:
     """Compare the names and shapes in the headers of the denoiser's weights with those of its config."""
     folder = family.folder / family.denoiser_name
     with opening(folder):
-        found: dict[str, tuple[int, ...]] = {}
-        for path in weights_files(folder, family.settings.model.variant):
-            with opening(path), safe_open(path, framework="pt") as file:
-                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        found = shapes_in(family)
         wanted = {name: tuple(tensor.shape) for name, tensor in family.meta_denoiser.state_dict().items()}
         refuse_missing(folder, wanted.keys() - found.keys(), found.keys() - wanted.keys())
+        refuse_left_out(folder, family.meta_denoiser, found.keys() - wanted.keys())
         for name, shape in wanted.items():
             if found[name] != shape:
                 raise EnvironmentNotReady(
                     f"{folder}: {name} is {shape} by the config and {found[name]} in the weights", CHECK_COPY
                 )
+
+
+def shapes_in(family: ModelFamily) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the denoiser's weights by name, from the headers of their files."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in weights_files(family.folder / family.denoiser_name, family.settings.model.variant):
+        with opening(path), safe_open(path, framework="pt") as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def warn_of_unread(family: ModelFamily) -> str:
+    """Return a warning of the denoiser's weights that its class has no place for; empty if there are none.
+
+    They are let pass, since published files often hold more than a class reads. But `guidance_embeds` that was turned
+    off in FLUX.1-dev's config.json leaves its embedding of guidance out.
+    """
+    names = sorted(shapes_in(family).keys() - family.meta_denoiser.state_dict().keys())
+    if not names:
+        return ""
+    shown, more = ", ".join(names[:MAX_NAMES_SHOWN]), len(names) - MAX_NAMES_SHOWN
+    return (
+        f"{family.folder / family.denoiser_name} holds what its config has no place for, which is neither trained nor "
+        f"exported: {shown}{f' and {more} more' if more > 0 else ''}"
+    )
 
 
 def text_parts(family: ModelFamily) -> list[str]:
@@ -102,10 +133,11 @@ def check_model(folder: Path, cls: Any, variant: str | None) -> None:
     config = read_config(folder / "config.json")
     variant = variant or variant_of(any_weights_files(folder)[0])
     loading: Mapping[str, Any]
-    _, loading = cls.from_pretrained(
+    model, loading = cls.from_pretrained(
         folder, use_safetensors=True, variant=variant, device_map="meta", output_loading_info=True
     )
     refuse_missing(folder, loading["missing_keys"], loading["unexpected_keys"])
+    refuse_left_out(folder, model, loading["unexpected_keys"])
     if wrong := [*loading["mismatched_keys"], *loading["error_msgs"]]:
         raise EnvironmentNotReady(f"{folder}: its weights do not fit its config: {min(map(str, wrong))}", CHECK_COPY)
     unknown = config.keys() - inspect.signature(cls).parameters.keys() if issubclass(cls, ModelMixin) else set()
@@ -121,12 +153,36 @@ def check_model(folder: Path, cls: Any, variant: str | None) -> None:
 
 def refuse_missing(folder: Path, missing: Iterable[str], unknown: Iterable[str]) -> None:
     """Raise an EnvironmentNotReady that names the first missing tensors, and an unknown one, if there is any."""
-    # Unknown weights alone are accepted: published files often hold more than their class reads.
     if names := sorted(missing):
         more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-        strange = next((f"; what it holds as {name} is not known" for name in sorted(unknown)), "")
+        others = sorted(unknown)
+        strange = next((f"; what it holds as {name} is not known" for name in others), "")
+        hint = next(
+            (hint for part, hint in SAVED_OTHERWISE.items() if any(part in name for name in others)), CHECK_COPY
+        )
         raise EnvironmentNotReady(
-            f"{folder} lacks {', '.join(names[:MAX_NAMES_SHOWN])}{more}{strange}: nothing is made up for it", CHECK_COPY
+            f"{folder} lacks {', '.join(names[:MAX_NAMES_SHOWN])}{more}{strange}: nothing is made up for it", hint
+        )
+
+
+def refuse_left_out(folder: Path, model: nn.Module, unknown: Iterable[str]) -> None:
+    """Raise EnvironmentNotReady for whole blocks that weights hold and a config leaves out, as by `num_layers`."""
+    left: dict[str, set[int]] = {}
+    for name in unknown:
+        parts, module = name.split("."), model
+        for depth, part in enumerate(parts):
+            if isinstance(module, nn.ModuleList) and part.isdigit() and int(part) >= len(module):
+                left.setdefault(".".join(parts[:depth]), set()).add(int(part))
+                break
+            if not isinstance(module := getattr(module, part, None), nn.Module):
+                break
+    for blocks, numbers in sorted(left.items()):
+        shown = f"{min(numbers)} to {max(numbers)}" if len(numbers) > 1 else f"{min(numbers)}"
+        count = len([*model.get_submodule(blocks).children()])
+        raise EnvironmentNotReady(
+            f"{folder}: its config.json has {count_noun(count, 'block')} in {blocks}, and its weights hold "
+            f"{blocks}.{shown}, too: a part of the model would be left out",
+            f"correct the number of blocks in {folder.name}/config.json, or copy the model again",
         )
 
 
