@@ -28,11 +28,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image, ImageOps
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 
 from conftest import SMALL, Starter, fork_server_context  # noqa: E402
-from kills import CLIP, HELD_OUT, TIMINGS, VALIDATION, clip_fixtures, fixtures, tensors  # noqa: E402
+from flags import tokens_of  # noqa: E402
+from kills import CLIP, HELD_OUT, TIMINGS, VALIDATION, beside, clip_fixtures, fixtures, left_half, tensors  # noqa: E402
 from results import add_result, read_results  # noqa: E402
 from video_files import CODECS, film_entry  # noqa: E402
 
@@ -177,13 +179,13 @@ class Damage:
         return "right" if is_right else "another film" if is_film else "SILENT DIFFERENCE"
 
 
-def make(folder: Path, starter: Starter, is_clips: bool) -> tuple[Path, Path]:
+def make(folder: Path, starter: Starter, family: str) -> tuple[Path, Path]:
     """Make a base model, and images or films; return their folders."""
-    if is_clips:
+    if family == "wan":
         clip_fixtures(folder, starter)
         return folder / "wan", folder / "films"
-    fixtures(folder, starter)
-    return folder / "base", folder / "shapes"
+    fixtures(folder / family, starter, family)
+    return folder / family / "base", folder / family / "shapes"
 
 
 def parsed(flags: Iterable[str]) -> dict[str, str]:
@@ -229,11 +231,57 @@ def clips(_: Damage, folder: Path, base: Path) -> dict[str, str]:
     return own | parsed((*HELD_OUT, *VALIDATION, *CLIP))
 
 
+def masked(damage: Damage, folder: Path, base: Path) -> dict[str, str]:
+    """A whole model whose loss counts in the left half of each image, with losses of samples."""
+    shutil.copytree(base, folder / "base")
+    write_beside(folder, left_half, conditioning_type="mask")
+    return {"pretrained_model_name_or_path": "base", "log_sample_losses": "true"}
+
+
+def int8_lora(_: Damage, folder: Path, base: Path) -> dict[str, str]:
+    """A LoRA on a base in int8."""
+    shutil.copytree(base, folder / "base")
+    write_dataset(folder)
+    own = {"pretrained_model_name_or_path": "base", "base_model_precision": "int8"}
+    return {"model_type": "lora", "lora_rank": "2", **own, **parsed(HELD_OUT)}
+
+
+def pairs(_: Damage, folder: Path, base: Path) -> dict[str, str]:
+    """A FLUX.1 Kontext that learns images from their negatives."""
+    shutil.copytree(base, folder / "base")
+    index = folder / "base" / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "FluxKontextPipeline"}))
+    write_beside(folder, ImageOps.invert, conditioning_type="reference_strict", resolution=64)
+    own = {"model_family": "flux", "pretrained_model_name_or_path": "base"}
+    return own | {"tokenizer_max_length": str(tokens_of("flux"))}
+
+
+def of_home(_: Damage, folder: Path, base: Path) -> dict[str, str]:
+    """A whole model without a class of ours, whose blocks SIMPLETUNER_HOME keeps (`in_folder` sets it)."""
+    shutil.copytree(base, folder / "base")
+    write_dataset(folder)
+    (folder / "home").mkdir()
+    return {"model_family": "auto", "pretrained_model_name_or_path": "base"}
+
+
+def write_beside(folder: Path, change: Callable[[Image.Image], Image.Image], **conditioning: Any) -> None:
+    beside(folder, change)
+    second = {"id": "beside", "type": "local", "instance_data_dir": "beside", "dataset_type": "conditioning"}
+    images = {"id": "shapes", "type": "local", "instance_data_dir": "shapes", "conditioning_data": ["beside"]}
+    (folder / "data.json").write_text(json.dumps([images, second | conditioning], indent=1))
+
+
 SCENES: dict[str, Callable[[Damage, Path, Path], dict[str, str]]] = {
     "whole": whole_model,
     "lora": lora_of_one_file,
     "clips": clips,
+    "masks": masked,
+    "int8": int8_lora,
+    "pairs": pairs,
+    "home": of_home,
 }
+FAMILIES = {"clips": "wan", "pairs": "flux"}
+"""Of the base model, where it is not SDXL."""
 
 
 def write_dataset(folder: Path, **more: Any) -> None:
@@ -251,6 +299,8 @@ def in_folder(folder: str, arguments: list[str]) -> None:
     import ranks
 
     os.chdir(folder)
+    if (home := Path(folder, "home")).is_dir():
+        os.environ["SIMPLETUNER_HOME"] = str(home)
     ranks.command_line(arguments)
 
 
@@ -286,11 +336,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         results = given.results or Path(name) / "results.jsonl"
         starter = Starter(fork_server_context(), Path(name))
-        made = {is_clips: make(Path(name), starter, is_clips) for is_clips in {each == "clips" for each in scenes}}
+        families = {scene: FAMILIES.get(scene, "sdxl") for scene in scenes}
+        made = {family: make(Path(name), starter, family) for family in set(families.values())}
         for scene in scenes:
             (folder := Path(name) / scene).mkdir()
             damage = Damage(starter, folder, given.seed)
-            damage.prepare(scene, *made[scene == "clips"])
+            damage.prepare(scene, *made[families[scene]])
             whose = {"scene": scene, "seed": given.seed}
             done = {row["case"] for row in read_results(results) if whose.items() <= row.items()}
             cases = range(given.count // len(scenes)) if given.case is None else [given.case]

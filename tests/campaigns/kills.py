@@ -31,13 +31,14 @@ from pathlib import Path
 
 import psutil
 import torch
+from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 
 from conftest import SMALL, Starter, base, fork_server_context  # noqa: E402
-from flags import last_wins  # noqa: E402
+from flags import last_wins, tokens_of  # noqa: E402
 from page_server import page_server  # noqa: E402
 from results import add_result, read_results  # noqa: E402
 from video_files import film_entry, write_films  # noqa: E402
@@ -50,6 +51,8 @@ HANG_SECONDS = 900
 """After which a run that nobody disturbs is said to hang, on a machine that may be busy."""
 OLDEST_SECONDS = 15
 """How long a process of a killed run may live on."""
+STOPPED = (0, 143, -signal.SIGTERM)
+"""Exit codes of a run that was asked to stop; the last of one that did not listen yet."""
 MOST_KILLS = 8
 """Of one run, before it may end."""
 TIMINGS = {"samples_per_second", "seconds", "data_seconds", "tflops_per_second"}
@@ -67,8 +70,10 @@ class Kind:
     flags: tuple[str, ...]
     ranks: int = 2
     media: str = "images"
-    """Or `clips`: of films and of folders of frames."""
+    """Or another one of FIXTURES."""
     victims: Mapping[str, float] = field(default_factory=lambda: {"group": 0.65, "one rank": 0.15, "launcher": 0.2})
+    least: int = 1
+    """Kills of one run."""
 
 
 KINDS = {
@@ -79,6 +84,15 @@ KINDS = {
     "one": Kind(("--mixed_precision=bf16", "--use_ema", *HELD_OUT, *ON_DEMAND, *VALIDATION), ranks=1),
     "clips": Kind(("--fsdp_enable", "--use_ema", *HELD_OUT, *VALIDATION, *CLIP), media="clips"),
     "clips on demand": Kind(("--zero_stage=2", "--mixed_precision=bf16", *HELD_OUT, *ON_DEMAND), media="clips"),
+    "zero2": Kind(("--zero_stage=2", "--use_ema", "--mixed_precision=bf16", *HELD_OUT)),
+    "int8": Kind(("--model_type=lora", "--lora_rank=4", "--base_model_precision=int8", "--fsdp_enable", *HELD_OUT)),
+    "dora": Kind(("--model_type=lora", "--lora_type=dora", "--lora_rank=4", "--fsdp_enable", "--use_ema")),
+    "masks": Kind(("--fsdp_enable", "--log_sample_losses", *HELD_OUT), media="masks"),
+    "pairs": Kind(("--fsdp_enable", *HELD_OUT), media="pairs"),
+    # Each run goes on from what went on from what went on; a stop saves where it is, so each step is one to save at.
+    "resumes": Kind(
+        ("--use_ema", "--checkpoint_step_interval=1", *HELD_OUT), ranks=1, victims={"stop": 0.7, "group": 0.3}, least=3
+    ),
     "page": Kind(("--use_ema", *HELD_OUT), victims={"launcher": 0.4, "one rank": 0.3, "page": 0.3}),
 }
 
@@ -106,7 +120,7 @@ class Campaign:
         longest = {"group": time.monotonic() - began, "launched": 3 * (time.monotonic() - began) + 15}
         while (left := kills - self.killed.total()) > 0:
             draw, output = random.Random(f"{self.seed} {number}"), self.folder / f"run{number}"
-            count = min(left, draw.randint(1, MOST_KILLS))
+            count = min(left, draw.randint(self.kind.least, MOST_KILLS))
             self.killed.update(self.kill_once(output, longest, draw) for _ in range(count))
             self.finish(output)
             self.compare(wanted, contents(output), output)
@@ -138,8 +152,8 @@ class Campaign:
         """Start the command, kill at a random moment, and look at what is left; return who was killed."""
         victims = self.victims or self.kind.victims
         victim = draw.choices(list(victims), list(victims.values()))[0]
-        if victim == "group":
-            left = self.kill_ranks(output, draw.uniform(0.05, longest["group"]))
+        if victim in ("group", "stop"):
+            left = self.kill_ranks(output, draw.uniform(0.05, longest["group"]), victim)
         else:
             left = self.kill_launched(output, draw.uniform(0.5, longest["launched"]), victim, draw)
         if late := survivors(left):
@@ -150,13 +164,17 @@ class Campaign:
             load_checkpoint(checkpoint)  # raises when one that can be seen is not whole
         return victim
 
-    def kill_ranks(self, output: Path, after: float) -> list[psutil.Process]:
-        """Kill all warm ranks; return them."""
+    def kill_ranks(self, output: Path, after: float, victim: str) -> list[psutil.Process]:
+        """Kill all warm ranks, or ask them to stop; return them."""
         run = self.starter.train(self.kind.ranks, *self.command(output))
         end = time.monotonic() + after
         while time.monotonic() < end and any(process.is_alive() for process in run.processes):
             time.sleep(0.01)
         ranks = [psutil.Process(process.pid) for process in run.processes if process.is_alive()]
+        if victim == "stop":
+            run.kill(signal.SIGTERM)
+            if not all(code in STOPPED for code in run.wait(HANG_SECONDS)):
+                self.problems.append(f"{output.name} was asked to stop:\n{run.said}")
         run.kill()
         run.wait()
         return ranks
@@ -343,6 +361,7 @@ READERS: dict[str, Callable[[Path], str]] = {
 
 def fixtures(folder: Path, starter: Starter, family: str = "sdxl") -> tuple[str, ...]:
     """Return the flags that name a base model and images, which are made first."""
+    folder.mkdir(exist_ok=True)
     draw = Path(__file__).parent.parent.parent / "examples" / "shapes" / "draw.py"
     subprocess.run(
         [sys.executable, str(draw), str(folder / "shapes"), "--count", "36"], check=True, capture_output=True
@@ -360,7 +379,48 @@ def clip_fixtures(folder: Path, starter: Starter) -> tuple[str, ...]:
     return (*(flag for flag in model if not flag.startswith("--instance_data_dir")), data)
 
 
-FIXTURES = {"images": fixtures, "clips": clip_fixtures}
+def mask_fixtures(folder: Path, starter: Starter) -> tuple[str, ...]:
+    """Return the flags of a base model, and of images whose loss counts in the left half alone."""
+    flags = fixtures(folder / "masked", starter)
+    masks = beside(folder / "masked", left_half)
+    return (*flags[:2], paired_data(folder / "masked", {"conditioning_type": "mask"}, masks))
+
+
+def left_half(image: Image.Image) -> Image.Image:
+    mask = Image.new("L", image.size)
+    mask.paste(255, (0, 0, image.width // 2, image.height))
+    return mask
+
+
+def pair_fixtures(folder: Path, starter: Starter) -> tuple[str, ...]:
+    """Return the flags of a FLUX.1 Kontext, and of images that have their negative as a reference."""
+    flags = fixtures(folder / "paired", starter, "flux")
+    index = folder / "paired" / "base" / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "FluxKontextPipeline"}))
+    references = beside(folder / "paired", ImageOps.invert)
+    data = paired_data(folder / "paired", {"conditioning_type": "reference_strict", "resolution": 64}, references)
+    return (*flags[:2], data, f"--tokenizer_max_length={tokens_of('flux')}")
+
+
+def beside(folder: Path, change: Callable[[Image.Image], Image.Image]) -> Path:
+    """Make an image for each of those in `shapes`, under the same name."""
+    (made := folder / "beside").mkdir()
+    for path in (folder / "shapes").glob("*.png"):
+        with Image.open(path) as image:
+            change(image.convert("RGB")).save(made / path.name)
+    return made
+
+
+def paired_data(folder: Path, conditioning: dict[str, object], beside: Path) -> str:
+    """Write a dataset with another one in `conditioning_data`; return the flag that names it."""
+    images = {"id": "images", "type": "local", "instance_data_dir": str(folder / "shapes"), "resolution": 64}
+    second = {"id": "beside", "type": "local", "instance_data_dir": str(beside), "dataset_type": "conditioning"}
+    path = folder / "data.json"
+    path.write_text(json.dumps([images | {"conditioning_data": ["beside"]}, second | conditioning], indent=1))
+    return f"--data_backend_config={path}"
+
+
+FIXTURES = {"images": fixtures, "clips": clip_fixtures, "masks": mask_fixtures, "pairs": pair_fixtures}
 
 
 def built(starter: Starter, family: str, folder: Path) -> Path:

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "campaigns"))
 
 from bucket import BUCKET_KINDS, BucketCampaign
 from buckets_here import bucket_server
-from damage import SCENES, Damage
+from damage import FAMILIES, SCENES, Damage
 from fuzz import Fuzz
 from kills import FIXTURES, Campaign
 from kills import KINDS as RUNS
@@ -24,14 +24,14 @@ from video_files import write_films
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["fsdp2", "split", "lora", "one", "clips"])
+@pytest.mark.parametrize("kind", ["fsdp2", "split", "lora", "one", "clips", "resumes"])
 def test_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(kind, starter, tmp_path):
     # Launchers and their ranks would import torch first, for 15 CPU seconds: one of the eight kills has them.
     victims = {"group": 1.0} if kind != "fsdp2" else {}
     base = FIXTURES[RUNS[kind].media](tmp_path, starter)
     campaign = Campaign(starter, base, tmp_path, RUNS[kind], seed=4, steps=4, victims=victims)
-    campaign.run(2)
-    assert campaign.problems == [] and campaign.killed.total() == 2
+    campaign.run(kills := max(2, RUNS[kind].least))
+    assert campaign.problems == [] and campaign.killed.total() == kills
 
 
 @pytest.mark.long
@@ -45,14 +45,14 @@ def test_runs_that_a_bucket_alone_remembers_lose_nothing_by_kills(starter, tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize("scene", SCENES)
-def test_damaged_files_are_answered_rightly_or_by_a_sentence(scene, starter, sdxl, shapes, pipelines, tmp_path):
+def test_damaged_files_are_answered_rightly_or_by_a_sentence(scene, starter, shapes, pipelines, tmp_path):
     damage = Damage(starter, tmp_path)
     if scene == "clips":
         damage.prepare(scene, pipelines("wan"), write_films(tmp_path / "films", videos=6, folders=6))
     else:
-        damage.prepare(scene, sdxl, shapes)
-    damage.run(range(16))
-    assert damage.problems == [] and damage.answers.total() == 16
+        damage.prepare(scene, pipelines(FAMILIES.get(scene, "sdxl")), shapes)
+    damage.run(range(8))
+    assert damage.problems == [] and damage.answers.total() == 8
 
 
 def test_mutants_change_a_text_that_stands_in_its_file_once_and_name_tests_that_are_there():
