@@ -19,7 +19,7 @@ from simpletuner import __version__
 from simpletuner.commands.shell.scripts import PROGRAMS, script_for
 
 ROOT = Path(__file__).parent.parent
-LIGHT = ("typer", "rich", "pydantic", "pyyaml", "platformdirs", "filelock", "psutil", "tomli-w")
+LIGHT = ("typer", "rich", "pydantic", "pyyaml", "platformdirs", "psutil", "tomli-w")
 BENEATH_THEM = (
     *("annotated-doc", "annotated-types", "markdown-it-py", "mdurl", "pydantic-core"),
     *("pygments", "shellingham", "typing-extensions", "typing-inspection"),

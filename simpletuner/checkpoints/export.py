@@ -31,6 +31,7 @@ from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World
 from simpletuner.system.files.atomic import flush_to_disk, replace_folder, unfinished_path, write_json
 from simpletuner.system.files.checksums import is_intact, with_checksum
+from simpletuner.system.files.promises import rename_over
 from simpletuner.system.files.regular_files import read_file
 
 # In an exported pipeline: after how many steps it was written, with size and checksum of every file; written
@@ -278,5 +279,5 @@ def export_single_file(pipeline: Path, path: Path, family: str) -> None:
     contents = dict(sorted(contents.items(), key=lambda item: -item[1][0].itemsize))
     parts = (as_bytes(reads[name]()) for name in contents)
     write_safetensors(hidden, contents, {"format": "pt"}, parts)
-    hidden.replace(path)
+    rename_over(hidden, path)
     flush_to_disk(path.parent)

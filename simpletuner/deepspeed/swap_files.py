@@ -67,7 +67,7 @@ def create_swap_folder(parent: Path, output_dir: Path) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
         # Locked first, written then: whoever can read an owner without finding it locked knows that it is dead.
-        descriptor = lock_file(folder / OWNER_FILE, exclusive=True)
+        descriptor = lock_file(folder / OWNER_FILE, exclusive=True, needed=False)
         os.write(descriptor, json.dumps(asdict(owner)).encode())
     except OSError as error:
         hint = "set offload_param_path to a folder on this machine's own NVMe"

@@ -66,7 +66,9 @@ def create_probe(folder: Path) -> Iterator[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_stale_probes(folder)
-        descriptor = lock_file(path, exclusive=True)  # the lock tells it from one that a killed run has left
+        descriptor = lock_file(
+            path, exclusive=True, needed=False
+        )  # the lock tells it from one that a killed run has left
     except OSError as error:
         if error.errno not in READ_ONLY or not folder.is_dir():
             raise EnvironmentNotReady(

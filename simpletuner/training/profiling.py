@@ -15,6 +15,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings.values.step_ranges import parse_step_range
+from simpletuner.system.files.promises import rename_over
 
 FOLDER = "profile"
 SHOWN = 10
@@ -86,7 +87,7 @@ class StepProfiler:
         self.folder.mkdir(exist_ok=True)
         with TemporaryDirectory(prefix=".unfinished-", dir=self.folder) as hidden:  # torch would follow a link
             profile.export_chrome_trace(f"{hidden}/{path.name}")
-            Path(hidden, path.name).replace(path)
+            rename_over(Path(hidden, path.name), path)
         title = f"{self.traced} traced steps, {seconds / self.traced:.3f} s each: {path} (chrome://tracing, Perfetto)"
         self.report.table(title, self.rows(profile, seconds), ("where time went", "calls", "s per step", "share"))
 

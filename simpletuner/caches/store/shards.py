@@ -30,6 +30,7 @@ from simpletuner.caches.store.serialization import parse_tensors, serialize
 from simpletuner.caches.store.shard_index import read_indexes
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.cache_files import index_of, shard_name
+from simpletuner.system.files.promises import sync
 
 if TYPE_CHECKING:
     from simpletuner.caches.store.mirror import Mirror
@@ -130,7 +131,7 @@ class ShardWriter:
         try:
             for file in files:
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
         except OSError as error:
             raise self._write_error(error) from None
         finally:

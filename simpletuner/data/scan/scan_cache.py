@@ -19,6 +19,7 @@ from simpletuner.data.scan.file_list import CAPTION_VERSION, join
 from simpletuner.errors import explain_system_errors
 from simpletuner.system.files.atomic import create_new, remove, unfinished_path
 from simpletuner.system.files.checksums import file_checksum
+from simpletuner.system.files.promises import rename_over
 
 SUFFIX = ".arrow"
 ROWS = 65_536
@@ -39,7 +40,7 @@ def write_table(folder: Path, kind: str, table: pa.Table, meta: Mapping[str, Any
                 writer.write_table(table, max_chunksize=ROWS)
             name = named(kind, path)
             remove(folder / name)  # a folder in its place
-            path.replace(folder / name)
+            rename_over(path, folder / name)
         finally:
             path.unlink(missing_ok=True)
         return name

@@ -32,6 +32,7 @@ from simpletuner.data.storage.storage import MAX_BYTES as LARGEST_READ
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.data.tables.table_files import TableFile
 from simpletuner.system.files.atomic import create_new, flush_to_disk, replace_file, unfinished_path
+from simpletuner.system.files.promises import rename_over
 from simpletuner.system.http_requests import http_request
 from simpletuner.system.processes.threads import run_bounded
 
@@ -152,7 +153,7 @@ def fetch(dataset: UrlImages, url: str, is_stopping: threading.Event) -> str:
         write_with_retries(dataset, url, part, is_stopping)
         name = name_of(url) + checked_suffix(dataset, part)
         flush_to_disk(part)
-        part.replace(folder / name)
+        rename_over(part, folder / name)
     finally:
         part.unlink(missing_ok=True)
     flush_to_disk(folder)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from simpletuner.system.files.cache_files import user_home
+from simpletuner.system.files.promises import sync
 from simpletuner.system.files.regular_files import read_end
 
 READ_BYTES = 8 << 20
@@ -56,7 +57,7 @@ def record(path: Path, image: str, before: bytes | None, after: bytes | None) ->
     try:
         # A line that a full disk has cut short must not take the next one with it, so each begins with an end of line.
         os.write(descriptor, f"\n{json.dumps(asdict(edit))}\n".encode())
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
     return edit

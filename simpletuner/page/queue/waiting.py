@@ -158,7 +158,7 @@ class RunQueue:
         if self.held is None:
             self.file.path.parent.mkdir(parents=True, exist_ok=True)
             with suppress(BlockingIOError):
-                self.held = lock_file(self.file.lock_of_place(self.place), exclusive=True)
+                self.held = lock_file(self.file.lock_of_place(self.place), exclusive=True, needed=False)
         if self.held is None or not any(each.place == self.place for each in self.file.read()):
             return
         with self.file.edited() as entries:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, naming
+from simpletuner.system.files.promises import rename_over, sync
 from simpletuner.system.files.regular_files import open_regular
 
 # Linux reads no more than its read-ahead window for one request, by default 128 KiB (mm/readahead.c).
@@ -68,14 +69,14 @@ def atomic_file(path: Path, durably: bool = True, mode: int = 0o666, hidden: str
                 yield file
                 file.flush()
                 if durably:
-                    os.fsync(file.fileno())
-            os.replace(new, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+                    sync(file.fileno())
+            rename_over(new, path.name, folder)
         except BaseException:
             with suppress(FileNotFoundError):
                 os.unlink(new, dir_fd=folder)
             raise
         if durably:
-            os.fsync(folder)
+            sync(folder)
     finally:
         os.close(folder)
 
@@ -147,7 +148,7 @@ def flush_to_disk(path: Path) -> None:
     """Sync a file's content, or a folder's entries (without which a rename may be lost in a power failure)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -13,18 +13,19 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.cache_files import IN_USE
+from simpletuner.system.files.promises import NO_LOCKS
 
 WAIT_SECONDS = 30
 """Longest wait for a lock that is only held while something is cleared or written."""
 
 POLL_SECONDS = 0.02
 
-CANNOT_LOCK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+CANNOT_LOCK = (errno.EACCES, errno.EPERM, errno.EROFS, *NO_LOCKS)
 """A read-only folder, or a file system without locks."""
 
 RUN_LOCK = ".lock"
@@ -33,18 +34,22 @@ RUN_LOCK = ".lock"
 HANDOVER_SECONDS = 30
 """Longest wait for a run whose launcher has died: its ranks save their last step and exit."""
 HANDOVER_POLL_SECONDS = 0.2
+CLOCKS_SECONDS = 60
+"""By which the clock of a file server may be behind this machine's."""
 
 
-def lock_file(path: Path, exclusive: bool, create: bool = True) -> int:
+def lock_file(path: Path, exclusive: bool, create: bool = True, needed: bool = True) -> int:
     """Lock a file without waiting; return its descriptor, which the caller closes to release the lock.
 
+    Unless the lock is `needed`, it is the descriptor of a file that is not locked where its file system has no locks.
     Raises BlockingIOError when another process holds it, FileNotFoundError when it does not exist, OSError when it
     cannot be locked.
     """
     while True:
         descriptor = open_lock_file(path, create)
         try:
-            flock_without_waiting(descriptor, exclusive)
+            with suppress_no_locks() if not needed else nullcontext():
+                flock_without_waiting(descriptor, exclusive)
             if is_same_inode(path, descriptor):
                 return descriptor
         except BaseException:
@@ -66,6 +71,15 @@ def open_lock_file(path: Path, create: bool) -> int:
 def flock_without_waiting(descriptor: int, exclusive: bool = True) -> None:
     """Lock an open file. Raises BlockingIOError when another process holds it."""
     fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+
+
+@contextmanager
+def suppress_no_locks() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 def is_same_inode(path: Path, descriptor: int) -> bool:
@@ -138,23 +152,18 @@ def retry_until_unlocked(attempt: Callable[[], int], why: str, timeout_seconds: 
 
 @contextmanager
 def exclusive_lock(path: Path, timeout_seconds: float = WAIT_SECONDS) -> Iterator[None]:
-    """Lock a file exclusively, waiting for it if necessary. Raises EnvironmentNotReady at the timeout."""
-    # filelock rather than `lock_file`: it also falls back to a lock by file creation where flock does not exist.
-    # On Linux both are flock, so `is_locked` sees this lock.
-    from filelock import FileLock, Timeout
+    """Lock a file exclusively, waiting for it if necessary. Raises EnvironmentNotReady at the timeout.
 
+    Files are replaced at once, so that where there are no locks the last of two writers wins.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, timeout=timeout_seconds)
-    try:
-        lock.acquire(poll_interval=POLL_SECONDS)
-    except Timeout:
-        raise EnvironmentNotReady(
-            f"another process holds {path}: waited {timeout_seconds:.0f} s", "run the same command again"
-        ) from None
+    descriptor = retry_until_unlocked(
+        lambda: lock_file(path, exclusive=True, needed=False), f"another process holds {path}", timeout_seconds
+    )
     try:
         yield
     finally:
-        lock.release()
+        os.close(descriptor)
 
 
 @contextmanager
@@ -164,7 +173,7 @@ def lock_output_dir(
     """Lock a run's output folder until the run ends; `check` may raise to stop waiting.
 
     Raises EnvironmentNotReady when another run holds it: at once if that run's launcher is alive on this machine,
-    otherwise after HANDOVER_SECONDS.
+    otherwise after HANDOVER_SECONDS. Where the file system has no locks, a run of another machine is not found.
     """
     output.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(output / RUN_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -179,12 +188,20 @@ def lock_output_dir(
 
 
 def wait_for_run_lock(descriptor: int, output: Path, check: Callable[[], None], say: Callable[[str], None]) -> None:
-    end, reported = time.monotonic() + HANDOVER_SECONDS, False
+    end, reported, has_locks = time.monotonic() + HANDOVER_SECONDS, False, True
     while True:
-        with suppress(BlockingIOError):
+        try:
             return flock_without_waiting(descriptor)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            has_locks = False
         check()
         holder = os.pread(descriptor, 200, 0).decode(errors="replace")
+        if not has_locks and not (is_running_here(holder) and has_written(holder, descriptor)):
+            return None
         if is_running_here(holder) or time.monotonic() > end:
             raise EnvironmentNotReady(
                 f"another run is using {output}{describe_holder(holder)}",
@@ -194,6 +211,18 @@ def wait_for_run_lock(descriptor: int, output: Path, check: Callable[[], None], 
             say(f"waiting up to {HANDOVER_SECONDS} s for an earlier run to release {output}")
             reported = True
         time.sleep(HANDOVER_POLL_SECONDS)
+
+
+def has_written(holder: str, descriptor: int) -> bool:
+    """Return whether the process of a lock file can have written it: its pid may be another one's by now, or ours."""
+    import psutil  # 10 ms, which commands that lock nothing do without
+
+    pid = int(holder.split()[-1])
+    try:
+        began = psutil.Process(pid).create_time()
+    except psutil.Error:
+        return False
+    return pid != launcher_pid() and began < os.fstat(descriptor).st_mtime + CLOCKS_SECONDS
 
 
 def launcher_pid() -> int:

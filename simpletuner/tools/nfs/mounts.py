@@ -92,7 +92,10 @@ def cautions(mount: Mount) -> Iterator[tuple[str, str]]:
         if found and mount.fstype in fstypes:
             yield f"`{found}`: {effect}", fstab_line(mount, found, instead)
     if mount.fstype == "lustre" and not {"flock", "localflock"} & set(mount.options):
-        yield "no `flock`: locks are refused, and a run cannot start", fstab_line(mount, add="flock")
+        yield (
+            "no `flock`: locks are refused, and nothing keeps two runs out of one folder",
+            fstab_line(mount, add="flock"),
+        )
 
 
 def fstab_line(mount: Mount, drop: str = "", add: str = "") -> str:

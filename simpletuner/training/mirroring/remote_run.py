@@ -17,6 +17,7 @@ from simpletuner.data.storage.storage import UnreadableFileError
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import remove, replace_folder, unfinished_path, write_file
 from simpletuner.system.files.checksums import HashedParts, write_with_checksum
+from simpletuner.system.files.promises import rename_over
 from simpletuner.system.files.regular_files import MAX_BYTES, open_regular
 from simpletuner.training.mirroring.run_files import (
     CHECKPOINTS,
@@ -136,7 +137,7 @@ class RemoteRun:
         hidden = unfinished_path(path)
         remove(hidden)
         write_with_checksum(hidden, self.storage.read_parts(name))
-        hidden.replace(path)
+        rename_over(hidden, path)
 
     def move_aside(self, whole: WholeFolder) -> None:
         """Move a checkpoint to where a run that goes back keeps later ones, as it does on disk.

@@ -33,6 +33,7 @@ from simpletuner.settings import Settings
 from simpletuner.settings.declared.secret_names import mask_arguments
 from simpletuner.system.files.atomic import refuse_special, remove, restore_replaced
 from simpletuner.system.files.locks import lock_output_dir
+from simpletuner.system.files.promises import MAY_SAY, missing_promises
 from simpletuner.training.mirroring.run_mirror import RunMirror, open_run_mirror
 from simpletuner.training.run_folder.other_project import refuse_other_data
 from simpletuner.training.state import TrainingState
@@ -56,6 +57,8 @@ def open_output_dir(session: Session, stack: ExitStack) -> RunMirror | None:
             mirrors.append(mirror)
         session.status.begin(output, config_alone(sys.argv[1:]))
         open_log(output, create=True)
+        for sentence in missing_promises(output):
+            session.report.warn(sentence, MAY_SAY)
         remove_leftovers(output)
         check_targets(pipelines_of(session.settings))
 
