@@ -23,6 +23,7 @@ from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.shards import ShardReader
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, resize_and_crop
+from simpletuner.data.images.masks import ALL_BLACK
 from simpletuner.data.samples.conditioning_files import Mask
 from simpletuner.data.samples.references import References
 from simpletuner.data.samples.samples import DatasetSamples, Sample
@@ -97,14 +98,14 @@ class LatentsCache:
         return broken
 
     def warn_about_doubtful(self, report: Report) -> None:
-        """Collective: say of how many images the colours may be wrong, and name one."""
+        """Collective: say of how many images the colours or the mask may be wrong, and name one."""
         found = [json.loads(text) for text in self.world.gather_texts(json.dumps(sorted(self.doubtful.items())[:1]))]
         counts = [int(text) for text in self.world.gather_texts(str(len(self.doubtful)))]
         if any(counts):
             name, why = min(item for items in found for item in items)
             report.warn(
-                f"{count_noun(sum(counts), 'image')} may be meant brighter or darker, such as {name}: {why}",
-                "rescale them, or see whether they look right: `simpletuner dataset check --output=FOLDER` names all",
+                f"{count_noun(sum(counts), 'image')} may be meant otherwise, such as {name}: {why}",
+                "change them, or see whether they look right: `simpletuner dataset check --output=FOLDER` names all",
             )
 
     def requests(self) -> Iterator[CacheRequest]:
@@ -188,7 +189,7 @@ def decode_image(sample: Sample, doubtful: dict[str, str] | None = None) -> Tens
 
     Of one with a mask that is a fourth channel, in [0, 1].
 
-    Adds to `doubtful`, by the sample's name, what may be wrong about its colours.
+    Adds to `doubtful`, by the sample's name, what may be wrong about its colours or its mask.
     """
     g = sample.geometry
     pixels, doubt = torch.empty(3, *g.target), ""
@@ -198,22 +199,23 @@ def decode_image(sample: Sample, doubtful: dict[str, str] | None = None) -> Tens
             frame = resize_and_crop(image, g.resized.size, g.crop_left_top, g.target.size)
             pixels[:, number] = torch.from_numpy(frame).permute(2, 0, 1)
             doubt = image.info[DOUBT]
-        mask = decode_mask(sample.mask, g) if sample.mask else None
+        mask, doubt_of_mask = decode_mask(sample.mask, g) if sample.mask else (None, "")
     except DECODE_ERRORS as error:
         # Returned, not raised: the record says why it is broken, so the next start need not try the file
         # again.
         return str(error) or type(error).__name__
-    if doubtful is not None and doubt:
+    if doubtful is not None and (doubt := doubt or doubt_of_mask):
         doubtful[sample.id] = doubt
     whole = pixels.view(3, *g.target.axes)
     return whole if mask is None else torch.cat([whole, mask])
 
 
-def decode_mask(mask: Mask, geometry: Geometry) -> Tensor:
-    """Return a mask (1, H, W) as its image is cropped. Raises one of DECODE_ERRORS."""
+def decode_mask(mask: Mask, geometry: Geometry) -> tuple[Tensor, str]:
+    """Return a mask (1, H, W) as its image is cropped, and what may be wrong about it. Raises one of DECODE_ERRORS."""
     (left, top), target = geometry.crop_left_top, geometry.target
-    part = mask.image(geometry.resized.size).crop((left, top, left + target.width, top + target.height))
-    return torch.from_numpy(np.asarray(part, np.float32) / 255)[None]
+    whole = mask.image(geometry.resized.size)
+    part = np.asarray(whole.crop((left, top, left + target.width, top + target.height)), np.float32)
+    return torch.from_numpy(part / 255)[None], whole.info[DOUBT] if part.any() else ALL_BLACK
 
 
 def encode_first_frame(vae: Vae, pixels_BCFHW: Tensor) -> Tensor:

@@ -159,6 +159,8 @@ def doubt_about_scale(image: Image.Image) -> str:
 
     Files do not say of which of their 16 or 32 bits white is made, so microscopes and scanners of 12 bits write 4095.
     """
+    if image.mode == "F" and (count := int((~np.isfinite(np.asarray(image))).sum())):
+        return f"{count:,} of its values are no numbers or infinite: taken for black, or for the largest number"
     if not image.mode.startswith("I"):
         return ""
     top = int(np.asarray(image).max())
@@ -175,7 +177,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I") or image.mode == "F":
         # Pillow clips 16-bit values at 255 instead of scaling them, which would make nearly every pixel white.
         values = np.asarray(image, dtype=np.float64)
-        top = WHITE if image.mode.startswith("I") else max(float(values.max()), 1e-9)
+        # One NaN would be the maximum, and all others black.
+        top = (
+            WHITE if image.mode.startswith("I") else max(float(values.max(initial=0, where=np.isfinite(values))), 1e-9)
+        )
+        values = np.nan_to_num(values, nan=0, posinf=top, neginf=0)
         image = Image.fromarray(np.clip(values / top * 255, 0, 255).round().astype(np.uint8))
     is_transparent = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
     layered = image.convert("RGBA") if is_transparent else None

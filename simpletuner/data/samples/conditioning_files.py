@@ -17,7 +17,8 @@ from PIL import Image
 
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.geometry import Geometry, compute_geometry
-from simpletuner.data.images.images import read_rgb
+from simpletuner.data.images.images import DOUBT
+from simpletuner.data.images.masks import read_mask_image
 from simpletuner.data.sampler.stable_choice import hash_texts
 from simpletuner.data.samples.sizes import Sizes
 from simpletuner.data.scan.scan import Scan
@@ -38,9 +39,12 @@ class Mask:
     version: str
 
     def image(self, size: tuple[int, int]) -> Image.Image:
-        """Return it in grey, in the size that its image is resized to. Raises one of DECODE_ERRORS."""
+        """Return it in grey, in the size that its image is resized to, with its doubt. Raises one of DECODE_ERRORS."""
         with self.storage.open(self.name) as file:
-            return read_rgb(file, size).convert("L").resize(size, Image.Resampling.BOX)
+            found = read_mask_image(file, size)
+        resized = found.resize(size, Image.Resampling.BOX)
+        resized.info[DOUBT] = found.info[DOUBT]
+        return resized
 
 
 class ConditioningFiles:

@@ -179,6 +179,10 @@ def check_contents(samples: DatasetSamples, contents: Contents) -> Iterator[Data
     yield from finding("images", "damaged", "{} that cannot be decoded: left out", damaged)
     doubtful = {samples[index].name: each.doubt for index, each in sorted(contents.images.items()) if each.doubt}
     yield from finding("images", "doubtful scale", "{} that may be meant brighter or darker", doubtful)
+    masks = {
+        samples[index].name: each.doubt_of_mask for index, each in sorted(contents.images.items()) if each.doubt_of_mask
+    }
+    yield from finding("images", "doubtful masks", "{} whose mask may be meant otherwise", masks)
     for kind, groups, sentence in (
         ("exact duplicates", exact_duplicates(contents.images), "{} with the same bytes as another"),
         ("near duplicates", near_duplicates(contents.images), "{} looking like another"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import xxhash
 from PIL import Image
 
+from simpletuner.caches.latents import decode_mask
 from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, read_rgb
 from simpletuner.data.samples.samples import DatasetSamples, Sample
 from simpletuner.system.processes.threads import run_bounded
@@ -33,6 +34,7 @@ class Content:
     """(16, 16, 3) uint8."""
     doubt: str = ""
     """Remark on its colours."""
+    doubt_of_mask: str = ""
 
     @cached_property
     def contrast(self) -> float:
@@ -76,9 +78,12 @@ def read_content(sample: Sample) -> Content | str:
         with sample.open() as file:
             content = file.read()
         image = read_rgb(io.BytesIO(content), (SMALL_PX, SMALL_PX), sample.geometry.original.size)
+        doubt_of_mask = decode_mask(sample.mask, sample.geometry)[1] if sample.mask else ""
+        for reference in sample.references:
+            next(iter(reference.images((SMALL_PX, SMALL_PX))))
     except DECODE_ERRORS as error:
         return str(error) or type(error).__name__
-    return content_of(xxhash.xxh3_128_digest(content), image)
+    return replace(content_of(xxhash.xxh3_128_digest(content), image), doubt_of_mask=doubt_of_mask)
 
 
 def content_of(checksum: bytes, image: Image.Image) -> Content:

@@ -19,7 +19,7 @@ from simpletuner.data.images.image_formats import (
     register_plugin,
     suffix_of_content,
 )
-from simpletuner.data.images.images import DECODE_ERRORS, ImageHeader, resize_and_crop
+from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, ImageHeader, resize_and_crop
 from simpletuner.data.storage.storage import LocalStorage
 
 register_plugin()  # Pillow writes the HEIC files of these tests by it
@@ -367,3 +367,17 @@ def test_a_store_lists_images_in_all_folders_but_hidden_ones(tmp_path):
         path.touch()
     found = [file.name for file in LocalStorage(tmp_path).list_files(read_suffixes()).files]
     assert found == ["a.jpg", "b.PNG", "sub/deep.png/f.jpeg", "sub/e.webp"]
+
+
+def test_pixels_of_a_float_tiff_that_are_no_numbers_leave_the_others_as_they_are_and_are_named(tmp_path):
+    ramp = np.linspace(0, 2, 64 * 64, dtype=np.float32).reshape(64, 64)
+    whole = np.asarray(read_whole(saved(Image.fromarray(ramp), tmp_path / "whole.tif")))
+    for name, value, shown in (("nan", np.nan, 0), ("inf", np.inf, 255), ("minus", -np.inf, 0)):
+        values = ramp.copy()
+        values[3, 5] = value
+        read = read_whole(saved(Image.fromarray(values), tmp_path / f"{name}.tif"))
+        assert read.info[DOUBT].startswith("1 of its values are no numbers or infinite")
+        pixels = np.array(read)
+        assert (pixels[3, 5] == shown).all()
+        pixels[3, 5] = whole[3, 5]
+        assert (pixels == whole).all()
