@@ -25,6 +25,9 @@ from simpletuner.system.files.regular_files import read_file
 CONFIGS = (*(f"{name}/config.json" for name in DENOISERS), "config.json")
 """Paths of the denoiser's config in a pipeline's folder, or in the denoiser's own."""
 
+WEIGHTS_SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf", ".sft")
+"""Ends of the names of models in one file."""
+
 
 def architecture_of(model: Model, warn: Callable[[str], None]) -> Architecture:
     """The denoiser as the folder has it, else the local hub cache, else as published with the flavour.
@@ -52,8 +55,9 @@ def folder_of(model: Model) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can only be a path: hub ids are NAME or OWNER/NAME."""
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
+    """Return whether a name can only be a path: hub ids are NAME or OWNER/NAME, and none is a file of weights."""
+    is_file = Path(name).suffix.lower() in WEIGHTS_SUFFIXES
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/") or is_file
 
 
 def architecture_in_folder(folder: Path) -> Architecture:

@@ -256,7 +256,10 @@ def check_path(model: Model) -> None:
         check_single_file(model)
     elif path.is_file() or is_path(name):
         raise SettingsError(
-            f"{name} is no folder", "pretrained_model_name_or_path is a folder, a .safetensors file or a hub id"
+            f"{name} is no folder"
+            if path.is_file()
+            else f"{name} is no folder and no file: there is nothing of that name",
+            "pretrained_model_name_or_path is a folder, a .safetensors file or a hub id",
         )
 
 

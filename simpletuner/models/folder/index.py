@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from simpletuner.errors import SettingsError
 from simpletuner.models.folder.malformed import read_json
 
 INDEX = "model_index.json"
+LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_config.json")
+LORA_HINT = "name its base model; --lora_init goes on from a LoRA"
 MODULAR_INDEX = "modular_model_index.json"
 
 
@@ -27,11 +30,30 @@ def index_file(folder: Path) -> Path:
 def read_index(folder: Path) -> dict[str, Any]:
     """Read a folder's index as model_index.json has it, with the library and the class of each component.
 
-    Raises EnvironmentNotReady when it is missing, damaged, or holds no object.
+    Raises EnvironmentNotReady when it is missing, damaged, or holds no object, and SettingsError for a folder of
+    something else that a run or diffusers has written.
     """
     path = index_file(folder)
+    if not path.exists():
+        refuse_other_folder(folder)
     index = read_json(path)
     return {name: library_and_class(value) for name, value in index.items()} if path.name == MODULAR_INDEX else index
+
+
+def refuse_other_folder(folder: Path) -> None:
+    """Raise SettingsError that says what a folder is, where it is a LoRA's, a denoiser's, a checkpoint or a run's."""
+    if any((folder / name).is_file() for name in LORA_FILES):
+        raise SettingsError(f"{folder} is the folder of a LoRA, not of a model", LORA_HINT)
+    if (folder / "config.json").is_file() and (name := read_json(folder / "config.json").get("_class_name")):
+        whole = folder.absolute().parent
+        where = f"name {whole}" if index_file(whole).is_file() else "name the folder of the pipeline that it is of"
+        raise SettingsError(f"{folder} is a {name} alone, which is one part of a pipeline", where)
+    if index_file(folder / "pipeline").is_file():
+        raise SettingsError(f"{folder} is the folder of a run, not of a model", f"name {folder / 'pipeline'}")
+    if (folder / "state.json").is_file() and folder.name.startswith("checkpoint-"):
+        raise SettingsError(
+            f"{folder} is a checkpoint, not a pipeline", "`simpletuner runs export` writes its pipeline"
+        )
 
 
 def library_and_class(value: Any) -> Any:

@@ -152,4 +152,7 @@ def fetch_files(model: Model, wanted: list[str], ignored: list[str] | None = Non
         raise SettingsError(f"{name} is neither a folder nor a hub id", "check pretrained_model_name_or_path") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise EnvironmentNotReady(f"cannot fetch {name} from the hub: {reason}", suggest_base(model)) from None
+        # Random weights are no cure for a name that is mistyped.
+        named = model.pretrained_model_name_or_path
+        hint = f"there is no folder {named} here: check pretrained_model_name_or_path" if named else suggest_base(model)
+        raise EnvironmentNotReady(f"cannot fetch {name} from the hub: {reason}", hint) from None

@@ -13,7 +13,7 @@ from simpletuner.settings.declared.sections import Model
 
 # In the folder that was made of a file: which file that was.
 MARKER = "single_file.json"
-LORA_PARTS = (".lora_", "lora_unet_", "lora_te_", "lora_te1_")
+LORA_PARTS = (".lora_", ".lora.", "lora_unet_", "lora_te_", "lora_te1_", ".lokr_", ".hada_", ".oft_")
 # As safetensors calls them; others were rounded to eight bits or less.
 FULL_DTYPES = ("F32", "F16", "BF16")
 
@@ -41,6 +41,11 @@ def check_single_file(model: Model) -> None:
     path, config = named_file(model), model.single_file_config
     if path is None:
         return
+    names, dtype = read_header(path)
+    if any(part in name for name in names for part in LORA_PARTS):
+        from simpletuner.models.folder.index import LORA_HINT  # which imports the hub's library
+
+        raise SettingsError(f"{path} is a LoRA, not a model", LORA_HINT)
     if config is None:
         raise SettingsError(
             f"{path} is a model in one file, which holds no configs and no tokenizers",
@@ -49,11 +54,6 @@ def check_single_file(model: Model) -> None:
     if not (config / "model_index.json").is_file():
         raise SettingsError(
             f"single_file_config = {config} has no model_index.json", "name a diffusers folder (docs/single-file.md)"
-        )
-    names, dtype = read_header(path)
-    if any(part in name for name in names for part in LORA_PARTS):
-        raise SettingsError(
-            f"{path} is a LoRA, not a model", "name its base model; --lora_init goes on from a LoRA in diffusers format"
         )
     if dtype not in FULL_DTYPES:
         raise SettingsError(

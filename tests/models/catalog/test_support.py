@@ -3,6 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import presets
@@ -117,7 +119,7 @@ def test_an_alignment_that_a_family_cannot_train_is_refused(family, refused, ins
 
 def test_a_single_file_and_a_path_to_nothing_are_called_what_they_are(tmp_path):
     single = tmp_path / "single.safetensors"
-    single.write_bytes(bytes(8))
+    save_file({"model.weight": torch.ones(1)}, single)
     with pytest.raises(SettingsError) as caught:
         checked("sdxl", pretrained_model_name_or_path=str(single))
     assert "is a model in one file" in caught.value.message
@@ -126,7 +128,33 @@ def test_a_single_file_and_a_path_to_nothing_are_called_what_they_are(tmp_path):
         (tmp_path / "notes.md").touch()
         with pytest.raises(SettingsError, match="is no folder"):
             checked("sdxl", pretrained_model_name_or_path=str(path))
+    # N17: a missing file was looked for at the hub, and the hint was to train random weights.
+    for name in ("sdxl.safetensors", "models/sdxl.ckpt", "owner/x.gguf"):
+        with pytest.raises(SettingsError, match="is no folder and no file: there is nothing of that name"):
+            checked("sdxl", pretrained_model_name_or_path=name)
     assert checked("sdxl", pretrained_model_name_or_path="owner/name")
+
+
+def test_what_is_given_as_the_base_model_is_called_what_it_is(sdxl, tmp_path):
+    pair = {f"unet.to_q.{end}": torch.ones(2, 2) for end in ("lora_A.weight", "lora_B.weight")}
+    lora, peft, run, checkpoint = (tmp_path / name for name in ("lora", "peft", "run", "checkpoint-000004"))
+    for folder in (lora, peft, checkpoint, run / "pipeline"):
+        folder.mkdir(parents=True)
+    save_file(pair, lora / "pytorch_lora_weights.safetensors")
+    (peft / "adapter_config.json").write_text("{}")
+    (checkpoint / "state.json").write_text("{}")
+    (run / "pipeline/model_index.json").write_text("{}")
+    for path, said, hint in (
+        (lora / "pytorch_lora_weights.safetensors", "is a LoRA, not a model", "--lora_init"),
+        (lora, "is the folder of a LoRA, not of a model", "--lora_init"),
+        (peft, "is the folder of a LoRA, not of a model", "--lora_init"),
+        (sdxl / "unet", "is a UNet2DConditionModel alone, which is one part of a pipeline", f"name {sdxl}"),
+        (checkpoint, "is a checkpoint, not a pipeline", "runs export"),
+        (run, "is the folder of a run, not of a model", f"name {run / 'pipeline'}"),
+    ):
+        with pytest.raises(SettingsError, match=said) as caught:
+            checked("sdxl", pretrained_model_name_or_path=str(path))
+        assert hint in caught.value.hint and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -203,9 +203,9 @@ def test_a_denoiser_alone_takes_all_else_from_the_folder(family, layout, pipelin
         ("model.safetensors", "holds no configs and no tokenizers"),
     ],
 )
-def test_other_files_are_refused_before_anything_is_read(name, said, tmp_path):
-    for file in ("model.ckpt", "model.safetensors"):
-        (tmp_path / file).write_bytes(b"")
+def test_other_files_are_refused_before_more_than_a_header_is_read(name, said, tmp_path):
+    (tmp_path / "model.ckpt").write_bytes(b"")
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(SettingsError, match=said):
         check_single_file(Model(pretrained_model_name_or_path=str(tmp_path / name)))
     (tmp_path / "configs").mkdir()
@@ -223,6 +223,7 @@ def test_other_files_are_refused_before_anything_is_read(name, said, tmp_path):
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(EnvironmentNotReady, match=r"model\.safetensors cannot be opened"):
             check_single_file(whole)
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(SettingsError, match=r"has no model_index\.json"):
         model = {"single_file_config": tmp_path / "configs"}
         check_single_file(Model(pretrained_model_name_or_path=str(tmp_path / "model.safetensors"), **model))
