@@ -97,7 +97,7 @@ def read_owner(folder: Path) -> SwapOwner | None:
     try:
         value: Any = json.loads((folder / OWNER_FILE).read_text(encoding="utf-8"))
         return SwapOwner(**value) if isinstance(value, Mapping) else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

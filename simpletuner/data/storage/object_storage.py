@@ -115,10 +115,22 @@ class ObjectStorage:
             return {each["path"]: each["size"] for each in objects}
 
     def all_sizes(self, folder: str = "") -> dict[str, int]:
-        """Return the sizes in bytes of all objects below a folder."""
+        """Return the sizes in bytes of all objects below a folder, without keys that are no paths, such as a//b."""
         with self._explained():
-            listed = obstore.list(self.store, folder or None, chunk_size=1000)
-            return {each["path"]: each["size"] for chunk in listed for each in chunk}
+            try:
+                listed = obstore.list(self.store, folder or None, chunk_size=1000)
+                return {each["path"]: each["size"] for chunk in listed for each in chunk}
+            except InvalidPathError:  # which obstore raises for the page of a listing that has one
+                return self._walked(folder)
+
+    def _walked(self, folder: str) -> dict[str, int]:
+        """List folder by folder, so that a key that cannot be read hides nothing outside of its own."""
+        found = obstore.list_with_delimiter(self.store, folder or None)
+        sizes = {each["path"]: each["size"] for each in found["objects"]}
+        for below in found["common_prefixes"]:
+            with suppress(InvalidPathError):
+                sizes |= self._walked(below)
+        return sizes
 
     def age_seconds(self, name: str) -> float:
         """Return the time since an object was written, by this machine's clock. Raises as `read` does."""

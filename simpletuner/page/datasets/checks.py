@@ -68,7 +68,7 @@ class Checked:
 
     def found(self) -> dict[str, Any] | None:
         """Return what the last check has found; None where there is none, or it was written by another version."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             found = json.loads(read_file(self.run.path / LISTING))
             return found if isinstance(found, dict) and found.get("version") == __version__ else None
         return None

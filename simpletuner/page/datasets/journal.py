@@ -67,7 +67,7 @@ def edits_below(folder: Path) -> Iterator[CaptionEdit]:
     """Yield the edits of captions in a folder, the last one first."""
     prefix = f"{folder}/"
     for line in reversed(read_end(journal_path(), READ_BYTES).splitlines()):
-        with suppress(ValueError, TypeError):  # cut short, or of another version
+        with suppress(ValueError, TypeError, RecursionError):  # cut short, or of another version
             edit = CaptionEdit(**json.loads(line))
             if edit.path.startswith(prefix):
                 yield edit

@@ -105,7 +105,7 @@ class Lease:
 
     def _read(self) -> dict[str, Any]:
         """Return who holds the lease; nothing where no one does."""
-        with suppress(FileNotFoundError, ValueError):
+        with suppress(FileNotFoundError, ValueError, RecursionError):
             value = json.loads(self.storage.read(LEASE, MAX_BYTES))
             return value if isinstance(value, dict) else {}
         return {}

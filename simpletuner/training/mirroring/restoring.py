@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,9 +11,13 @@ from pathlib import Path
 from simpletuner.checkpoints.layout import all_damaged_error, is_complete, list_checkpoints, parse_step
 from simpletuner.report import Report
 from simpletuner.run_log import LOG
+from simpletuner.settings.declared.errors import shorten
 from simpletuner.status_line import Progress
 from simpletuner.training.mirroring.remote_run import RemoteRun
 from simpletuner.training.mirroring.run_files import CHECKPOINTS, FolderDamaged, WholeFolder, is_single
+
+NO_FILE_OF_A_RUN = frozenset({errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EILSEQ})
+"""Why a file system does not take a name: an object beside others "below" it, or one of 300 letters."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,15 @@ class Restoring:
         names = list(filter(is_single, sorted(self.remote.sizes))) if is_behind and self.wish != "none" else []
         for name in names:
             self.stop()
-            with suppress(FileNotFoundError):  # it is not in the bucket any more
+            try:
                 self.remote.restore_file(name, self.output)
+            except FileNotFoundError:  # it is not in the bucket any more
+                pass
+            except OSError as error:
+                if error.errno not in NO_FILE_OF_A_RUN:
+                    raise
+                place = shorten(self.remote.storage.describe(name))
+                self.report.warn(f"{place} is passed over: a file cannot have that name here ({error.strerror})")
         return names
 
     def fetch_checkpoint(self, damaged: Mapping[Path, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,13 +18,33 @@ from simpletuner.run_log import LOG
 from simpletuner.system.files.atomic import remove
 from simpletuner.system.files.checksums import is_intact
 from simpletuner.system.files.regular_files import read_file
+from simpletuner.system.processes.run_status import STATUS
+from simpletuner.training.metrics.eta import DURATIONS
 from simpletuner.training.metrics.loss_picture import CURVE
+from simpletuner.training.metrics.metrics_reader import METRICS
+from simpletuner.training.metrics.sample_loss_scores import SAMPLE_LOSSES
 
 CHECKPOINTS = "checkpoints"
 FOLDERS = ("validation", "logs", "profile", "data_listings")
-SUFFIXES = (".json", ".jsonl", ".html", ".safetensors")
-NAMES = (LOG, CURVE, "uncaptioned.txt")
-"""Folders, suffixes and names in output_dir that are a run's: users may keep their images there, too."""
+NAMES = frozenset(
+    {
+        *(LOG, CURVE, STATUS, METRICS, SAMPLE_LOSSES, DURATIONS, "report.html", "memory.json"),
+        *(
+            "settings.json",
+            "settings_history.jsonl",
+            "uncaptioned.txt",
+            "hub_datasets.json",
+            "wandb.json",
+            "trackio.json",
+            "swanlab.json",
+        ),
+        *(f"{name}{average}.safetensors" for name in ("pipeline", "pipeline_lora_weights") for average in ("", "-ema")),
+    }
+)
+"""Files of a run in output_dir. All else there is the user's, and neither uploaded nor replaced."""
+IN_FOLDERS = re.compile(
+    r"validation/(step-\d+/[^/]+|[^/]+)\.(png|webp|mp4)|profile/steps-\d+-\d+\.json|data_listings/[^/]+\.parquet|logs/.+"
+)
 LINKS = ".mirror.unfinished"
 """Folder of hard links to what is being uploaded, which stays when it is removed; a start removes what a kill left."""
 
@@ -93,7 +114,7 @@ def is_single(name: str) -> bool:
     first, _, rest = name.partition("/")
     if any(part.startswith(".") for part in name.split("/")):
         return False
-    return first in FOLDERS if rest else first in NAMES or first.endswith(SUFFIXES)
+    return bool(IN_FOLDERS.fullmatch(name)) if rest else first in NAMES
 
 
 def walk(output: Path) -> Iterator[Path]:
@@ -101,7 +122,8 @@ def walk(output: Path) -> Iterator[Path]:
     yield from (path for path in output.glob("[!.]*") if path.is_file() and is_single(path.name))
     for root, folders, files in (each for name in FOLDERS for each in os.walk(output / name)):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(root) / name for name in files if not name.startswith("."))
+        paths = (Path(root) / name for name in files)
+        yield from (path for path in paths if is_single(path.relative_to(output).as_posix()))
 
 
 def stamp_of(path: Path) -> Stamp | None:

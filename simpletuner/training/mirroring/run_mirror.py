@@ -43,6 +43,8 @@ RETRY_SECONDS, LONGEST_RETRY_SECONDS = 2.0, 60.0
 """Waits after an upload that failed: obstore has tried it for 30 s by then."""
 PATIENCE_SECONDS = 60.0
 """Longest wait of the end of a run for a bucket that does not answer. Uploads that go on may take longer."""
+LISTING = ""
+"""Stands for what concerns no single file: listing, the lease, pruning."""
 FAILED_SECONDS = 10.0
 """The same where the run has failed: its launcher kills the ranks 15 s later."""
 HINT = "check mirror_output, and its credentials in the environment (docs/many-machines.md)"
@@ -73,7 +75,11 @@ class RunMirror:
         self.is_listed, self.is_done, self.files_at = False, False, 0.0
         self.problem: SimpleTunerError | None = None
         """Error of the last upload, if it failed."""
-        self.patience_seconds, self.worked_at = PATIENCE_SECONDS, time.monotonic()
+        self.patience_seconds = PATIENCE_SECONDS
+        self.trying: str | WholeFolder = LISTING
+        self.failing: dict[str | WholeFolder, float] = {}
+        """The times since which uploads fail. The oldest counts: a log that grows each minute may well be uploaded to a
+        bucket that refuses checkpoints."""
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
@@ -129,7 +135,7 @@ class RunMirror:
         if error is not None and not isinstance(error, Stopped):
             self.patience_seconds = min(self.patience_seconds, FAILED_SECONDS)
         self.session.world.activity.begin(f"uploading to {self.address}", watched=False)
-        self.worked_at = time.monotonic()
+        self.failing.clear()
         self.closing.set()
         if self.thread.ident is None:
             self.thread.start()
@@ -182,7 +188,7 @@ class RunMirror:
                 is_known = isinstance(error, SimpleTunerError)
                 self._fail(error if is_known else EnvironmentNotReady(f"{self.output}: {without_errno(error)}"))
                 if closing:
-                    if time.monotonic() - self.worked_at > self.patience_seconds:
+                    if time.monotonic() - min(self.failing.values()) > self.patience_seconds:
                         return
                     time.sleep(min(RETRY_SECONDS, self.patience_seconds / 4))
                 wait, retry = retry, min(2 * retry, LONGEST_RETRY_SECONDS)
@@ -195,10 +201,12 @@ class RunMirror:
 
     def _synchronize(self, all_files: bool) -> None:
         """Upload what is new. Raises what is wrong with the bucket, and OSError for what is wrong with the folder."""
+        self.trying = LISTING
         self.lease.acquire()
         self._list()
         self._move_aside()
         self.remote.prune(self.keep)  # what a run that was killed has left
+        self._know(LISTING, None)
         while new := self._new_folders():
             # Before the manifest: who resumes from a checkpoint needs the metrics up to it.
             self._upload_files()
@@ -233,6 +241,7 @@ class RunMirror:
         return [whole for whole, stamp in found.items() if self.known.get(whole) != stamp]
 
     def _upload(self, whole: WholeFolder) -> None:
+        self.trying = whole
         began, stamp = time.monotonic(), stamp_of(self.output / whole.manifest_name)
         try:
             folder, manifest = linked(self.output, whole)
@@ -251,9 +260,11 @@ class RunMirror:
         self.status.mirrored(f"{self.address} has {whole.name}")
 
     def _upload_files(self) -> None:
+        self.trying = LISTING
         self.lease.check()
         for name, stamp in single_files(self.output).items():
             if self.known.get(name) != stamp:
+                self.trying = name
                 with suppress(FileNotFoundError):  # removed meanwhile
                     self.remote.upload_file(self.output / name, name)
                     self._know(name, stamp)
@@ -262,17 +273,18 @@ class RunMirror:
     def _know(self, what: str | WholeFolder, stamp: Stamp | None) -> None:
         if stamp is not None:
             self.known[what] = stamp
-        self.worked_at = time.monotonic()
+        self.failing.pop(what, None)
 
     def _fail(self, error: SimpleTunerError) -> None:
         is_lost = isinstance(error, LeaseLost)
         if self.problem is None or is_lost:
             self.report.warn(error.message, "this run uploads nothing any more" if is_lost else f"{DOWN}; {HINT}")
         self.problem = error
+        self.failing.setdefault(self.trying, time.monotonic())
         self.status.mirrored(error.message)
 
     def _succeed(self) -> None:
-        self.worked_at = time.monotonic()
+        self.failing.clear()
         if self.problem is not None:
             self.report.say(f"{self.address} answers again, and has what was missing")
             self.status.mirrored(f"{self.address} answers again")

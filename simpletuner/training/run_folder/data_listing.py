@@ -181,5 +181,5 @@ def read_listing(path: Path) -> DataListing:
             digest, places = facts[b"digest"].decode(), json.loads(facts[b"places"])
             contents = {each: dict(some) for each, some in json.loads(facts.get(b"contents", b"{}")).items()}
             return DataListing(path.stem, digest, places, contents, table.select(COLUMNS.names).cast(COLUMNS))
-        except (pa.ArrowException, LookupError, ValueError, TypeError, AttributeError) as error:
+        except (pa.ArrowException, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise EnvironmentNotReady(f"{path} is no listing of data: {error}", "remove it") from error

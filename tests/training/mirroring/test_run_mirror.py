@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import obstore
 import pytest
 from buckets_here import bucket_server
 from checkpoint_states import save_checkpoint
+from obstore.exceptions import InvalidPathError
 from patience import PATIENCE
-from s3_server import BUCKET, Fault, Proxy
+from s3_server import BUCKET, Fault, Proxy, put
 
 from simpletuner.checkpoints.layout import load_checkpoint, prune_checkpoints
 from simpletuner.data.config.object_store_keys import mirror_place
@@ -31,7 +33,7 @@ from simpletuner.training.metrics.eta import UPLOADING, Durations
 from simpletuner.training.mirroring import lease, run_mirror
 from simpletuner.training.mirroring.lease import LEASE, Lease, LeaseLost
 from simpletuner.training.mirroring.remote_run import RemoteRun
-from simpletuner.training.mirroring.run_files import WholeFolder
+from simpletuner.training.mirroring.run_files import NAMES, WholeFolder
 from simpletuner.training.mirroring.run_mirror import RunMirror
 
 ADDRESS = f"s3://{BUCKET}/run"
@@ -364,3 +366,103 @@ def test_a_start_removes_what_a_killed_one_had_no_time_to(proxy, mirrored):
     again.start(3, Durations())
     again.finish(None)
     assert whole_in_bucket() == [2, 3] and not bucket().all_sizes("checkpoints/checkpoint-000004")
+
+
+@pytest.mark.parametrize("refused", ["checkpoints/", "state.json"])
+def test_a_log_that_grows_does_not_keep_a_run_whose_checkpoints_are_refused(proxy, mirrored, refused):
+    mirror = mirrored("first")
+    save(mirror.output, 1)
+    (mirror.output / "log.txt").write_text("begins\n")
+    mirror.begin()
+    proxy.faults = [Fault(refused, 403, "AccessDenied")]
+    ended = threading.Event()
+
+    def log() -> None:
+        while not ended.wait(0.1):  # as the line each minute does, faster than patience ends
+            with (mirror.output / "log.txt").open("a") as file:
+                file.write("uploading\n")
+
+    threading.Thread(target=log, daemon=True).start()
+    began = time.monotonic()
+    with pytest.raises(EnvironmentNotReady, match=r"checkpoints/checkpoint-000001.* could not be uploaded.*denied"):
+        mirror.finish(None)
+    ended.set()
+    assert "log.txt" in bucket().all_sizes() and time.monotonic() - began < PATIENCE / 4
+
+
+def test_what_is_the_users_is_neither_uploaded_nor_replaced(proxy, mirrored):
+    """dataset.json and the like beside the files of a run, also where an earlier version has uploaded them."""
+    own = (
+        "dataset.json",
+        "notes.jsonl",
+        "page.html",
+        "mine.safetensors",
+        "validation/list.txt",
+        "validation/mine.json",
+    )
+    first, second = mirrored("first"), mirrored("second")
+    for mirror, text in ((first, "1"), (second, "2")):
+        (mirror.output / "validation" / "step-000001").mkdir(parents=True)
+        for name in own:
+            (mirror.output / name).write_text(text)
+    names = ("metrics.jsonl", "settings.json", "validation/step-000001/trained-00.png", "pipeline.safetensors")
+    for name in names:
+        (first.output / name).write_text("of the run")
+    save(first.output, 1)
+    first.begin()
+    first.finish(None)
+    assert not {*own} & bucket().all_sizes().keys() and {*names} <= bucket().all_sizes().keys()
+    for name in own:
+        bucket().write(name, b"of an earlier version")
+    second.begin()
+    assert [(second.output / name).read_text() for name in own] == ["2"] * len(own)
+    assert (second.output / names[2]).read_text() == (second.output / "settings.json").read_text() == "of the run"
+    second.lease.release()
+
+
+def test_a_mirror_knows_the_names_that_a_run_writes():
+    from simpletuner.preparation.prepare import HUB_RECORD, UNCAPTIONED
+    from simpletuner.settings.values.trackers import TRACKERS
+    from simpletuner.training.auto.recompute import NOTE
+    from simpletuner.training.metrics.tracker_process import state_file
+    from simpletuner.training.run_folder.output_dir import EXPORTS, PAGE
+    from simpletuner.training.run_folder.settings_record import HISTORY, SETTINGS
+
+    exported = {f"{name}{average}.safetensors" for name in EXPORTS.values() for average in ("", "-ema")}
+    named = {HUB_RECORD, UNCAPTIONED, NOTE, PAGE, HISTORY, SETTINGS} | {
+        state_file(Path(), library).name for library in TRACKERS.keys() - {"tensorboard"}
+    }
+    assert named | exported <= NAMES
+
+
+def test_keys_that_are_no_files_of_a_run_are_passed_over(proxy, mirrored, capsys):
+    first = mirrored("first")
+    save(first.output, 1)
+    (first.output / "logs").mkdir()
+    (first.output / "logs" / "a").write_text("1")
+    first.begin()
+    first.finish(None)
+    storage = bucket()
+    for name in ("x/y", "validation/x", "validation/x/y", f"logs/{'n' * 300}", "logs/a/below", "n" * 300):
+        storage.write(name, b"1")
+    put(f"{proxy.server}/{BUCKET}/run/x//y", b"1")
+    put(f"{proxy.server}/{BUCKET}/run/validation//y", b"1")
+    with pytest.raises(InvalidPathError):
+        list(obstore.list(storage.store))
+    second = mirrored("second")
+    second.begin()
+    second.restore({})
+    assert [path.name for path in (second.output / "checkpoints").iterdir()] == ["checkpoint-000001"]
+    assert (second.output / "metrics.jsonl").is_file()
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("is passed over: a file cannot have that name here") == 2
+    second.lease.release()
+
+
+@pytest.mark.parametrize("content", [b"[" * 60_000, b'{"id": ' * 5_000, b"[]", b"\xff", b'{"id": ["' + b"9" * 5000])
+def test_a_lease_that_cannot_be_read_is_none(proxy, mirrored, content):
+    bucket().write(LEASE, content)
+    mirror = mirrored("first")
+    mirror.begin()
+    mirror.lease.check()
+    mirror.lease.release()
