@@ -163,6 +163,22 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
         replaced("vae/a.safetensors.index.json", '{"weight_map": {"x": "../unet/x.safetensors"}}'),
         "read only from safetensors files in its folder",
     ),
+    "code by auto_map": (edited("text_encoder/config.json", auto_map={"AutoModel": "evil.Evil"}), "code: auto_map = "),
+    "code by a tokenizer's": (
+        edited("tokenizer/tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}),
+        "tokenizer_config.json names code: auto_map",
+    ),
+    "code by an attention": (
+        edited("text_encoder/config.json", text_config={"_attn_implementation_internal": "somebody/kernel"}),
+        "names code: _attn_implementation_internal = 'somebody/kernel'",
+    ),
+    "code by a pipeline": (edited(INDEX, custom_pipeline="somebody/pipeline"), "names code: custom_pipeline"),
+    "code by a pipeline's class": (edited(INDEX, _class_name=["pipeline", "Evil"]), "names code"),
+    "code by a denoiser's class": (edited("unet/config.json", _class_name=["evil", "Evil"]), "names code: _class_name"),
+    "code by a path": (edited(INDEX, scheduler=["diffusers", "os.system"]), "names code as scheduler"),
+    "code by a library": (edited(INDEX, unet=["my", "Evil"]), "takes unet from 'my', which is not read"),
+    "denoiser of any class": (edited(INDEX, unet=["diffusers", "AutoModel"]), "no class of unet: AutoModel"),
+    "denoiser with endless axes": (edited("unet/config.json", axes_dims_rope=[10**9] * 3), "axes_dims_rope = 1e"),
     "adapter": (replaced("text_encoder/adapter_config.json", "{}"), "holds an adapter"),
 }
 

@@ -16,6 +16,7 @@ from simpletuner.models.automatic.seams import EnteredPipeline
 from simpletuner.models.family.vae import Vae, cell_of_model
 from simpletuner.models.folder.diffusers_io import TEXT_PARTS, build_on_meta, diffusers_class, require_packages
 from simpletuner.models.folder.index import MODULAR_INDEX, index_file, read_index
+from simpletuner.models.folder.malformed import opening
 from simpletuner.models.folder.weights import weights_files
 from simpletuner.settings.values.shape import Shape
 
@@ -68,7 +69,8 @@ def open_pipeline(family: AutomaticFamily, device: torch.device, text: torch.dty
             family.folder, dtype=text or torch.float32, use_safetensors=True, variant=variant, **parts
         )
 
-    entered = EnteredPipeline(family.pipeline_class, load, family.denoiser_name, device)
+    with opening(family.folder):
+        entered = EnteredPipeline(family.pipeline_class, load, family.denoiser_name, device)
     for name in index:
         if name.startswith("text_encoder") and isinstance(part := getattr(entered.pipeline, name, None), nn.Module):
             part.requires_grad_(False).to(device)

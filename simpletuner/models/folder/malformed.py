@@ -28,6 +28,12 @@ MODULE_COUNT = re.compile(r"(^|_)(layers?|blocks|depth)(_|$)")
 MAX_MODULES = 10_000
 """The deepest published models have some hundreds of layers; a loop over 1e9 would never end."""
 
+WIDTH = re.compile(r"(^|_)(dims?|axes|channels|heads|size|width)(_|$)")
+"""Keys of a config that say how large something is that is built, such as axes_dims_rope."""
+
+MAX_WIDTH = 2_000_000
+"""The largest vocabularies have some hundred thousand entries; tables of 1e9 positions take minutes and all memory."""
+
 MAX_REASON_LENGTH = 300
 CHECK_COPY = "copy or download the model again, or check pretrained_model_name_or_path"
 
@@ -77,9 +83,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def refuse_too_many_modules(config: Mapping[str, Any], source: object) -> None:
-    """Raise EnvironmentNotReady for a config with so many modules that building them would never end."""
+    """Raise EnvironmentNotReady for a config with so many or large modules that building them would never end."""
     for name, value in numbers_in(config):
-        if MODULE_COUNT.search(name) and value > MAX_MODULES:
+        too_many = MODULE_COUNT.search(name) and value > MAX_MODULES
+        if too_many or (WIDTH.search(name) and value > MAX_WIDTH):
             raise EnvironmentNotReady(f"{source} is damaged: {name} = {value:g} is more than any model has", CHECK_COPY)
 
 

@@ -11,6 +11,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.folder.index import INDEX, MODULAR_INDEX, index_file, read_index
 from simpletuner.models.folder.malformed import CHECK_COPY, opening
+from simpletuner.models.folder.named_code import refuse_code
 from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, refuse_pickles, refuse_special_files
 from simpletuner.models.opening.checked import is_checked
 from simpletuner.models.opening.completeness import check_complete
@@ -58,6 +59,7 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None], skip
     with opening(folder):
         refuse_special_files(folder)
         refuse_pickles(folder)
+        refuse_code(folder)
         refuse_other_family(folder, cls, model)
         family = cls.open(folder, settings)
         # Not collective, but on every rank: all find the same within a second, so none begins to encode.
@@ -75,6 +77,7 @@ def convert_once(path: Path, model: Model, cls: type[ModelFamily], folder: Path)
         hidden = unfinished_path(folder)
         remove(hidden)
         with explain_system_errors(folder), opening(path):
+            refuse_code(config)
             convert(path, config, hidden, cls.denoiser_in(config))
         replace_folder(hidden, folder)
 

@@ -1,0 +1,83 @@
+"""Configs of a model that name code: they are refused by name, before a library reads them.
+
+transformers before 5.3 ran a repository that `_attn_implementation_internal` named (CVE-2026-4372), diffusers before
+0.38 one that `custom_pipeline` named (CVE-2026-44513); each without trust_remote_code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.models.folder.index import index_file
+from simpletuner.models.folder.malformed import read_json
+
+CODE_KEYS = frozenset({"auto_map", "custom_pipeline", "custom_pipelines", "trust_remote_code"})
+IMPLEMENTATION = re.compile(r".*_implementation(_internal|_autoset)?")
+WORD = re.compile(r"[A-Za-z_]\w*")
+CONFIGS = ("config.json", "*_config.json")
+"""Not tokenizer.json and the like: megabytes that name no code."""
+HINT = "code of a model is never run: choose one of diffusers and transformers alone, or remove that from your copy"
+
+
+def refuse_code(folder: Path) -> None:
+    """Raise EnvironmentNotReady for a pipeline folder of which a config names code, or a class of no known library."""
+    index = index_file(folder)
+    content = read_json(index)
+    refuse_keys(content, index)
+    components = {name: value for name, value in content.items() if isinstance(value, list)}
+    for name, value in components.items():
+        refuse_entry(index, name, value)
+    for name, value in components.items():
+        # Kolors' text encoder is published with auto_map; diffusers has the class of its index, and does not read this.
+        ignored = {"auto_map"} if value[:1] and value[0] in pipeline_packages() else set[str]()
+        for path in sorted(each for pattern in CONFIGS for each in (folder / name).glob(pattern)):
+            refuse_keys({key: each for key, each in read_json(path).items() if key not in ignored}, path)
+
+
+def refuse_entry(index: Path, name: str, value: list[Any]) -> None:
+    """Raise EnvironmentNotReady for an entry of an index that is no library and class, or of another library."""
+    named = [part for part in value[:2] if part is not None]
+    if name != "_class_name" and not (len(named) == 2 and all(isinstance(part, str) for part in named)):
+        return  # a component that the pipeline does without, or a list of its own config
+    library, cls = (*named, "")[:2]
+    if name == "_class_name" or not (WORD.fullmatch(library) and WORD.fullmatch(cls)):
+        raise EnvironmentNotReady(f"{index} names code as {name}: {value!r:.80}", HINT)
+    if library not in ("diffusers", "transformers", *pipeline_packages()):
+        raise EnvironmentNotReady(f"{index} takes {name} from {library!r:.60}, which is not read", HINT)
+    if library == "diffusers" and cls.startswith("AutoModel"):
+        raise EnvironmentNotReady(f"{index} names no class of {name}: {cls} stands for any", HINT)
+
+
+def refuse_keys(config: Mapping[str, Any], path: Path) -> None:
+    """Raise EnvironmentNotReady for a key, at any depth, by which a library finds code."""
+    for key, value in keys_in(config):
+        is_word = value is None or isinstance(value, bool) or (isinstance(value, str) and bool(WORD.fullmatch(value)))
+        if (key in CODE_KEYS and value) or (
+            IMPLEMENTATION.fullmatch(key) and isinstance(value, str) and value and not is_word
+        ):
+            raise EnvironmentNotReady(f"{path} names code: {key} = {value!r:.80}", HINT)
+        if key == "_class_name" and isinstance(value, list | str) and not is_word:
+            raise EnvironmentNotReady(f"{path} names code: {key} = {value!r:.80}", HINT)
+
+
+def keys_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every key of a config at any depth with its value."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key), item
+            yield from keys_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from keys_in(item)
+
+
+def pipeline_packages() -> frozenset[str]:
+    """Return the packages of diffusers' pipelines, some of which have components of their own."""
+    from diffusers import pipelines
+
+    return frozenset(each.name for each in iter_modules(pipelines.__path__))
