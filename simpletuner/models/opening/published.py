@@ -29,7 +29,10 @@ def open_without_weights(architecture: Architecture, settings: Settings, folder:
             **(flavour.index if flavour else {}),
         },
         f"{name}/config.json": json.loads(denoiser.to_json_string()),
-        "vae/config.json": {"spatial_compression_ratio": architecture.cell_px or (preset.cell_px if preset else 8)},
+        "vae/config.json": {
+            "spatial_compression_ratio": architecture.cell_px or (preset.cell_px if preset else 8),
+            "temporal_compression_ratio": (preset.frame_step if preset else 0) or 1,
+        },
         "scheduler/scheduler_config.json": {},
     }
     for path, content in files.items():

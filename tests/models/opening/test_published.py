@@ -41,3 +41,13 @@ def test_references_are_counted(tmp_path):
         for shape in (SampleShape(image), SampleShape(image, (image,)))
     )
     assert paired > 1.4 * alone
+
+
+@pytest.mark.parametrize(("name", "step"), [("wan", 4), ("ltxvideo", 8)])
+def test_clips_have_as_many_latent_frames_as_a_run_trains_on(name, step, tmp_path):
+    """Every frame was one of the latents: plan said 7 times the time, and refused clips that fit."""
+    flavour = next(iter(flavours_of(name)))
+    settings = Settings(model=Model(model_family=name, model_flavour=flavour))
+    family = open_without_weights(flavours_of(name)[flavour].architecture, settings, tmp_path)
+    assert flavour != "tiny" and family.cell.frames == step
+    assert Shape(4 * step + 1, 256, 256).in_cells(family.cell).axes[0] == 5
