@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from traceback import walk_tb
 
 from simpletuner.credentials import mask_credentials
 
@@ -177,7 +178,9 @@ HINTS = {
     errno.ENOENT: "check that it exists and that nothing removes it while a run uses it",
 }
 OUT_OF_MEMORY = re.compile(
-    r"can't allocate memory|cannot allocate memory|std::bad_alloc|failed to allocate|unable to mmap|os error 12\)",
+    r"can't allocate memory|cannot allocate memory|std::bad_alloc|failed to allocate|unable to mmap|os error 12\)"
+    # The loader of shared libraries; with a reason behind it, the reason is another one (a folder mounted noexec).
+    r"|failed to map segment from shared object$",
     re.IGNORECASE,
 )
 """Messages of torch's CPU allocator, C++, NumPy, torch's storages and Rust when the machine's memory is used up."""
@@ -211,6 +214,11 @@ def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
             raise out_of_memory() from error
         if isinstance(error, OSError):
             raise explain_os_error(error, folder) from error
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ImportError):
+            cause = cause.__cause__  # not of __context__: after a failed import, another way may have been tried
+        if cause is not None and (explained := explain_import_error(cause)):
+            raise explained from error
         if number := RUST_ERRNO.search(str(error)):
             raise explain_os_error(OSError(int(number[1]), os.strerror(int(number[1]))), folder) from error
         raise
@@ -222,20 +230,50 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     Libraries hide it: diffusers says of a file that it could not map that it is "unable to load weights from" it.
     """
+    return any(
+        isinstance(one, MemoryError)
+        or getattr(one, "errno", None) == errno.ENOMEM
+        or (not isinstance(one, SimpleTunerError) and OUT_OF_MEMORY.search(str(one)))
+        for one in chain_of(error)
+    )
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those from which it was raised."""
     seen: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
         one = pending.pop()
         if one is None or one in seen:
             continue
-        if isinstance(one, MemoryError) or getattr(one, "errno", None) == errno.ENOMEM:
-            return True
-        if not isinstance(one, SimpleTunerError) and OUT_OF_MEMORY.search(str(one)):
-            return True
         # Chains may be circular: `raise a from b` takes any exception.
         seen.append(one)
+        yield one
         pending += [one.__cause__, one.__context__]
-    return False
+
+
+def explain_import_error(error: ImportError) -> EnvironmentNotReady | None:
+    """Describe packages that do not fit each other, None where the import is our own mistake.
+
+    With torchao 0.18 and torch 2.9, no pipeline of diffusers can be imported.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    def named(package: str) -> str:
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            return package
+
+    places = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    importer, missing = ((name or "").partition(".")[0] for name in (places[-1] if places else "", error.name))
+    if missing == __package__ or not missing or not importer:
+        return None
+    packages = " ".join(dict.fromkeys(each for each in (importer, missing) if each != __package__))
+    return EnvironmentNotReady(
+        f"{named(importer)} does not work with {named(missing)}: {str(error).partition(' (/')[0]}",
+        f"install versions that fit: `pip install --upgrade {packages}`; or remove the one that is not needed",
+    )
 
 
 def out_of_memory() -> EnvironmentNotReady:

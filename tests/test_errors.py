@@ -77,3 +77,43 @@ def test_a_full_disk_names_the_file(write, tmpfs):
 def test_where_no_file_is_known_the_folder_is_named():
     with pytest.raises(EnvironmentNotReady, match=r"cannot use out: No space left"), explain_system_errors(Path("out")):
         raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+
+def test_a_library_that_could_not_be_mapped_is_memory_and_one_that_must_not_be_is_not():
+    message = "libtorch_cpu.so: failed to map segment from shared object"
+    with pytest.raises(EnvironmentNotReady, match="out of memory"), explain_system_errors():
+        raise ImportError(message)
+    with pytest.raises(ImportError, match="not permitted"), explain_system_errors():
+        raise ImportError(f"{message}: Operation not permitted")
+
+
+def test_packages_that_do_not_fit_each_other_are_named_and_are_no_bug(tmp_path, monkeypatch):
+    """As diffusers says it that torchao 0.18 imports what torch 2.9 does not have."""
+    for name, version, content in (
+        ("olderpart", "2.9.1", ""),
+        ("newerpart", "0.18.0", "from olderpart import ScalingType"),
+    ):
+        (tmp_path / f"{name}.py").write_text(content)
+        metadata = tmp_path / f"{name}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def loading() -> None:
+        try:
+            import newerpart  # noqa: F401  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise RuntimeError("Failed to import diffusers.pipelines") from error
+
+    expected = "newerpart 0.18.0 does not work with olderpart 2.9.1: cannot import name 'ScalingType' from 'olderpart'"
+    with pytest.raises(EnvironmentNotReady) as raised, explain_system_errors():
+        loading()
+    assert raised.value.message == expected
+    assert "pip install --upgrade newerpart olderpart" in raised.value.hint
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"), explain_system_errors():  # a bug of ours
+        from simpletuner.errors import Nothing  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ZeroDivisionError), explain_system_errors():
+        try:
+            import newerpart  # noqa: F401  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            1 / 0  # noqa: B018

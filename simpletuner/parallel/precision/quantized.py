@@ -134,7 +134,9 @@ class Int8Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         values, scale, zero = ctx.saved_tensors
-        product = int8_product(gradient * scale.flatten(), values)
+        # Column-major, as in the forward pass: cuBLAS has no product of two row-major matrices of int8 on all GPUs
+        # (A100: CUBLAS_STATUS_NOT_SUPPORTED, https://github.com/pytorch/pytorch/issues/169956).
+        product = int8_product(gradient * scale.flatten(), values.t().contiguous().t())
         return product.to(gradient.dtype), None, None, *(None for _ in (values, scale, zero))
 
 
@@ -144,6 +146,17 @@ def int8_product(left: Tensor, right_int8: Tensor) -> Tensor:
     scale = (rows.abs().amax(-1, keepdim=True) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
     product = of_torch.int8_matmul((rows / scale).round_().to(torch.int8), right_int8)
     return (product.float() * scale).unflatten(0, left.shape[:-1])
+
+
+ZERO_GRADIENTS = ("2.11", "2.12")
+"""Versions of torch (2.12 was not tried; 2.9, 2.10, 2.13 and 2.15 are right) that trace the forward of `Int8Product`
+through int8 and take its result for one without a gradient: layers before it learned nothing, with no word."""
+
+
+def trace_as_one(product: type[torch.autograd.Function]) -> None:
+    """Have torch.compile call a product as it is where it would trace it wrongly."""
+    if torch.__version__.startswith(tuple(f"{each}." for each in ZERO_GRADIENTS)):
+        torch.compiler.allow_in_graph(product)
 
 
 FEWEST_ROWS = 17
@@ -212,6 +225,8 @@ def replace_linear_layers(unit: nn.Module, precision: str, in_int8: bool = False
 
     A LoRA's own layers stay, and with NF4 those whose weights are no multiple of its block.
     """
+    if in_int8:
+        trace_as_one(Int8Product)
     for parent in [*unit.modules()]:
         for name, layer in parent.named_children():
             if type(layer) is not nn.Linear or layer.weight.requires_grad:

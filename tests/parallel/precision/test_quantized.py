@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.precision.precision import grouped
@@ -83,8 +84,9 @@ def quantized_as(layer: QuantizedLinear) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracing
 @pytest.mark.parametrize("in_int8", [False, True])
 def test_a_compiled_layer_computes_the_same(in_int8, exact):
-    layer = quantized(exact, "int8")
-    layer.in_int8 = in_int8
+    unit = nn.Sequential(exact.requires_grad_(False))
+    replace_linear_layers(unit, "int8", in_int8)
+    layer = unit[0]
     inputs, other = (each.requires_grad_() for each in torch.randn(20, 256).expand(2, 20, 256).clone())
     wanted = layer(inputs)
     wanted.sin().sum().backward()
@@ -92,6 +94,29 @@ def test_a_compiled_layer_computes_the_same(in_int8, exact):
     found.sin().sum().backward()
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(other.grad, inputs.grad)
+    assert other.grad.count_nonzero() > 5000  # of 5120; torch 2.11 by itself has none
+
+
+class Layouts(TorchDispatchMode):
+    """Collects how the right side of each product of int8 is laid out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_column_major: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._int_mm.default:
+            self.is_column_major.append(args[1].stride() == (1, args[1].shape[0]) and args[0].is_contiguous())
+        return func(*args, **(kwargs or {}))
+
+
+def test_both_passes_multiply_the_layout_that_all_gpus_have(exact):
+    """cuBLAS has no int8 product of two row-major matrices on an A100."""
+    layer = quantized(exact, "int8")
+    layer.in_int8 = True
+    with Layouts() as found:
+        layer(torch.randn(20, 256, requires_grad=True)).sum().backward()
+    assert found.is_column_major == [True, True]
 
 
 def test_trained_layers_and_those_of_odd_sizes_stay():

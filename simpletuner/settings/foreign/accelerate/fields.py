@@ -67,6 +67,13 @@ def read_strategy(value: Any) -> bool:
     return RESHARDS[name]
 
 
+def read_precision(value: Any) -> Any:
+    """Refuse fp8, which is another setting here."""
+    if normalize_name(value) == "fp8":
+        raise ValueError("set mixed_precision = bf16 and float8 = true, which computes in float8 with torchao")
+    return value
+
+
 DYNAMO: dict[str, Rule] = {
     # accelerate says NO where nothing was asked for, also to its ranks: it does not stand against `auto`.
     "dynamo_backend": Maps("dynamo_backend", neutral=("no",), write=str.upper),
@@ -150,7 +157,7 @@ RULES: dict[str, Rule] = {
     "main_process_ip": Maps("main_process_ip", write=lambda address: address or None, export_if=on_many_machines),
     # 0 asks accelerate for any free port.
     "main_process_port": Maps("main_process_port", neutral=(0,)),
-    "mixed_precision": Maps("mixed_precision"),
+    "mixed_precision": Maps("mixed_precision", read=read_precision),
     "fp16": Maps("mixed_precision", read=lambda value: "fp16", neutral=OFF, export_if=never),
     "use_cpu": Maps("use_cpu"),
     "gpu_ids": Maps("gpu_ids"),
@@ -162,7 +169,7 @@ RULES: dict[str, Rule] = {
     "enable_cpu_affinity": Ignores("start with `numactl` to pin processes"),
     **dict.fromkeys(("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm"), TPU),
     **dict.fromkeys(("tpu_env", "command_file", "commands"), TPU),
-    "fp8_config": Ignores("fp8 is not supported"),
+    "fp8_config": Ignores("set float8 = true, which computes in float8 with torchao"),
     "megatron_lm_config": Ignores("Megatron-LM is not supported"),
     "mpirun_config": Ignores("`simpletuner train` starts the ranks of each machine"),
     "ipex_config": Ignores("IPEX is not supported"),
