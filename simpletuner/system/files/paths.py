@@ -68,7 +68,8 @@ def check_visible(name: str) -> None:
     first, *_, last = name if len(name) > 1 else name * 2
     for letter in (first, last):
         if unicodedata.category(letter) in INVISIBLE.split():
-            raise ValueError(f"it {'begins' if letter is first else 'ends'} with {called(letter)}: remove it")
+            fix = f"remove it, or write {f'{name}/'!r}" if letter is last and os.path.lexists(name) else "remove it"
+            raise ValueError(f"it {'begins' if letter is first else 'ends'} with {called(letter)}: {fix}")
     inside = next((each for each in name if unicodedata.category(each) in ("Cc", "Cf", "Zl", "Zp")), "")
     if inside and inside not in JOINERS and "\0" not in name and not os.path.lexists(name):
         fix = "write / for \\, or put it in single quotes" if inside in ESCAPES else "remove it"

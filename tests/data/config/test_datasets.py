@@ -336,9 +336,10 @@ def test_ids_below_the_folder_go_on_working_but_not_within_one_another(tmp_path)
 
 
 def test_a_folder_with_any_name_is_a_dataset(tmp_path):
-    folder = tmp_path / "a\nb\x1b"
+    folder = tmp_path / "a\nb\x1bc"
+    folder.mkdir()
     (dataset,), _ = load_datasets(Data(instance_data_dir=folder))
-    assert dataset.id == "a_b_"
+    assert dataset.id == "a_b_c"
     for resolution in (1e6, 1e308):
         assert "too large" in refusal(Data(instance_data_dir=folder, resolution=resolution))
 
