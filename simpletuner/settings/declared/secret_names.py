@@ -14,8 +14,8 @@ from simpletuner.settings.declared.sections import setting_fields
 from simpletuner.settings.files.secret_values import is_reference
 from simpletuner.settings.values.spelling import normalize_name
 
-# Not `tokenizer`: its names are no secrets.
-SECRET = re.compile(r"token(?!izer)|secret|access_key|password|webhook", re.IGNORECASE)
+# Not `tokenizer`, nor sd-scripts' class_tokens, keep_tokens and max_token_length.
+SECRET = re.compile(r"(?<!class_)(?<!keep_)token(?!izer|_length)|secret|access_key|password|webhook", re.IGNORECASE)
 """Names of what is never shown, among those that are no settings."""
 
 

@@ -23,14 +23,45 @@ OF_KOHYA = frozenset(
 """Names that no other trainer's files have."""
 
 
+GUI, MUSUBI, ONETRAINER, AITOOLKIT = "kohya_ss, the GUI", "musubi-tuner", "OneTrainer", "ai-toolkit"
+OF_GUI = frozenset(("LoRA_type", "max_resolution", "lr_warmup", "adaptive_noise_scale"))
+OF_MUSUBI = frozenset(("dit", "dit_high_noise", "timestep_sampling", "discrete_flow_shift", "text_encoder1", "t5"))
+OF_MUSUBI_DATA = frozenset(("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file"))
+OF_ONETRAINER = frozenset(
+    (
+        *("training_method", "base_model_name", "concept_file_name", "output_model_destination", "weight_dtype"),
+        *("timestep_distribution", "output_dtype", "learning_rate_warmup_steps", "workspace_dir", "train_dtype"),
+    )
+)
+"""Names of files that are recognised and not translated."""
+
+
 def trainer_of(values: Mapping[str, Any]) -> str:
     """Return whose file this is, or nothing: only names and shapes that no file of settings has are looked at."""
+    if other := untranslated(values):
+        return other
     if is_dataset_file(values):
         return KOHYA if "datasets" in values else PIPE
     model = values.get("model")
     if isinstance(model, Mapping) and "type" in model and {"adapter", "optimizer", "dataset"} & values.keys():
         return PIPE
     return KOHYA if not OF_KOHYA.isdisjoint(flat(values)) else ""
+
+
+def untranslated(values: Mapping[str, Any]) -> str:
+    """Return the program whose files are recognised by what is in them, but have no translation; empty for others."""
+    job, datasets = values.get("config"), values.get("datasets")
+    if isinstance(job, Mapping) and isinstance(job.get("process"), list):
+        return AITOOLKIT
+    tables = [values.get("general"), *(datasets if isinstance(datasets, list) else ())]
+    if any(isinstance(each, Mapping) and not OF_MUSUBI_DATA.isdisjoint(each) for each in tables):
+        return MUSUBI
+    if len(OF_ONETRAINER & values.keys()) >= 2 and "model_family" not in values:
+        return ONETRAINER
+    flattened = flat(values)
+    if "dit" in flattened and len(OF_MUSUBI & flattened.keys()) >= 1 and not OF_KOHYA.isdisjoint(flattened):
+        return MUSUBI
+    return GUI if "LoRA_type" in values or len(OF_GUI & values.keys()) >= 2 else ""
 
 
 def is_dataset_file(values: Mapping[str, Any]) -> bool:
@@ -63,9 +94,16 @@ def is_value_of_original(setting: str, value: Any) -> bool:
         return True
 
 
-def import_hint(file: str | Path) -> str:
-    """Return the hint that names the command which translates a file."""
-    command = shlex.join(["simpletuner", "config", "import", str(file), "--output=run.toml"])
+def import_hint(file: str | Path, trainer: str = "", is_list: bool = False) -> str:
+    """Return the hint that names the command which translates a file, or says that none does."""
+    if trainer in (GUI, MUSUBI, ONETRAINER, AITOOLKIT):
+        way = "; its command that prints the training configuration writes sd-scripts' TOML" if trainer == GUI else ""
+        return (
+            f"it is not translated{way}: `simpletuner config init` begins a file of ours, and `config import` reads "
+            "those of sd-scripts, diffusion-pipe and the original SimpleTuner"
+        )
+    output = "--output=datasets.json" if is_list else "--output=run.toml"
+    command = shlex.join(["simpletuner", "config", "import", str(file), output])
     return f"`{command}` translates it, or says what would be lost"
 
 

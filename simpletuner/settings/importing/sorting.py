@@ -137,7 +137,7 @@ def take_translated(original: Original, found: TranslatedFile, trainer: str) -> 
     original.own = [
         RawValue(name, value, f"{trainer} has it") for name, value in found.own.items() if value is not None
     ]
-    original.left_out += [LeftOut(name, value, place, reason, "lost") for name, value, reason in found.lost]
+    original.left_out += [LeftOut(name, value, place, reason, effect) for name, value, reason, effect in found.lost]
     original.left_out += [LeftOut(name, value, place, reason, "none") for name, value, reason in found.idle]
     for setting, name, written, value in found.settings:
         given = RawValue(name, written, place)

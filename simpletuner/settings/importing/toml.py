@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,7 +49,11 @@ def write_toml(original: Original, loaded: Loaded, root: Path) -> tuple[str, int
         names.insert(0, ACCELERATE_CONFIG)
     names.sort(key=lambda name: isinstance(toml_value(values[name]), dict))  # what follows a table belongs to it
     remarks = {name: list(remarks_about(name, values[name], original, loaded)) for name in names}
-    lines = [line for name in names for line in (*map(comment, remarks[name]), line_of(name, values[name]))]
+    lines = []
+    for before, name in pairwise(["", *names]):
+        # What is said of several settings in a row is said once.
+        said = [] if remarks[name] and remarks.get(before) == remarks[name] else remarks[name]
+        lines += [*map(comment, said), line_of(name, values[name])]
     paths = "relative to the folder in which a command runs" if root == Path() else f"those of a run in {root}"
     head = comment(f"{MARK} from {original.file}. Paths are {paths}.")
     text = "\n".join([head, *lines, *remark_lines(original)]) + "\n"

@@ -27,7 +27,7 @@ from simpletuner.settings.foreign.accelerate.fields import default_file, map_fil
 from simpletuner.settings.foreign.accelerate.launch import launched_entries
 from simpletuner.settings.foreign.accelerate.messages import mistakes_of, place_of_ranks, warnings_of
 from simpletuner.settings.foreign.key_table import MappedField
-from simpletuner.settings.foreign.recognition import import_hint, trainer_of
+from simpletuner.settings.foreign.recognition import import_hint, is_dataset_file, trainer_of
 from simpletuner.settings.resolving.variables import folder_variables, from_env_file, from_environment
 from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, is_equal, normalize_name, normalize_value
 from simpletuner.system.files.paths import shown_path
@@ -166,9 +166,10 @@ def from_file(path: Path, environment: Mapping[str, str] = os.environ) -> Source
     entries = [entry for entry in read_entries(path, environment) if entry.key != "$schema"]  # for editors, not for us
     if suffix_of(path) == ".env":
         return from_env_file(path, environment)
-    if trainer := trainer_of({entry.key: entry.value for entry in entries}):
+    values = {entry.key: entry.value for entry in entries}
+    if trainer := trainer_of(values):
         message = f"{shown_path(path)} is a file of {trainer}"
-        raise SettingsError(message, import_hint(path))
+        raise SettingsError(message, import_hint(path, trainer, is_dataset_file(values)))
     return Source(shown_path(path), [raw_value(path, entry) for entry in entries], is_file=True)
 
 

@@ -103,11 +103,12 @@ def run(capsys):
 )
 def test_commands_that_read_settings_say_whose_file_it_is_and_what_to_do(run, text, whose):
     Path("their.toml").write_text(text)
+    output = "datasets.json" if text in (KOHYA_DATA, PIPE_DATA) else "run.toml"
     for command in (("config", "validate", "their.toml"), ("train", "--dry_run", "--config=their.toml")):
         code, _, err = run(*command)
         assert code == 2 and err.splitlines() == [
             f"error: their.toml is a file of {whose}",
-            "hint: `simpletuner config import their.toml --output=run.toml` translates it, or says what would be lost",
+            f"hint: `simpletuner config import their.toml --output={output}` translates it, or says what would be lost",
         ]
 
 
@@ -171,7 +172,10 @@ def test_what_has_no_place_here_ends_the_import(run, before, after, said):
     assert code == 2 and said in err and not Path("run.toml").exists() and "this is a bug" not in err
 
 
-@pytest.mark.parametrize("line", ["flip_aug = true", "is_reg = true", 'conditioning_data_dir = "c"', "keep_tokens = 1"])
+@pytest.mark.parametrize(
+    "line",
+    ["flip_aug = true", "is_reg = true", 'conditioning_data_dir = "c"', "keep_tokens = 1\nshuffle_caption = true"],
+)
 def test_datasets_that_would_be_others_end_the_import(run, line):
     Path("data.toml").write_text(f"{KOHYA_DATA}  {line}\n")
     code, out, err = run("config", "import", "data.toml")
@@ -193,3 +197,147 @@ def test_odd_files_of_theirs_are_answered_with_a_sentence(run, text):
     Path("their.toml").write_text(text)
     code, _, err = run("config", "import", "their.toml", "--output=run.json" if "[[" in text else "--output=run.toml")
     assert code == 2 and err.startswith("error: ") and "this is a bug" not in err
+
+
+SHORT = """\
+pretrained_model_name_or_path = "runwayml/stable-diffusion-v1-5"
+network_module = "networks.lora"
+network_train_unet_only = true
+dataset_config = "data.toml"
+"""
+SHORT_DATA = """\
+[general]
+caption_extension = "txt"
+[[datasets]]
+  [[datasets.subsets]]
+  image_dir = "pictures"
+"""
+
+
+def imported(run, text: str, data: str, code: int = 0):
+    """Import a training file and the dataset file that it names; return settings, datasets and what was said."""
+    Path("data.toml").write_text(data)
+    Path("their.toml").write_text(text)
+    found, _, err = run("config", "import", "their.toml", "--output=run.toml", "--force")
+    assert found == code, err
+    if code:
+        return None, None, err
+    return load({}, Path("run.toml"), environment={}).settings, json.loads(Path("run.datasets.json").read_text()), err
+
+
+def test_what_a_file_of_sd_scripts_is_silent_about_is_its_default(run):
+    made, (data,), err = imported(run, SHORT, SHORT_DATA)
+    assert (made.lora.lora_rank, made.lora.lora_alpha, made.optimizer.learning_rate) == (4, 1, 2e-6)
+    assert (made.training.mixed_precision, made.training.train_batch_size) == ("no", 1)
+    assert (made.model.prediction_type, data["caption_lines"], data["resolution"]) == ("epsilon", "first", 512)
+    assert "0 need a look" in err
+    v2 = (
+        SHORT.replace("v1-5", "2-1")
+        + "v2 = true\nnetwork_alpha = 0\nnetwork_dim = 8\nmin_snr_gamma = 0\nresolution = 256\n"
+    )
+    made, (data,), _ = imported(run, v2 + 'lr_scheduler_type = ""\nuse_8bit_adam = true\n', SHORT_DATA)
+    assert (made.model.model_family, made.model.prediction_type, made.lora.lora_alpha) == ("sd2x", "epsilon", None)
+    assert (made.objective.snr_gamma, data["resolution"]) == (None, 256)
+    prodigy = 'optimizer_type = "Prodigy"\noptimizer_args = ["decouple=True"]\nlearning_rate = 1.0\n'
+    assert imported(run, SHORT + prodigy, SHORT_DATA)[0].optimizer.optimizer == "prodigy"
+    assert "set model_family" in imported(run, SHORT.replace("runwayml/stable-diffusion-v1-5", "noobai"), SHORT_DATA)[2]
+
+
+def test_the_batch_of_a_dataset_goes_before_that_of_the_run(run):
+    text, two = (
+        f"{SHORT}train_batch_size = 8\n",
+        f"{SHORT_DATA}[[datasets]]\nbatch_size = 3\n  [[datasets.subsets]]\n  image_dir = 'more/pictures'\n",
+    )
+    assert imported(run, text, SHORT_DATA)[0].training.train_batch_size == 8
+    general = SHORT_DATA.replace("[general]", "[general]\nbatch_size = 2")
+    assert imported(run, text, general)[0].training.train_batch_size == 2
+    assert "batch_size = [3, 8]" in imported(run, text, two, code=2)[2]
+
+
+def test_folders_of_sd_scripts_are_those_that_it_trains(run):
+    twice = "  [[datasets.subsets]]\n  image_dir = 'pictures'\n  num_repeats = 4\n"
+    none = "  [[datasets.subsets]]\n  image_dir = 'more'\n  num_repeats = 0\n"
+    _, data, err = imported(run, SHORT, SHORT_DATA + twice + none)
+    assert [each["instance_data_dir"] for each in data] == ["pictures"] and "2 need a look" in err
+    Path("pictures/sub").mkdir()
+    Path("pictures/sub/a.png").touch()
+    assert "images in subfolders, such as pictures/sub/a.png" in imported(run, SHORT, SHORT_DATA, code=2)[2]
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "said"),
+    [
+        ("lr_warmup_steps = 5.0", 2, "a share of all steps there, 500% of them: write 5"),
+        ("lr_warmup_steps = 0.05", 0, "0 need a look"),
+        ("clip_skip = 2", 2, "clip_skip = 2"),
+        ("enable_bucket = true\nresolution = 1024", 0, "max_bucket_reso = 1024"),
+        ("enable_bucket = true\nresolution = 1024\nmax_bucket_reso = 2048", 0, "0 need a look"),
+    ],
+)
+def test_meanings_of_sd_scripts_are_written_named_or_refused(run, key, code, said):
+    assert said in imported(run, f"{SHORT}{key}\n", SHORT_DATA, code)[2]
+
+
+def test_captions_of_a_class_are_the_phrase_only_without_caption_files(run):
+    data = SHORT_DATA.replace('caption_extension = "txt"', "").replace(
+        "image_dir", "class_tokens = 'sks cat'\n  image_dir"
+    )
+    assert "goes before" not in imported(run, SHORT, data)[2]
+    Path("pictures/a.caption").write_text("a caption of its own")
+    assert "class_tokens = 'sks cat'" in imported(run, SHORT, data, code=2)[2]
+    Path("pictures/b.txt").write_text("first\nsecond")
+    assert "only the first line is read" in imported(run, SHORT, SHORT_DATA)[2]
+
+
+def test_what_a_file_of_diffusion_pipe_is_silent_about_is_its_default(run):
+    few = PIPE_RUN.replace("betas = [0.9, 0.99]\neps = 1e-8\n", "").replace("micro_batch_size_per_gpu = 3\n", "")
+    made, (first, _), err = imported(run, f"{few}[monitoring]\nenable_wandb = false\n", PIPE_DATA)
+    own = made.optimizer
+    assert (own.adam_beta1, own.adam_beta2, own.adam_epsilon, own.adam_weight_decay) == (0.9, 0.99, 1e-6, 0.01)
+    assert (made.training.train_batch_size, made.data.aspect_bucket_alignment) == (1, 16)
+    assert (first["caption_lines"], first["skip_uncaptioned"]) == ("one", True)
+    assert "sides multiples of 16" in err and "monitoring" not in err
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code", "said"),
+    [
+        ("epochs = 10", "epochs = 10\nmax_steps = 50", 0, "here max_train_steps counts"),
+        ("epochs = 10", "epochs = 10\nmax_steps = 50\nlr_scheduler = 'cosine'", 2, "it spans all epochs"),
+        ("epochs = 10", "epochs = 10\nlr_scheduler = 'cosine'", 0, "1 needs a look"),
+        ('type = "flux"', 'type = "sdxl"', 2, "both text encoders are trained"),
+        ("num_repeats = 2", "num_repeats = 1.5", 2, "passes are whole here"),
+        ("num_repeats = 2", "frame_buckets = [1, 33]", 2, "clips need dataset_type video"),
+    ],
+)
+def test_meanings_of_diffusion_pipe_are_written_named_or_refused(run, before, after, code, said):
+    Path("pictures/a.mp4").touch()
+    text, data = (each.replace(before, after) for each in (PIPE_RUN, PIPE_DATA))
+    made, _, err = imported(run, text, data, code)
+    assert said in err
+    if made and made.optimizer.lr_scheduler == "cosine":
+        assert made.optimizer.lr_end == 1e-6
+
+
+def test_captions_json_of_diffusion_pipe_is_named(run):
+    Path("pictures/captions.json").write_text("{}")
+    assert "pictures/captions.json goes before .txt files" in imported(run, PIPE_RUN, PIPE_DATA)[2]
+
+
+FOREIGN = {
+    "gui.json": ('{"LoRA_type": "Standard", "network_dim": 32, "epoch": 10}', "kohya_ss, the GUI"),
+    "one.json": ('{"training_method": "LORA", "base_model_name": "m", "model_type": "FLUX_DEV_1"}', "OneTrainer"),
+    "krea.json": ('{"attention_mechanism": "FLASH", "base_model_name": "m", "training_method": "LORA"}', "OneTrainer"),
+    "ai.yaml": ("job: extension\nconfig:\n  name: x\n  process:\n    - type: sd_trainer\n", "ai-toolkit"),
+    "data.toml": ('[[datasets]]\nimage_directory = "stills"\n', "musubi-tuner"),
+    "musubi.toml": ('dit = "x"\nnetwork_module = "networks.lora_wan"\nnetwork_dim = 4\n', "musubi-tuner"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_files_of_other_programs_are_named_alike_by_every_command(run, name):
+    text, program = FOREIGN[name]
+    Path(name).write_text(text)
+    for command in (("config", "validate", name), ("config", "import", name), ("train", f"--config={name}")):
+        code, _, err = run(*command)
+        assert code == 2 and err.startswith(f"error: {name} is a file of {program}\nhint: it is not translated"), err
