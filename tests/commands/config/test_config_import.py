@@ -107,9 +107,10 @@ def test_every_name_is_a_line_or_a_remark_and_changes_say_why(run):
     for said in (
         "# optimizer = 'optimi-lion' there: weights and optimizer state are float32, 8 bytes per weight\noptimizer = ",
         "\nmax_grad_norm = 0.01\n",
-        "# not set there: optimi_lion has it there\nadam_beta2 = 0.99\n",
+        "# not set there: optimi_lion has it there\n",
         "# flow_schedule_shift = 0.0 there\nflow_schedule_shift = 1\n",
-        '# not set there: the original\'s default\nvae_dtype = "bf16"\n',
+        "# not set there: the original's default\n",
+        '\nvae_dtype = "bf16"\n',
         "# push_checkpoints_to_hub = true (config/config.json:",
         "# report_to = 'comet_ml' (config/config.json:",
         "# nonsense = 1 (config/config.json:",
