@@ -20,7 +20,7 @@ from simpletuner.training.metrics.sample_losses import SampleLossLog
 from simpletuner.training.metrics.throughput import open_throughput
 from simpletuner.training.optimizers import LearningRate, trained_weights
 from simpletuner.training.profiling import open_profiler
-from simpletuner.training.run_folder.data_position import resume_point, warn_of_changed_data
+from simpletuner.training.run_folder.data_position import resume_point, warn_of_changed_data, warn_of_other_rate
 from simpletuner.training.run_folder.resuming import base_fingerprints
 from simpletuner.training.state import TrainingState
 from simpletuner.training.step_logger import StepLogger, StopVote
@@ -50,6 +50,7 @@ def open_state(
     if checkpoint is not None:
         state.restore(checkpoint, settings, session.report)
         warn_of_changed_data(session.report, plan, checkpoint)
+        warn_of_other_rate(session.report, settings, schedule, checkpoint)
     return state
 
 

@@ -135,6 +135,22 @@ def test_prodigy_multiplies_the_rate_by_the_distance_that_it_estimates():
     torch.testing.assert_close(trained("prodigy"), weights, atol=0, rtol=1e-7)
 
 
+def test_prodigy_decays_weights_while_its_distance_is_small():
+    """T108: 1 - d x lr x decay was rounded to 1 in float32 as long as the product is below 3e-8."""
+    means = []
+    for decay in (0.0, 0.01):
+        start = 1 + torch.rand(20_000, generator=torch.Generator().manual_seed(1))
+        weights, noise = torch.nn.Parameter(start.clone()), torch.Generator().manual_seed(2)
+        optimizer = make_optimizer(named(weights), Optimizer(optimizer="prodigy", adam_weight_decay=decay))
+        for _ in range(100):  # gradients without a direction leave the distance at 1e-6
+            weights.grad = torch.randn(20_000, generator=noise)
+            optimizer.step()
+        assert optimizer.state[weights]["distance"] < 2e-6
+        means.append(weights.detach().double().mean().item())
+    # 100 steps of 1e-6 x 0.01 of 1.5
+    assert means[0] - means[1] == pytest.approx(1.5e-6, rel=0.2)
+
+
 def test_prodigy_finds_its_rate_without_being_told_any():
     """A parabola of 50 weights, 10 away from its minimum: 1e-6 is where it begins, and 1 what it is multiplied by."""
     target = 10 * torch.ones(50)

@@ -7,7 +7,10 @@ from itertools import islice
 import pytest
 from buckets import sampler_of
 
+from simpletuner.checkpoints.layout import Checkpoint
+from simpletuner.report import Report
 from simpletuner.settings.declared.sections import Optimizer, Settings, Training
+from simpletuner.training.run_folder.data_position import warn_of_other_rate
 from simpletuner.training.schedule import Schedule, new_schedule, resumed_schedule
 
 SAMPLER = sampler_of({"a": range(40)}, 0)
@@ -51,3 +54,29 @@ def test_during_warm_up_nothing_is_done():
 def test_a_run_that_resumes_within_its_warm_up_finishes_it():
     schedule = Schedule(20, start_step=2)
     assert [schedule.progress(step, 8) for step in (2, 5, 8, 14)] == [0, 0, 0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "step", "steps", "said"),
+    [
+        (
+            "cosine",
+            4,
+            6,
+            "jumps from 0.000146 to 0.00025 after step 4: lr_scheduler=cosine was to end at step 4, and now ends",
+        ),
+        ("linear", 2, 8, "jumps from 0.0005 to 0.00075 after step 2"),
+        ("linear", 2, 3, "jumps from 0.0005 to 0.000333 after step 2"),
+        ("constant", 4, 6, ""),
+        ("cosine", 2, 4, ""),
+    ],
+)
+def test_a_rate_that_jumps_since_the_schedule_has_another_length_is_named(
+    scheduler, step, steps, said, tmp_path, capsys
+):
+    """P19: of 4 steps that went on to 6, the table of changes named max_train_steps alone."""
+    optimizer = Optimizer(lr_scheduler=scheduler, learning_rate=1e-3)
+    checkpoint = Checkpoint(tmp_path, {"step": step, **Schedule(4).as_json()})
+    warn_of_other_rate(Report(), Settings(optimizer=optimizer), Schedule(steps), checkpoint)
+    found = " ".join(capsys.readouterr().err.split())
+    assert said in found and bool(said) == bool(found)

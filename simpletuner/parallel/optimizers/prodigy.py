@@ -90,8 +90,9 @@ class Prodigy(ShardOptimizer):
         mean = state["exp_avg"].mul_(beta1).add_(scaled, alpha=1 - beta1)
         square = state["exp_avg_sq"].mul_(beta2).addcmul_(scaled, scaled, value=1 - beta2)
         rate = distance * group["lr"]
-        parameter.mul_(1 - rate * group["weight_decay"])
-        parameter.sub_(mean / square.sqrt().add_(distance * group["eps"]) * rate)
+        update = (mean / square.sqrt().add_(distance * group["eps"])).add_(parameter, alpha=group["weight_decay"])
+        # One subtraction: `1 - rate * weight_decay` in float32 is 1 below 3e-8, as it is until d has grown.
+        parameter.sub_(update.mul_(rate))
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
         """Add up over the ranks. Collective where they share rows."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from simpletuner.checkpoints.layout import Checkpoint, PositionFields
 from simpletuner.data.sampler.batch_sampler import DATA_VERSION, SamplerState
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.preparation.plan import Plan
 from simpletuner.report import Report
 from simpletuner.settings import Settings
-from simpletuner.training.schedule import Schedule, new_schedule, resumed_schedule
+from simpletuner.training.optimizers import LearningRate
+from simpletuner.training.schedule import Schedule, new_schedule, resumed_schedule, saved_schedule
 
 
 def resume_point(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) -> tuple[Schedule, SamplerState]:
@@ -41,6 +44,24 @@ def warn_of_changed_data(report: Report, plan: Plan, checkpoint: Checkpoint) -> 
     """Warn where a run does not go on at the position that the checkpoint holds."""
     if not has_same_data(plan, checkpoint):
         report.warn("images or seed changed since the checkpoint: going on at the start of the next epoch")
+
+
+def warn_of_other_rate(report: Report, settings: Settings, schedule: Schedule, checkpoint: Checkpoint) -> None:
+    """Warn where the learning rate jumps, since its schedule has another length than at the checkpoint.
+
+    A rate that another setting changed is in the table of changes.
+    """
+    step, before, optimizer = checkpoint.step, saved_schedule(checkpoint.state), settings.optimizer
+    # Of a run that had ended its last step's: the rate after it is never used.
+    then = LearningRate(before, optimizer).at(min(step, before.max_steps - 1))
+    now = LearningRate(schedule, optimizer).at(step)
+    if before != schedule and not math.isclose(then, now, rel_tol=1e-6):
+        report.warn(
+            f"the learning rate jumps from {then:.3g} to {now:.3g} after step {step}: "
+            f"lr_scheduler={optimizer.lr_scheduler} was to end at step {before.max_steps}, and now ends at step "
+            f"{schedule.max_steps}",
+            "where that is not wanted, begin a new run from what this one has exported",
+        )
 
 
 def resumed_position(plan: Plan, checkpoint: Checkpoint, batch_size: int) -> SamplerState:
