@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 14
 """Requests looked up at once."""
+MAX_COMPARED = 1000
+"""Records of another dataset's folder that are compared by their names."""
 
 
 def fill_cache(
@@ -100,8 +102,26 @@ def report_missing(job: CacheJob[Item, Loaded], missing: NDArray[np.bool_], repo
     nearest = why_missing(job.folder, positions.keys(), lambda name: job.request_at(positions[name]).parts)
     changed = Counter(part for parts in nearest.values() for part in parts)
     why = ", ".join(f"{part} changed for {count}" for part, count in changed.items())
+    if not nearest and (found := folder_before_renaming(job.folder, positions.keys())):
+        why = f"a dataset `{found}` has cached images of these names: one with this id in a dataset file takes them"
     share = f" of {len(missing):,}" if len(positions) < len(missing) else ""
     report.say(f"encoding {len(positions):,}{share} {job.title}{' (' + why + ')' if why else ''}")
+
+
+def folder_before_renaming(folder: Path, names: Collection[str]) -> str:
+    """Return the name of a folder beside this one whose records have the names of these, but for the dataset's id.
+
+    Without a dataset file that id is the name of the folder of images, which may have been renamed.
+    """
+    if not folder.parent.is_dir():
+        return ""
+    for other in sorted(folder.parent.iterdir()):
+        if other != folder and other.is_dir():
+            found = [entry.location.name for entry in islice(read_indexes(other), MAX_COMPARED)]
+            same = sum(f"{folder.name}/{name.removeprefix(f'{other.name}/')}" in names for name in found)
+            if found and 2 * same > len(found):
+                return other.name
+    return ""
 
 
 def why_missing(folder: Path, names: Iterable[str], parts_of: Callable[[str], KeyParts]) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, JsonValue, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, JsonValue, SecretStr, model_validator
 from pydantic.fields import FieldInfo
 
 from simpletuner.settings.declared.knob import Section, knob
@@ -53,6 +53,11 @@ def encoding_name(name: str) -> str:
     except (LookupError, ValueError):
         raise ValueError("is no encoding that Python knows; use one such as windows-1252, shift_jis or utf-16-le") from None
     return codecs.lookup(name).name if name else ""
+
+
+def zero_as_none(value: object) -> object:
+    """Return no value for 0, by which other trainers mean that a limit is not set."""
+    return None if str(value).strip() == "0" else value
 
 
 def steps_or_fraction(value: float) -> float:
@@ -163,7 +168,7 @@ class Training(Section):
     train_batch_size: int = knob(4, "Samples per rank in one forward pass.", ge=1, le=LARGEST_BATCH)
     gradient_accumulation_steps: int = knob(1, "Forward passes per optimizer step.", ge=1, le=1_000_000)
     global_batch_size: int | None = knob(None, "Samples per optimizer step over all ranks, whatever their number: gradient_accumulation_steps follows from it.", ge=1, le=1_000_000_000)
-    max_train_steps: int | None = knob(None, "Stop after this many optimizer steps; empty: num_train_epochs counts.", ge=1)
+    max_train_steps: Annotated[int | None, BeforeValidator(zero_as_none)] = knob(None, "Stop after this many optimizer steps; empty or 0: num_train_epochs counts.", ge=1)
     num_train_epochs: int = knob(1, "Stop after this many epochs, unless max_train_steps is given; 0: only that counts.", when="not max_train_steps", ge=0)
     mixed_precision: Literal["no", "bf16"] = knob("bf16", "Compute in bf16 over float32 master weights, or in float32.")
     float8: bool = knob(False, "Compute the blocks' linear layers in float8 (torchao) on NVIDIA GPUs from Ada and Hopper on; weights keep their precision.")

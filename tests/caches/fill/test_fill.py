@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from patience import PATIENCE
 
-from simpletuner.caches.fill.fill import fill_cache
+from simpletuner.caches.fill.fill import fill_cache, folder_before_renaming
 from simpletuner.caches.fill.jobs import CacheJob, CacheRequest
 from simpletuner.caches.fill.workers import load_ahead, split_into_chunks
 from simpletuner.caches.store.completion_note import read_note
@@ -84,6 +84,18 @@ def test_what_changed_is_told_before_it_is_made_again(tmp_path, capsys):
     capsys.readouterr()
     filled(tmp_path, [], wanted(4, vae="b"), report=Report())
     assert "encoding 4 images (VAE changed for 3)" in capsys.readouterr().err
+
+
+def test_a_folder_of_images_that_was_renamed_is_why_all_is_made_again(tmp_path, capsys):
+    for dataset, names in {"cats": ("0.png", "1.png"), "dogs": ("2.png", "3.png")}.items():
+        with ShardWriter(tmp_path / dataset, 0) as writer:
+            for name in names:
+                writer.write_broken(f"{dataset}/{name}", {}, "unreadable")
+    new = {"tabbies/0.png", "tabbies/1.png", "tabbies/4.png"}
+    assert folder_before_renaming(tmp_path / "tabbies", new) == "cats"
+    assert folder_before_renaming(tmp_path / "dogs", {"dogs/4.png"}) == ""
+    filled(tmp_path / "numbers", [], wanted(3), report=Report())
+    assert "encoding 3 images\n" in capsys.readouterr().err
 
 
 def test_several_ranks_share_the_work_and_all_see_all_of_it(tmp_path):
