@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -40,6 +41,7 @@ from simpletuner.errors import (
     describe_bug,
     explain_system_errors,
 )
+from simpletuner.extras import OTHER_PROGRAM, check_installation
 from simpletuner.report import Report
 from simpletuner.run_log import LOGGER, silence_torchao, stop_run_log
 from simpletuner.system.files.paths import ensure_home
@@ -52,7 +54,7 @@ DEBUG = "SIMPLETUNER_DEBUG"
 def show_version(wanted: bool) -> None:
     """Print the version and exit."""
     if wanted:
-        typer.echo(__version__)
+        typer.echo(f"{__version__}\n{OTHER_PROGRAM}")
         raise typer.Exit
 
 
@@ -158,6 +160,8 @@ def run_safely(given: Sequence[str], program: str, debug: bool) -> None:
                 Report().warn(f"there is no HOME, and user {os.getuid()} has no name: {home} is used; set HOME")
             if os.environ.get("RANK", "0") == "0":  # each rank has the same command line
                 Report().warn_all(outranked_flags(arguments))
+                if LINE not in os.environ and (warning := check_installation(Path(__file__).parent)):
+                    Report().warn(warning)
             run(program, normalize_argv(arguments))
     except SimpleTunerError as error:
         print_error(error)

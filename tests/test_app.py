@@ -12,6 +12,7 @@ from simpletuner import __version__
 from simpletuner.app import main
 from simpletuner.commands.shell.scripts import LINE, PROGRAMS
 from simpletuner.errors import ExitCode
+from simpletuner.extras import OTHER_PROGRAM
 from simpletuner.models.catalog.registry import presets
 from simpletuner.settings.declared.sections import setting_fields
 
@@ -115,7 +116,7 @@ def test_help_says_what_the_program_is_for_and_lists_its_commands(capsys):
 
 
 def test_version_is_printed(capsys):
-    assert ended(capsys, "--version") == (0, f"{__version__}\n", "")
+    assert ended(capsys, "--version") == (0, f"{__version__}\n{OTHER_PROGRAM}\n", "")
 
 
 def test_a_typo_in_a_flag_ends_with_2_and_names_the_flag_that_was_meant(capsys):

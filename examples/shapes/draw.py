@@ -114,7 +114,7 @@ def draw_clips(count: int, frames: int, seed: int) -> Iterator[tuple[str, list[I
 
 
 def write_clip(path: Path, frames: list[Image.Image]) -> None:
-    import av  # comes with simpletuner[video], which pictures do not need
+    import av  # is the extra `video`, which pictures do not need
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=8, options={"crf": "12"})

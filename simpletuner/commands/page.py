@@ -10,9 +10,10 @@ import typer
 
 from simpletuner.commands.paths import path_option
 from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.extras import install_command
 
 PACKAGES = ("starlette", "uvicorn", "jinja2")
-INSTALL = "pip install 'simpletuner[page]'"
+INSTALL = install_command("page")
 
 
 def page(

@@ -21,10 +21,11 @@ from rich.filesize import decimal
 
 from simpletuner.deepspeed.estimate import estimate_for_settings
 from simpletuner.errors import EnvironmentNotReady
+from simpletuner.extras import install_command
 from simpletuner.settings import Settings
 from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
 
-INSTALL = "pip install 'simpletuner[deepspeed]'"
+INSTALL = install_command("deepspeed")
 UNSUPPORTED_PLATFORMS = {"darwin": "macOS", "win32": "Windows"}
 USE_FSDP = "use fsdp_enable=true, which runs wherever torch does, or set zero_stage=none"
 OTHER_FOLDER = "set offload_param_path to a folder on a fast disk of this machine"

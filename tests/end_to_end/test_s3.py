@@ -163,4 +163,4 @@ def test_no_command_shows_a_secret(sdxl, proxy, tmp_path, capsys, monkeypatch):
         assert caught.value.code == 3
         shown = capsys.readouterr().err
         sentence = f"dataset `d` is in S3, and {package} is not installed"
-        assert sentence in shown and "pip install 'simpletuner[s3]'" in shown
+        assert sentence in shown and "pip install 'obstore>=0.12' 'boto3>=1.35'" in shown

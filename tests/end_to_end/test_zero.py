@@ -223,7 +223,7 @@ def test_a_missing_package_or_compiler_is_an_error_with_the_command_that_fixes_i
     run += [f"--offload_param_path={tmp_path}"]
     missing = starter.start(engines.command_line_without, 1, "deepspeed", ["train", *last_wins(run)])
     assert missing.wait() == [3]
-    assert "pip install 'simpletuner[deepspeed]'" in missing.said
+    assert "pip install 'deepspeed>=0.18'" in missing.said
     toolless = starter.start(engines.command_line_with_path, 1, str(tmp_path), ["train", *last_wins(run)])
     assert toolless.wait() == [3]
     assert "there is no compiler `c++`" in toolless.said and "apt install g++" in toolless.said

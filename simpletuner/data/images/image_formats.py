@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import cache
 from importlib.util import find_spec
 
+from simpletuner.extras import install_command
+
 BY_PILLOW = frozenset({".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".gif", ".tif", ".tiff", ".bmp"})
 BY_PLUGIN = frozenset({".heic", ".heif"})
 # As Pillow names its plugins; that of JPEG opens MPO, too.
 PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "BMP", "GIF")
 PLUGIN_FORMAT = "HEIF"
 READ = "JPEG, PNG, WebP, AVIF, TIFF, BMP, GIF, and HEIC with pillow-heif"
-INSTALL = "pip install 'simpletuner[heif]'"
+INSTALL = install_command("heif")
 
 OTHER_SUFFIXES = frozenset(
     {".jp2", ".jxl", ".psd", ".exr", ".hdr", ".svg", ".tga", ".ppm", ".pgm", ".ico"}

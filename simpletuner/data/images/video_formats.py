@@ -6,10 +6,11 @@ from importlib.util import find_spec
 
 from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN, OTHER_SUFFIXES
 from simpletuner.errors import EnvironmentNotReady
+from simpletuner.extras import install_command
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif", ".webp"})
 READ_VIDEOS = "MP4, MOV, MKV, WebM, AVI, GIF and animated WebP"
-INSTALL = "pip install 'simpletuner[video]'"
+INSTALL = install_command("video")
 UNREAD_BESIDE_VIDEOS = (OTHER_SUFFIXES | BY_PILLOW | BY_PLUGIN) - VIDEO_SUFFIXES
 
 # Boxes with which a file of QuickTime and MP4 may begin, at its fourth byte.

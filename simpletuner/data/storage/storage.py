@@ -19,9 +19,10 @@ from simpletuner.data.config.dataset_types import BucketImages, ImageDataset, Lo
 from simpletuner.data.config.object_store_keys import BucketPlace
 from simpletuner.data.images.video_formats import check_av
 from simpletuner.errors import DataError, EnvironmentNotReady
+from simpletuner.extras import install_command
 from simpletuner.system.files.regular_files import open_regular
 
-INSTALL = "pip install 'simpletuner[s3]'"
+INSTALL = install_command("s3")
 MAX_BYTES = 1 << 30
 """The largest image that is opened."""
 EXPORTED = {f"{name}{end}" for name in ("pipeline", "pipeline_lora_weights") for end in ("", "-ema")}

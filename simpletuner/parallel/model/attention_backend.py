@@ -14,6 +14,7 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletuner.errors import SettingsError
+from simpletuner.extras import install_command
 from simpletuner.private_api import of_torch
 
 BACKENDS = {
@@ -65,7 +66,7 @@ def activate_flash3(kernel: str) -> None:
     # AttributeError: an older torch, or a kernel that is none. ValueError, OSError: what is not on the hub, or not for
     # this torch and device.
     except (ImportError, AttributeError, ValueError, OSError) as error:
-        hint = "pip install 'simpletuner[kernels]'" if "'kernels'" in str(error) else HINT
+        hint = install_command("kernels") if "'kernels'" in str(error) else HINT
         raise SettingsError(f"{needs}: {first_line(error)}", hint) from None
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simpletuner.errors import EnvironmentNotReady
+from simpletuner.extras import install_command
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.private_api import of_torch
 
@@ -33,7 +34,7 @@ FIRST_TORCHAO = (0, 18)
 
 def check_torchao(setting: str) -> None:
     """Raise EnvironmentNotReady where torchao is not installed, too old, or does not fit the installed torch."""
-    hint = f"pip install --upgrade 'simpletuner[torchao]', or leave {setting.partition('=')[0]} out"
+    hint = f"{install_command('torchao')}, or leave {setting.partition('=')[0]} out"
     try:
         importlib.import_module("torchao.quantization")
         installed = version("torchao")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from simpletuner.errors import EnvironmentNotReady
+from simpletuner.extras import install_command
 from simpletuner.settings.values.spelling import normalize_name
 
 TRACKERS = {
     "tensorboard": "pip install tensorboard",
-    "wandb": "pip install 'simpletuner[wandb]'",
+    "wandb": install_command("wandb"),
     "trackio": "pip install trackio",
     "swanlab": "pip install swanlab",
 }

@@ -1,0 +1,61 @@
+"""Optional dependencies and the commands that install them, each by its own name.
+
+`simpletuner` on the package index is another program, which an extra of that name would put in the place of this one.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+from simpletuner.errors import EnvironmentNotReady
+
+EXTRAS = {
+    "tensorboard": ("tensorboard>=2.18",),
+    "wandb": ("wandb>=0.22",),
+    "deepspeed": ("deepspeed>=0.18",),
+    "torchao": ("torchao>=0.18",),
+    "s3": ("obstore>=0.12", "boto3>=1.35"),
+    "heif": ("pillow-heif>=1.3",),
+    "video": ("av>=15",),
+    "kernels": ("kernels>=0.17",),
+    "page": ("starlette>=0.49.1", "uvicorn>=0.34"),
+}
+"""The optional dependencies of pyproject.toml, with which a test compares them."""
+OTHER_PROGRAM = "This is not the package `simpletuner` of the package index, which is another program."
+OF_THE_OTHER = ("helpers", "cli")
+"""Modules that the other program has in its package, and this one has not."""
+ENTRY_POINT = "simpletuner.app:main"
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an optional dependency."""
+    return f"pip install {shlex.join(EXTRAS[extra])}"
+
+
+def check_installation(package: Path) -> str:
+    """Return a warning where the other program of this name is installed, too; empty where it is not.
+
+    Raises EnvironmentNotReady where its files are among those of this one, in `package`.
+    """
+    mixed = [name for name in OF_THE_OTHER if (package / name).exists() or (package / f"{name}.py").exists()]
+    if mixed:
+        raise EnvironmentNotReady(
+            f"{package} holds files of another program of the same name ({', '.join(mixed)})",
+            f"{sys.executable} -m pip uninstall simpletuner, until it finds none; then install this one again",
+        )
+    if others := list(other_programs()):
+        version, place = others[0].version, others[0].locate_file("")
+        return f"simpletuner {version} in {place} is another program of the same name; this one is in {package}"
+    return ""
+
+
+def other_programs() -> Iterator[Distribution]:
+    """Yield the distributions of this name whose program is another."""
+    for each in distributions(name="simpletuner"):
+        programs = [point.value for point in each.entry_points if point.group == "console_scripts"]
+        if programs and ENTRY_POINT not in programs:
+            yield each
