@@ -17,7 +17,7 @@ EXTRAS = {
     "tensorboard": ("tensorboard>=2.18",),
     "wandb": ("wandb>=0.22",),
     "deepspeed": ("deepspeed>=0.18",),
-    "torchao": ("torchao>=0.18",),
+    "torchao": ("torchao>=0.18", "torch>=2.10"),
     "s3": ("obstore>=0.12", "boto3>=1.35"),
     "heif": ("pillow-heif>=1.3",),
     "video": ("av>=15",),
