@@ -21,6 +21,7 @@ from simpletuner.data.config.validation_prompts import ValidationPrompt, load_pr
 from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
 from simpletuner.data.sampler.bucket_schedule import BucketSchedule
 from simpletuner.data.samples.buckets import Buckets, digest_buckets, fill_buckets, make_buckets
+from simpletuner.data.samples.clip_rates import remark_on_rates
 from simpletuner.data.samples.dataset_warnings import dataset_warnings
 from simpletuner.data.samples.discovery import Discovery, discover, format_names
 from simpletuner.data.samples.held_out import held_out_indices
@@ -28,7 +29,7 @@ from simpletuner.data.samples.references import references_of
 from simpletuner.data.samples.samples import Samples
 from simpletuner.data.scan.scan import Scan
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError, join_data_errors
-from simpletuner.models.catalog.support import check_prompt_sizes
+from simpletuner.models.catalog.support import check_prompt_sizes, clip_fps
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.world import World
@@ -113,7 +114,8 @@ def plan_data(
         list_uncaptioned(found, session)
     plan = checked_plan(settings, data, found)
     report_left_out(found, session.report)
-    for warning in dataset_warnings(found, alignment.width):
+    rates = (remark_on_rates(scan, clip_fps(settings.model))[1] for scan in found.scans)
+    for warning in (*dataset_warnings(found, alignment.width), *filter(None, rates)):
         session.report.warn(warning)
     return share_memory(plan, "plan", session.world, session.stop.check)
 

@@ -35,6 +35,8 @@ class Flavour:
     untrainable: str = ""
     flow_shift: float = 0
     """As `Preset.flow_shift`, where this checkpoint's scheduler has another one."""
+    fps: float = 0
+    """As `Preset.fps`, where this checkpoint has another one."""
     revision: str = ""
     """Branch at the hub of the pipeline that diffusers opens, where that is not the main one."""
     denoiser: str = ""
@@ -94,6 +96,8 @@ class Preset:
     """Width of one latent cell in px."""
     frame_step: int = 0
     """Clips have a multiple of this and one more frame, as the VAE takes them; 0 for a family of images alone."""
+    fps: float = 0
+    """Frames per second of the clips that the model was trained on; 0 where nothing published says it."""
     flow_shift: float = 0
     """The shift with which the published schedulers sample an image of 1024 x 1024 px; 0 where there is no flow."""
     clip_shift: Mapping[str, float] = field(default_factory=dict)

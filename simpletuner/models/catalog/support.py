@@ -178,6 +178,14 @@ def frame_step(model: Model) -> int:
     return preset.frame_step if preset and model.model_family not in (model.model_families or {}) else 0
 
 
+def clip_fps(model: Model) -> float:
+    """Return the frames per second of a model's clips, 0 where they are not known."""
+    preset, flavour = load_preset(model.model_family), flavour_of(model)
+    if preset is None or model.model_family in (model.model_families or {}):
+        return 0
+    return (flavour.fps if flavour else 0) or preset.fps
+
+
 def check_prompt_sizes(settings: Settings, prompts: Iterable[ValidationPrompt]) -> None:
     """Raise SettingsError for sizes in a file of prompts that the family cannot sample."""
     for each in prompts:

@@ -21,6 +21,7 @@ from simpletuner.data.samples.discovery import discover
 from simpletuner.data.samples.held_out import held_out_indices
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
+from simpletuner.models.catalog.support import clip_fps
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation.alignment import bucket_alignment
@@ -116,7 +117,11 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
         names, summaries = bucket_names(samples.parts), summarize(whole, buckets, held_out)
         for each, seen, own, summary in zip(found, contents, names, summaries, strict=True):
             part = each.samples.parts[0]
-            findings = [*findings_of(each), *check_lengths(part, limits, report), *check_contents(part, seen)]
+            findings = [
+                *findings_of(each, clip_fps(settings.model)),
+                *check_lengths(part, limits, report),
+                *check_contents(part, seen),
+            ]
             sheets = write_all_sheets(part, options.sheets, world, report) if options.sheets else {}
             tables = write_tables(part, own, findings, options.listing) if options.listing else {}
             result.datasets.append(CheckedDataset(part, summary, findings, sheets, tables))

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.samples.caption_lines import one_text_files
+from simpletuner.data.samples.clip_rates import remark_on_rates
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED
 from simpletuner.data.samples.dataset_warnings import (
     EXTREME_ASPECT,
@@ -60,10 +61,13 @@ class DatasetFinding:
         }
 
 
-def findings_of(found: Discovery) -> Iterator[DatasetFinding]:
-    """Yield what the scan of one dataset says, without decoding an image."""
+def findings_of(found: Discovery, clip_fps: float = 0) -> Iterator[DatasetFinding]:
+    """Yield what the scan of one dataset says, without decoding an image; `clip_fps` is that of the model."""
     (scan,), (samples,) = found.scans, found.samples.parts
     yield from unread_files(found)
+    count, sentence = remark_on_rates(scan, clip_fps)
+    if count:
+        yield DatasetFinding("images", "frame rates", count, sentence)
     for kind, count, sentence in file_remarks(scan):
         yield DatasetFinding("files", kind, count, sentence)
     prefix = f"{scan.dataset.id}/"

@@ -21,9 +21,14 @@ from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.config.videos import VideoSettings
 from simpletuner.data.images.clips import are_long_enough, clip_frames, clip_of, strides_of
 from simpletuner.data.samples.buckets import make_buckets
+from simpletuner.data.samples.clip_rates import remark_on_rates
 from simpletuner.data.samples.dataset_warnings import dataset_warnings
 from simpletuner.data.samples.discovery import Discovery
-from simpletuner.settings.declared.sections import Data
+from simpletuner.models.catalog.support import clip_fps
+from simpletuner.models.families.ltxvideo import LTXVideo
+from simpletuner.models.families.ltxvideo2 import LTXVideo2
+from simpletuner.models.families.wan import Wan
+from simpletuner.settings.declared.sections import Data, Model
 from simpletuner.tools.dataset.contact_sheets import thumbnail_of
 
 
@@ -161,3 +166,21 @@ def test_held_out_videos_and_defaults(tmp_path):
     )
     (first, second), _ = load_datasets(data)
     assert first.clips and first.clips.wanted_frames == 125 and second.clips and second.dataset_type == "eval"
+
+
+def test_clips_of_another_rate_than_the_model_are_counted_with_their_rates(tmp_path):
+    for name, rate in {"a.mp4": 16, "b.mp4": 24, "c.mkv": 30, "d.mp4": 12}.items():
+        write_video(tmp_path / name, frames=13, rate=rate)
+    [scan] = clips(tmp_path, num_frames=5).scans
+    count, sentence = remark_on_rates(scan, clip_fps(Model(model_family="wan", model_flavour="t2v-14b-2.2-high")))
+    assert count == 3 and "3 videos with other frames per second than the 16 of the model" in sentence
+    assert all(part in sentence for part in ("1 of 24", "1 of 30", "1 of 12", '`"fps": 16`', "slower ones"))
+    [slowed] = clips(tmp_path, num_frames=5, fps=16).scans
+    count, sentence = remark_on_rates(slowed, 16)
+    assert count == 1 and "1 of 12" in sentence and "fewer frames" not in sentence
+    rates = {name: clip_fps(Model(model_family=name)) for name in ("ltxvideo", "ltxvideo2", "wan", "sanavideo", "sdxl")}
+    assert rates == {"ltxvideo": 25, "ltxvideo2": 24, "wan": 16, "sanavideo": 16, "sdxl": 0}
+    assert clip_fps(Model(model_family="wan", model_flavour="ti2v-5b-2.2")) == 24
+    assert remark_on_rates(scan, 0) == (0, "")
+    for family in (Wan, LTXVideo, LTXVideo2):
+        assert clip_fps(Model(model_family=family.__name__.lower())) == family.frame_rate
