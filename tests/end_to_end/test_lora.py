@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import engines
@@ -13,7 +14,9 @@ from conftest import base
 from lora_runs import checkpoint, numbers, predictions_of_flux, same_tensors
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+
+from simpletuner.models.family.adapter import ATTENTION
 
 LORA = ("--model_type=lora", "--lora_rank=4", "--lora_alpha=8", "--learning_rate=1e-2")
 DRAWN = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")
@@ -117,14 +120,32 @@ def test_a_sharded_base_gives_the_losses_of_one_rank_and_each_layout_goes_on_fro
         assert numbers(steps) == pytest.approx(expected, rel=1e-5), pair
 
 
-def test_a_quantized_base_gives_the_same_losses_sharded_and_its_bytes_are_shared_out(run_on, arguments_of):
+def random_lora(flux: Path, folder: Path) -> str:
+    """Write a LoRA of random matrices: with a new one's B, which is zero, gradients of A are zero whatever the base."""
+    from diffusers import FluxTransformer2DModel
+
+    layers = dict(FluxTransformer2DModel.from_pretrained(flux, subfolder="transformer").named_modules())
+    generator, found = torch.Generator().manual_seed(1), {}
+    for name, layer in layers.items():
+        if any(name.endswith(f".{end}") for end in ATTENTION):
+            rows, columns = layer.weight.shape
+            for end, shape in (("lora_A", (64, columns)), ("lora_B", (rows, 64))):
+                found[f"transformer.{name}.{end}.weight"] = torch.randn(shape, generator=generator) / 8
+    save_file(found, folder / "random.safetensors")
+    return str(folder / "random.safetensors")
+
+
+def test_a_quantized_base_gives_the_same_losses_sharded_and_its_bytes_are_shared_out(
+    run_on, arguments_of, flux, tmp_path
+):
     pytest.importorskip("torchao.quantization", exc_type=ImportError)
-    arguments = arguments_of("flux", gradient_checkpointing=True)
+    arguments = arguments_of("flux", gradient_checkpointing=True, lora_init=random_lora(flux, tmp_path))
     # A row of the tiny model has 64 to 256 weights, which share a scale of 4 bytes and a zero point of one.
     bytes_per_weight = {"int8": 1.04, "float8": 1.03, "nf4": 0.52}
-    loss_differences = {"int8": 1e-4, "float8": 2e-4, "nf4": 1e-3}
+    # Found: 0.012, 0.047, 0.068 and 0.015 %; of a LoRA whose B is zero 0.001, 0.01 and 0.05 %.
+    loss_differences = {"int8": 2e-4, "float8": 1e-3, "nf4": 1.5e-3}
     # Products in int8 round each input and gradient to 8 bits, too.
-    bytes_per_weight["int8 products"], loss_differences["int8 products"] = 1.04, 2e-4
+    bytes_per_weight["int8 products"], loss_differences["int8 products"] = 1.04, 3e-4
     names = [f"{base} lora" for base in bytes_per_weight]
     one = run_on(engines.bases_in_turn, 1, arguments, ["lora whole", *(f"{name} whole" for name in names)])
     two = run_on(engines.bases_in_turn, 2, arguments, [f"{name} fsdp2" for name in names])

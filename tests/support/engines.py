@@ -131,6 +131,7 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
         lora=Lora(
             lora_rank=16 if set(words) & {*KINDS} else 64,
             lora_type=next((word for word in words if word in KINDS), "lora"),
+            lora_init=arguments.get("lora_init"),
             base_model_precision=next((word for word in words if word in BASES), "no_change"),
             base_model_compute="int8" if "products" in words else "no_change",
         ),
