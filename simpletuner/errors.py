@@ -110,11 +110,11 @@ def collect_error(errors: list[SettingsError]) -> Iterator[None]:
 
 
 def join_errors(errors: Sequence[SettingsError]) -> SettingsError:
-    """Return one error that says all, with the hint of the first."""
+    """Return one error that says all, with all hints."""
     if len(errors) == 1:
         return errors[0]
     mistakes = [mistake for error in errors for mistake in error.mistakes or [BrokenRule("", error.message)]]
-    return SettingsError(mistakes=mistakes, hint=errors[0].hint)
+    return SettingsError(mistakes=mistakes, hint="; ".join(dict.fromkeys(error.hint for error in errors if error.hint)))
 
 
 def join_data_errors(errors: Sequence[SimpleTunerError]) -> SimpleTunerError:

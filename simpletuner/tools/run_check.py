@@ -42,14 +42,14 @@ def load_run(sources: Iterable[Source]) -> Loaded:
 def errors_around(error: InvalidSettings) -> list[SettingsError]:
     """Add to the mistakes of settings what is wrong with the model and the dataset file that they name."""
     from simpletuner.data.config.datasets import load_datasets
-    from simpletuner.models.catalog.registry import check_trainable
+    from simpletuner.models.catalog.support import check_with_model
 
     model, data = error.settings.model, error.settings.data
     before: list[SettingsError] = []
     after: list[SettingsError] = []
     if model.model_family and error.invalid.isdisjoint(MODEL_SETTINGS):
-        with collect_error(before), naming_places(error.origins, "model_family", "model_flavour"):
-            check_trainable(model)
+        with collect_error(before):
+            check_with_model(error.settings, error.origins)
     if data.data_backend_config is not None:
         with collect_error(after), naming_places(error.origins, "data_backend_config"):
             load_datasets(data, model.model_type)

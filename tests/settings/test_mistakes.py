@@ -117,6 +117,10 @@ CASES: tuple[Case, ...] = (
     file(".envrc", "source .venv/bin/activate\nSEED=1\n"),
     Case(f"train {ENOUGH} --lr_warmup_steps=20 --max_train_steps=10"),
     Case(f"train {ENOUGH} --profile_steps=8:12 --max_train_steps=10"),
+    Case(
+        f"train {ENOUGH} --model_type=lora --export_format=foo --assistant_lora=no --lora_init=none/such "
+        "--aspect_bucket_alignment=12 --validation_resolution=100"
+    ),
     Case(f"train {ENOUGH} --profile_steps=12 --device_peak_tflops=0"),
     Case(f"train {ENOUGH} --profile_steps=12:8"),
     Case(f"train {ENOUGH} --profile_steps=1:500"),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.validation_prompts import ValidationPrompt
-from simpletuner.errors import SettingsError
+from simpletuner.errors import SettingsError, collect_error, join_errors
 from simpletuner.models.catalog.architecture import architecture_in_folder, is_path
 from simpletuner.models.catalog.preset import Preset
 from simpletuner.models.catalog.registry import (
@@ -70,44 +70,65 @@ def check_runnable(loaded: Loaded) -> Loaded:
 
     Raises SettingsError for what this version cannot run.
     """
-    settings = loaded.settings
-    with naming_places(loaded.origins, "model_family", "model_flavour"):
-        check_trainable(settings.model)
-        check_lora(settings)
-    with naming_places(loaded.origins, "model_family", "model_flavour", "context_parallel_size"):
-        check_context_parallel(settings)
-    with naming_places(loaded.origins, "pretrained_model_name_or_path", "single_file_config"):
-        check_path(settings.model)
-        check_folder(settings.model)
-        check_sizes(settings)
+    check_with_model(loaded.settings, loaded.origins)
     without_effect = list(settings_without_effect(loaded))
     if harmful := [sentence for sentence, harms in without_effect if harms]:
         raise SettingsError("\n  ".join(harmful), "leave it out")
     return replace(loaded, warnings=(*loaded.warnings, *(sentence for sentence, _ in without_effect)))
 
 
-def check_lora(settings: Settings) -> None:
-    """Raise SettingsError for a LoRA that no pipeline could load, or that goes on from a file that is not there."""
-    model, start = settings.model, settings.lora.lora_init
-    preset = None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
+def check_with_model(settings: Settings, origins: Mapping[str, Any]) -> None:
+    """Raise SettingsError that lists all mistakes about the model, and those that only another model would take."""
+    with naming_places(origins, "model_family", "model_flavour"):
+        check_trainable(settings.model)  # alone: with another model the rest may be no mistakes
+    errors: list[SettingsError] = []
+    for check, names in CHECKS.items():
+        with collect_error(errors), naming_places(origins, *names):
+            check(settings)
+    if errors:
+        raise join_errors(errors)
+
+
+def published_preset(model: Model) -> Preset | None:
+    return None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
+
+
+def check_lora_loads(settings: Settings) -> None:
+    """Raise SettingsError for a LoRA that no pipeline could load."""
+    model = settings.model
+    preset = published_preset(model)
     if model.model_type == "lora" and preset and not preset.loads_lora:
         able = [name for name, each in presets().items() if each.loads_lora and each.family_class]
         message = f"model_type=lora: diffusers' pipeline of {model.model_family} cannot load a LoRA"
         hint = f"set model_type=full, or take another family: {', '.join(able)}"
         raise SettingsError(mistakes=[broken(message, "model_type", "model_family")], hint=hint)
+
+
+def check_export_format(settings: Settings) -> None:
+    """Raise SettingsError for forms of a LoRA that the family does not have."""
+    model = settings.model
+    preset = published_preset(model)
     known = [DIFFUSERS, *(preset.lora_formats if preset else ())]
     if model.model_type == "lora" and (unknown := set(settings.lora.export_format.split(",")) - {*known}):
         message = f"export_format={','.join(sorted(unknown))} is not for model_family={model.model_family}"
         hint = f"leave it out, or set export_format={','.join(known)}"
         raise SettingsError(mistakes=[broken(message, "export_format", "model_family")], hint=hint)
+
+
+def check_lora_files(settings: Settings) -> None:
+    """Raise SettingsError that lists the LoRA files that are not there."""
+    start = settings.lora.lora_init
+    mistakes, hints = [], []
     if missing := [name for name in settings.lora.assistant_lora if not name.exists()]:
         message = f"assistant_lora = {missing[0]}: there is no such file or folder"
-        hint = "name a .safetensors file; `hf download` fetches published ones"
-        raise SettingsError(mistakes=[broken(message, "assistant_lora")], hint=hint)
+        mistakes.append(broken(message, "assistant_lora"))
+        hints.append("name a .safetensors file; `hf download` fetches published ones")
     if start is not None and not start.exists():
         message = f"lora_init = {start}: there is no such file or folder"
-        hint = "name a pytorch_lora_weights.safetensors or its folder; `hf download` fetches published ones"
-        raise SettingsError(mistakes=[broken(message, "lora_init")], hint=hint)
+        mistakes.append(broken(message, "lora_init"))
+        hints.append("name a pytorch_lora_weights.safetensors or its folder; `hf download` fetches published ones")
+    if mistakes:
+        raise SettingsError(mistakes=mistakes, hint=hints[0])
 
 
 def check_context_parallel(settings: Settings) -> None:
@@ -134,9 +155,15 @@ def check_context_parallel(settings: Settings) -> None:
     check_heads(model.model_family, heads_of(preset, config), parallel)
 
 
-def check_sizes(settings: Settings) -> None:
-    """Raise SettingsError for sizes of buckets or of validation images that the family cannot train or sample."""
-    validation, family = settings.validation, settings.model.model_family
+def check_base(settings: Settings) -> None:
+    """Raise SettingsError for a base model that is not there, or is none of the family."""
+    check_path(settings.model)
+    check_folder(settings.model)
+
+
+def check_alignment(settings: Settings) -> None:
+    """Raise SettingsError for sizes of buckets that the family cannot train."""
+    family = settings.model.model_family
     alignment = settings.data.aspect_bucket_alignment
     multiple = image_multiple(settings.model)
     if alignment % multiple:
@@ -146,6 +173,11 @@ def check_sizes(settings: Settings) -> None:
         )
         hint = f"set aspect_bucket_alignment={max(1, round(alignment / multiple)) * multiple}"
         raise SettingsError(mistakes=[broken(message, "aspect_bucket_alignment")], hint=hint)
+
+
+def check_validation_sizes(settings: Settings) -> None:
+    """Raise SettingsError for sizes of validation images that the family cannot sample."""
+    validation = settings.validation
     check_shapes("validation_resolution", validation.validation_resolution, "validation_resolution", settings.model)
     if (frames := validation.validation_num_video_frames) is not None:
         check_frames("validation_num_video_frames", str(frames), frames, "validation_num_video_frames", settings.model)
@@ -227,6 +259,18 @@ def image_multiple(model: Model) -> int:
     preset = load_preset(model.model_family)
     # Of a user's own family only what its VAE does is known, which makes 1 of 8 px in all that are published.
     return preset.image_multiple if preset and model.model_family not in (model.model_families or {}) else 8
+
+
+CHECKS: dict[Callable[[Settings], None], tuple[str, ...]] = {
+    check_lora_loads: ("model_family", "model_flavour"),
+    check_export_format: ("model_family", "model_flavour"),
+    check_lora_files: ("model_family", "model_flavour"),
+    check_context_parallel: ("model_family", "model_flavour", "context_parallel_size"),
+    check_base: ("pretrained_model_name_or_path", "single_file_config"),
+    check_alignment: ("pretrained_model_name_or_path",),
+    check_validation_sizes: ("pretrained_model_name_or_path",),
+}
+"""Checks of a run's settings against its model, each with the settings whose places its sentence names."""
 
 
 def settings_without_effect(loaded: Loaded) -> Iterator[tuple[str, bool]]:
