@@ -18,7 +18,7 @@ from simpletuner.settings.showing.export import export
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
 ODD: dict[str, Any] = {
     "model_family": "sdxl",
-    "instance_data_dir": "pictures of `me`; $HOME/*",
+    "instance_data_dir": "pictures of `me`; $(HOME)/*",
     "instance_prompt": 'it\'s "a"\n\t\\n # \x07 \x85 Bär 火 ',
     "validation_prompt": ["--seed=3", "[a, b]", " true ", "none", "two\nlines\n"],
     "validation_negative_prompt": "",
