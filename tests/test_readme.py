@@ -26,7 +26,7 @@ def test_every_command_for_photos_can_start_a_run(tmp_path, monkeypatch, capsys)
         with pytest.raises(SystemExit):
             main(init)
         file = Path(f"{name}.toml")
-        text = re.sub(r"(?m)^instance_data_dir = .*$", 'instance_data_dir = "photos"', file.read_text())
+        text = file.read_text()
         # What `plan --apply` adds to it; the plan itself takes a minute.
         is_planned = any("--apply" in words for words in others)
         file.write_text(text + 'state_layout = "split"\n' * is_planned)

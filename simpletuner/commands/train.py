@@ -38,6 +38,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
         os.environ.update(variables)
         loaded = load_run(collect_sources(flags, config, os.environ))  # num_processes is what was started
     loaded.pass_on_variables(os.environ)  # first: CUDA_VISIBLE_DEVICES decides which GPUs there are
+    given = loaded
     # What started a rank has checked all this, or each rank does so as it goes.
     loaded = check_runnable(loaded) if is_rank(os.environ) else check_run(loaded)
     if json and not dry_run:
@@ -58,6 +59,8 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     start_run_log(source_of(loaded.settings.launch, launches))
     with lasting("stdout"):
         if launches:
+            # Ranks print the others: what only the datasets tell is known here.
+            Report().warn_all(loaded.warnings[len(check_runnable(given).warnings) :])
             launch_ranks(loaded, ["train", *as_arguments(flags, config)], loaded.settings.training.output_dir)
         else:
             train_rank(loaded)

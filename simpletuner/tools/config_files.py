@@ -62,10 +62,12 @@ def new_config(
     target: str = "config/config.toml",
     model_type: str = "",
     output_dir: str = "",
+    images: Path | None = None,
 ) -> NewConfig:
-    """Return a config file to start from, which will be `target`; `recipe` is a recipe's name or file.
+    """Return a config file to start from, which will be `target`; `recipe` is a name or file, `images` a folder.
 
-    Raises SettingsError for a family that cannot be trained, and for a recipe that is not known or not for it.
+    Raises SettingsError for a family that cannot be trained, for a recipe that is not known or not for it, and for a
+    folder beside a recipe that lists datasets.
     """
     found = find_recipe(recipe) if recipe else None
     if found and normalize_name(model_family) not in ("", found.model_family):
@@ -86,6 +88,11 @@ def new_config(
     flags = from_flags({name: value for name, value in given.items() if value})
     settings = checked([source_of(found), flags] if found else [flags])
     own = {"output_dir": output_dir or own_output_dir(target)}
+    if images is not None:
+        if found and found.datasets:
+            message = f"recipe {found.name} lists datasets, in place of instance_data_dir"
+            raise SettingsError(message, "leave it out, and set the folders in the list")
+        own["instance_data_dir"] = str(images)
     if found:
         return from_recipe(found, settings, target, own)
     notes = {}

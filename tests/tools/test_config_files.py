@@ -60,3 +60,11 @@ def test_a_lora_at_the_rate_of_a_full_run_is_said(tmp_path):
     for more in ({"learning_rate": "1e-4"}, {"learning_rate": "2e-5"}, {"model_type": "full"}):
         assert "usually trained" not in warnings(**more)
     assert "usually trained" not in warnings(optimizer="prodigy", learning_rate="1")
+
+
+def test_a_folder_of_images_is_written_into_the_file():
+    text = new_config("sdxl", "", "1", target="a.toml", images=Path("my photos")).text
+    assert 'instance_data_dir = "my photos"' in text
+    assert 'instance_data_dir = "photos"' in new_config("", "", "1", "sdxl-style", images=Path("photos")).text
+    with pytest.raises(SettingsError, match="lists datasets"):
+        new_config("", "", "1", "kontext-edit", images=Path("photos"))

@@ -153,20 +153,24 @@ def init(
             autocompletion=complete_recipe,
         ),
     ] = "",
+    instance_data_dir: Annotated[Path | None, path_option("--instance_data_dir", "Folder of images.")] = None,
     output: Annotated[Path, path_option("--output", "Where to write it.")] = Path("config/config.toml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a commented config file to start from."""
     from simpletuner.tools.config_files import new_config
 
-    new = new_config(model_family, model_flavour, num_processes, recipe, str(output), model_type)
+    new = new_config(
+        model_family, model_flavour, num_processes, recipe, str(output), model_type, images=instance_data_dir
+    )
     files = {output: new.text} | ({Path(new.datasets_file): new.datasets} if new.datasets else {})
     for path in files:
         refuse_overwriting(path, force)
     for path, text in files.items():
         save(path, text)
     images = f"the folders in {new.datasets_file}" if new.datasets else "instance_data_dir in it"
-    Report().say(f"{output} is written: set {images}, then `simpletuner train --config {output}`")
+    steps = "" if instance_data_dir else f"set {images}, then "
+    Report().say(f"{output} is written: {steps}`simpletuner train --config {output}`")
 
 
 def import_original(

@@ -167,7 +167,9 @@ def take_datasets(original: Original, loaded: Loaded, root: Path, new: Path | No
     if taken is None or loaded.settings.data.data_backend_config is None:
         return None
     folders = dict.fromkeys((root, original.file.parent, original.file.parent.parent))
-    file = first_existing(str(taken.given.value), folders)
+    named = str(taken.given.value)
+    # The original's own examples name config/examples/x.json, which lies in simpletuner/examples there.
+    file = first_existing(named, folders) or first_existing(Path(named).name, folders)
     if file is None:
         places = ", ".join(str(folder.absolute()) for folder in folders)
         message = f"{DATASETS} = {taken.given.value} ({taken.given.place}): there is no such file in {places}"

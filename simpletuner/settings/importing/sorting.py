@@ -220,5 +220,10 @@ def working_folder(file: Path) -> Path:
 
 
 def first_existing(name: str, folders: Iterable[Path]) -> Path | None:
-    paths = (folder / expand_path(name) for folder in folders)
+    """Return the first file of this path in one of the folders. Raises SettingsError for what can be no path."""
+    try:
+        path = expand_path(name)
+    except ValueError as error:
+        raise SettingsError(f"{name!r}: {error}", "correct that path") from None
+    paths = (folder / path for folder in folders)
     return next((path for path in paths if os.path.isfile(path)), None)  # noqa: PTH113 - as above

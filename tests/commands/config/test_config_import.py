@@ -342,3 +342,17 @@ def test_the_table_of_a_dataset_moves_with_it_and_keys_for_boxes_stay_behind(run
     }
     assert "parquet.bbox_column = 'f' (their/config/multidatabackend.json:" in err
     assert "dataset `b` is left out" in err
+
+
+def test_the_datasets_of_an_example_are_found_where_the_original_has_them(run, tmp_path):
+    """Its examples name config/examples/x.json, and come with simpletuner/examples/x.json."""
+    folder = tmp_path / "simpletuner" / "examples" / "sdxl"
+    folder.mkdir(parents=True)
+    (folder.parent / "x.json").write_text('[{"id": "a", "type": "local", "instance_data_dir": "datasets/a"}]')
+    names = {"--model_type": "lora", "--model_family": "sdxl", "--data_backend_config": "config/examples/x.json"}
+    (folder / "config.json").write_text(json.dumps(names))
+    code, out, err = run("config", "import", folder / "config.json")
+    assert code == 0 and "x.json" in out, err
+    (folder / "config.json").write_text(json.dumps({**names, "--data_backend_config": "$HERE/x.json"}))
+    code, _, err = run("config", "import", folder / "config.json")
+    assert code == 2 and "{env:HERE}" in err
