@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ from rich.filesize import decimal
 
 from simpletuner.commands.paths import path_option
 from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError
-from simpletuner.parallel.devices.devices import DEVICES, Device, device_by_driver_name, device_by_name
+from simpletuner.parallel.devices.devices import DEVICES, GIB, Device, device_by_driver_name, device_by_name
 from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
@@ -100,7 +100,10 @@ def device_of_this_machine(loaded: Loaded) -> Device | None:
 
     if loaded.settings.launch.use_cpu or not torch.cuda.is_available():
         return None
-    return device_by_driver_name(torch.cuda.get_device_name())
+    found = device_by_driver_name(torch.cuda.get_device_name())
+    # Cards of one name may have less: an RTX 3060 has 12 or 8 GB.
+    total_gib = torch.cuda.get_device_properties().total_memory / GIB
+    return found and replace(found, memory_gib=min(found.memory_gib, total_gib))
 
 
 def print_plan(proposal: Proposal, budget: MemoryBudget, device: Device | None, report: Report) -> None:

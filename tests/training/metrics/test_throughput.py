@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from simpletuner.data.batches.prefetch import Batch, StepBatch
 from simpletuner.data.sampler.batch_sampler import SamplerState
 from simpletuner.models.analysis.flops import FlopCounter
 from simpletuner.models.families.sdxl import SDXL
-from simpletuner.parallel.devices.devices import device_by_driver_name
+from simpletuner.parallel.devices.devices import DEVICES, device_by_driver_name
 from simpletuner.report import Report
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.training.metrics.throughput import Throughput, format_throughput
@@ -111,9 +112,23 @@ def test_a_family_that_cannot_be_counted_is_trained_all_the_same(sdxl, capsys):
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H200 NVL", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("Tesla T4", None),
+        ("NVIDIA GeForce RTX 3080 Ti", None),
+        ("Tesla T4", 65.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GeForce RTX 5090", 209.5),
     ],
 )
 def test_the_peak_of_a_device_is_known_by_its_whole_name(name, peak):
     found = device_by_driver_name(name)
     assert (found and found.peak_tflops) == peak
+
+
+def test_the_table_of_the_documentation_is_that_of_the_package():
+    for name, device in DEVICES.items():
+        numbers = device.peak_tflops, device.memory_gb_per_second, device.link_gb_per_second
+        tflops, rate, link = (f"{each:g}" for each in numbers)
+        assert f"| {name} | {tflops} | {device.memory_gib:.1f} | {rate} | {link} |" in Path("docs/plan.md").read_text()
+    # GeForce of one generation compute 512 operations per SM and clock: no typing error is off by more.
+    clocks = {"RTX-3090": 82 * 1.695, "RTX-4080": 76 * 2.505, "RTX-5080": 84 * 2.617, "RTX-5070": 48 * 2.512}
+    for name, billions in clocks.items():
+        assert DEVICES[name].peak_tflops == pytest.approx(billions * 512 / 1000, rel=0.005)
