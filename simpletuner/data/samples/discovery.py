@@ -20,7 +20,7 @@ from simpletuner.data.images.geometry import are_within_limits, is_enlarged_with
 from simpletuner.data.sampler.stable_choice import choose_by_name
 from simpletuner.data.samples.caption_lines import CaptionLines, find_lines
 from simpletuner.data.samples.conditioning_files import ASPECT_TOLERANCE, ConditioningFiles
-from simpletuner.data.samples.file_remarks import captions_found
+from simpletuner.data.samples.file_remarks import captions_found, phrases_found
 from simpletuner.data.samples.formats_read import formats_read, frames_hint
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.samples.sizes import sizes_of
@@ -245,7 +245,7 @@ def uncaptioned_error(scan: Scan, names: Sequence[str]) -> DataError:
         return no_row_error(scan)
     where = {"filename": "the file name", "textfile": "a .txt file of the same name"}
     table = f"the table {dataset.parquet.path}" if dataset.parquet else ""
-    beside = "".join(f"\n{said}" for said in captions_found(scan.others))
+    beside = "".join(f"\n{said}" for said in (*captions_found(scan.others), *phrases_found(scan.others)))
     return DataError(
         f"dataset `{dataset.id}`: {count_noun(len(names), dataset.noun)} without a caption in "
         f"{where.get(dataset.caption_strategy, table)}:{format_names(names)}{beside}",
@@ -282,7 +282,7 @@ def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
         "not read": found.not_read.total(),
     }
     left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
-    beside = captions_found(scan.others)
+    beside = [*captions_found(scan.others), *phrases_found(scan.others)]
     if found.skipped and not found.broken and not found.unwanted:
         return DataError(
             f"dataset `{scan.dataset.id}`: no usable {scan.dataset.noun} in {scan.storage.describe()} ({left_out})",

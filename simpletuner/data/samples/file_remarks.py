@@ -118,6 +118,13 @@ def captions_found(others: OtherFiles) -> list[str]:
     return said + [table_phrase(address, columns) for address, columns in others.caption_tables.items()]
 
 
+def phrases_found(others: OtherFiles) -> list[str]:
+    """Return a phrase about folders whose names have the captions for sd-scripts."""
+    first = next(iter(others.by_others.get(REPEATS, ())), "").rstrip("/")
+    advice = "`simpletuner dataset check` prints the entries of a dataset file that say the same"
+    return [f"{first} has repeats and a phrase in its name, as sd-scripts reads it: {advice}"] if first else []
+
+
 def table_phrase(address: str, columns: Sequence[str]) -> str:
     """Return how the captions of a table are read."""
     if not columns and not address.lower().endswith(".parquet"):

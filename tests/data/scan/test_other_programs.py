@@ -84,6 +84,9 @@ def test_what_means_something_to_other_trainers_is_named_with_the_datasets_that_
     assert '"repeats"' not in said["class images"]
     assert "3 images that are masks" in said["masks"] and '"conditioning_type": "mask"' in said["masks"]
 
+    with pytest.raises(DataError, match="img/20_ohwx dog has repeats and a phrase in its name"):
+        found_in(tmp_path / "root")
+
     own = found_in(tmp_path / "10_sks cat", "a.png", **FILENAME)
     assert "10 repeats and the phrase `sks cat`" in remarks(own)["repeats"]
     assert not remarks(found_in(tmp_path / "10_sks cat", repeats=9, **FILENAME))
