@@ -180,10 +180,12 @@ HINTS = {
 OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|std::bad_alloc|failed to allocate|unable to mmap|os error 12\)"
     # The loader of shared libraries; with a reason behind it, the reason is another one (a folder mounted noexec).
-    r"|failed to map segment from shared object$",
+    r"|failed to map segment from shared object$"
+    r"|can't start new thread|could not create a primitive$",
     re.IGNORECASE,
 )
-"""Messages of torch's CPU allocator, C++, NumPy, torch's storages and Rust when the machine's memory is used up."""
+"""Messages of torch's CPU allocator, C++, NumPy, torch's storages, Rust, Python's threads, each of which has a stack,
+and oneDNN when the machine's memory is used up."""
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 """Errno in exceptions of safetensors and tokenizers, which do not raise OSError."""
 
@@ -279,8 +281,8 @@ def explain_import_error(error: ImportError) -> EnvironmentNotReady | None:
 def out_of_memory() -> EnvironmentNotReady:
     return EnvironmentNotReady(
         "out of memory: this process got no more of the machine's memory, or of what a limit leaves it",
-        "see `free -h`, `ulimit -v` and the container's limit; fewer ranks per machine, a smaller train_batch_size or "
-        "less offloading need less, and `simpletuner plan` shows how much",
+        "see `free -h`, `ulimit -v`, `ulimit -u` and the container's limits; fewer ranks per machine, a smaller "
+        "train_batch_size or less offloading need less, and `simpletuner plan` shows how much",
     )
 
 

@@ -41,6 +41,17 @@ for call in (decode, tensor, mapping, library, reading):
 """
 
 
+@pytest.mark.parametrize("message", ["can't start new thread", "could not create a primitive"])
+def test_what_a_limit_of_threads_or_memory_makes_of_other_calls_is_no_bug(message):
+    """The first is hidden by multiprocessing's pools, whose cleaning up fails in turn."""
+    with pytest.raises(EnvironmentNotReady, match="out of memory") as caught, explain_system_errors():
+        try:
+            raise RuntimeError(message)
+        finally:
+            raise AttributeError("'DummyProcess' object has no attribute 'terminate'")
+    assert "ulimit -u" in caught.value.hint
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
 def test_a_limit_of_memory_is_called_memory_whatever_a_library_calls_it(tmp_path):
     AutoencoderKL = pytest.importorskip("diffusers").AutoencoderKL  # noqa: N806

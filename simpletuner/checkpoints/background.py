@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.shards import TensorGroup
 from simpletuner.parallel.devices.host_buffer import HostBuffer
 from simpletuner.parallel.world import World
+from simpletuner.system.processes.threads import in_daemon
 
 
 class HostCopies:
@@ -45,7 +46,7 @@ class BackgroundSaver:
     def __init__(self, world: World) -> None:
         """Collective."""
         self.world, self.copies = world.for_thread(), HostCopies()
-        self.running: AsyncResult[Path] | None = None
+        self.running: Future[Path] | None = None
 
     def start(self, snapshot: Snapshot, save: Callable[[Snapshot, World], Path]) -> None:
         """Copy what a snapshot holds, and begin to save the copy. Collective. `wait` must have returned before."""
@@ -56,24 +57,22 @@ class BackgroundSaver:
             torch.cuda.synchronize(self.world.device)
         # In the thread a group is only looked up: engines may use the weights again as soon as this returns.
         groups = {name: partial(copied.__getitem__, name) for name in copied}
-        pool = ThreadPool(1)  # its thread ends with the process, as in verification.py
-        self.running = pool.apply_async(save, (replace(snapshot, groups=groups), self.world))
-        pool.close()  # no more is to come
+        self.running = in_daemon(partial(save, replace(snapshot, groups=groups), self.world), "saving")
 
     @property
     def has_failed(self) -> bool:
-        return self.running is not None and self.running.ready() and not self.running.successful()
+        return self.running is not None and self.running.done() and self.running.exception() is not None
 
     def wait(self) -> None:
         """Wait until the snapshot is saved. Raises what its thread raised, once."""
         running, self.running = self.running, None
         if running is not None:
-            running.get()
+            running.result()
 
     def close(self) -> None:
         """Wait without raising: what ended the run is the error to report."""
         if self.running is not None:
-            self.running.wait()
+            wait([self.running])
         self.copies.release()
         with suppress(dist.DistError, RuntimeError):  # other ranks may be gone
             dist.destroy_process_group(self.world.group)

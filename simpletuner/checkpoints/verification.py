@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +15,7 @@ from simpletuner.checkpoints.layout import Checkpoint, all_damaged_error, find_r
 from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
 from simpletuner.parallel.world import World
 from simpletuner.system.files.checksums import file_checksum
+from simpletuner.system.processes.threads import map_in_daemons
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Checksums:
         """Collective: return all of them. Raises EnvironmentNotReady on all ranks when one cannot read a file."""
         found, problem = {}, ""
         try:
-            found = dict(self.found.get())
+            found = dict(self.found())
         except OSError as error:
             problem = f"cannot read {error.filename}: {error.strerror}"
         answers = [json.loads(text) for text in self.world.gather_texts(json.dumps([problem, found]))]
@@ -43,14 +43,10 @@ class Checksums:
         return {name: value for _, part in answers for name, value in part.items()}
 
 
-def in_background(function: Callable[[str], T], names: list[str], world: World) -> AsyncResult[list[T]]:
+def in_background(function: Callable[[str], T], names: list[str], world: World) -> Callable[[], list[T]]:
     """Call a function with every name of this rank's share, in threads that end with the process."""
-    # Not ThreadPoolExecutor: the interpreter would wait for its threads when a run ends early.
-    pool = ThreadPool(THREADS)
     # One by one: files differ in size, and a thread must not be left with several large ones.
-    results = pool.map_async(function, names[world.rank :: world.size], chunksize=1)
-    pool.close()  # no more is to come
-    return results
+    return map_in_daemons(function, names[world.rank :: world.size], THREADS)
 
 
 def compute_checksums(folder: Path, world: World, known: Mapping[str, str]) -> dict[str, str]:
@@ -84,7 +80,7 @@ class Verification:
 
     def wait(self) -> None:
         """Collective: wait until all files are compared. Raises CheckpointDamaged on all ranks."""
-        problem = next(filter(None, self.problems.get()), "")
+        problem = next(filter(None, self.problems()), "")
         if found := next(filter(None, self.world.gather_texts(problem)), ""):
             raise CheckpointDamaged(self.checkpoint.folder, found)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from multiprocessing.pool import AsyncResult, ThreadPool
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.optimizer_state import NamedTensors, Read
 from simpletuner.private_api import of_torch
 from simpletuner.settings.declared.sections import Ema, Validation
+from simpletuner.system.processes.threads import in_daemon
 
 VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained", "ema")}
 """Sets of weights to evaluate, by the setting ema_validation."""
@@ -132,7 +134,7 @@ class DelayedAverage:
         self.averages, self.stream = averages, stream
         self.copies = HostBuffer(averages, page_locked=stream is not None).views
         self.copied: Any = None  # an event of torch.cuda, whose stubs disagree about its type
-        self.running: AsyncResult[None] | None = None
+        self.running: Future[None] | None = None
 
     def begin(self, local_shards: Callable[[], Iterable[tuple[str, Tensor]]], weight: float) -> None:
         """Begin to copy the weights as they are after the kernels queued so far, and to average the copy."""
@@ -150,11 +152,7 @@ class DelayedAverage:
                 # one that sleeps, not `record_event()`, with which the thread would take a core until the step is over
                 self.copied = torch.cuda.Event(blocking=True)
                 self.copied.record()
-        # Threads of a ThreadPool are daemons: a run that ends early does not wait for them, as it would for
-        # those of ThreadPoolExecutor. One per update, closed at once, leaves nothing to shut down.
-        pool = ThreadPool(1)
-        self.running = pool.apply_async(self._average, (self.copied, weight))
-        pool.close()
+        self.running = in_daemon(partial(self._average, self.copied, weight), "ema")
 
     @torch.no_grad()
     def _average(self, copied: Any, weight: float) -> None:
@@ -171,7 +169,7 @@ class DelayedAverage:
     def finish(self) -> None:
         running, self.running = self.running, None
         if running is not None:
-            running.get()
+            running.result()
 
 
 def evaluated_variants(ema: EMA | None, validation: Validation) -> tuple[str, ...]:

@@ -71,6 +71,7 @@ POST = (
     *("/runs/queue/add", "/runs/queue/remove", "/runs/queue/move"),
     *("/datasets/caption", "/datasets/undo", "/datasets/stop"),
     *("/runs/checkpoints/delete", "/runs/checkpoints/export"),
+    *("/plan", "/datasets/check", "/blocks/detect"),  # these start processes
 )
 NAMES = (
     *("file", "target", "view", "q", "checksum", "to", "all", "kind", "template", "template_name", "replace"),
@@ -107,7 +108,7 @@ FILES = (
     *("out", "out", "out/validation", "trained-00.png", "../../../secret.toml"),
     *("odd/images", "odd/images", *(f"odd/fifo-{number}" for number in range(10))),
     *(f"trained-{number:02d}.png" for number in range(1, 9)),
-    *("pictures.toml", "pictures.toml", "pictures", "pictures", "a.png", "link.png", PICTURE),
+    *("pictures.toml", "pictures.toml", "pictures", "pictures", "a.png", "link.png", "latin.png", PICTURE),
     *("broken.toml", MARKUP.replace("/", "") + ".toml"),
 )
 ODD = (
@@ -177,6 +178,8 @@ def write_dataset(folder: Path, outside: Path) -> None:
     for name in ("a.png", PICTURE):
         Image.new("RGB", (64, 64)).save(pictures / name)
         (pictures / name).with_suffix(".txt").write_text(MARKUP)
+    Image.new("RGB", (64, 64)).save(pictures / "latin.png")
+    (pictures / "latin.txt").write_bytes("größe".encode("latin-1"))
     Image.new("RGB", (64, 64)).save(outside / "outside.png")
     (pictures / "link.png").symlink_to(outside / "outside.png")
     (pictures / "link.txt").symlink_to(outside / "secret.toml")

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "campaigns"))
 
 from bucket import BUCKET_KINDS, BucketCampaign
 from buckets_here import bucket_server
+from conditions import Conditions
 from damage import FAMILIES, SCENES, Damage
 from fuzz import Fuzz
 from kills import FIXTURES, Campaign
@@ -32,6 +33,14 @@ def test_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(kind, star
     campaign = Campaign(starter, base, tmp_path, RUNS[kind], seed=4, steps=4, victims=victims)
     campaign.run(kills := max(2, RUNS[kind].least))
     assert campaign.problems == [] and campaign.killed.total() == kills
+
+
+@pytest.mark.parametrize("condition", ["full disk", "no inodes", "no shared memory", "locked home"])
+def test_runs_on_poor_machines_say_what_is_missing_and_go_on_where_they_are(condition, starter, tmpfs, tmp_path):
+    tmpfs("size=1m")  # skips where nothing can be mounted
+    trial = Conditions(Campaign(starter, FIXTURES["images"](tmp_path, starter), tmp_path, RUNS["one"], steps=2))
+    trial.run(condition, seed=1)
+    assert trial.problems == [] and trial.answers.total() == 1
 
 
 @pytest.mark.long

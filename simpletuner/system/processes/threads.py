@@ -1,9 +1,14 @@
-"""Work in threads: a stream of items, few at a time, blocks of columns side by side, or one call after another."""
+"""Work in threads: a stream of items, few at a time, blocks of columns side by side, or one call after another.
+
+None are those of multiprocessing's ThreadPool, whose semaphores need /dev/shm.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -39,6 +44,45 @@ def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> lis
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def in_daemon(call: Callable[[], Result], name: str) -> Future[Result]:
+    """Make a call in a thread that ends with the process: for those of ThreadPoolExecutor, a run that ends early would
+    wait."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def map_in_daemons(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Callable[[], list[Result]]:
+    """Begin to work on all items, one by one, and return what waits for the results, in order.
+
+    That raises an error of the work.
+    """
+    left = deque(enumerate(items))
+
+    def take() -> list[tuple[int, Result]]:
+        found: list[tuple[int, Result]] = []
+        while left:
+            try:
+                index, item = left.popleft()
+            except IndexError:  # another thread has taken the last one
+                break
+            found.append((index, work(item)))
+        return found
+
+    futures = [in_daemon(take, "items") for _ in range(min(threads, len(items)))]
+    return lambda: [
+        result
+        for _, result in sorted((each for future in futures for each in future.result()), key=lambda pair: pair[0])
+    ]
 
 
 class SerialWorker:
