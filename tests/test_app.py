@@ -94,7 +94,9 @@ def test_each_program_calls_itself_by_its_own_name(tmp_path, program):
     ],
 )
 def test_every_way_to_start_training_explains_every_setting(tmp_path, command):
-    done = start(*command, "--help", folder=tmp_path)
+    short = start(*command, "--help", folder=tmp_path).stdout
+    assert "--instance_data_dir " in short and "--help-all" in short and len(short.splitlines()) < 150
+    done = start(*command, "--help-all", folder=tmp_path)
     assert done.returncode == 0
     assert done.stderr == ""
     assert "--config" in done.stdout

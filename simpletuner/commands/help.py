@@ -7,25 +7,50 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from simpletuner.settings.declared.sections import setting_fields
+
 OWN = "Options"
 DEBUG = ("--debug", "Show the whole traceback of an error.")
 """Taken off the command line before Typer parses it."""
 
 
+ALL = "simpletuner.all_settings"
+"""Key of a context in which each setting is listed."""
+HELP_ALL = ("--help-all", f"Show all {len(setting_fields())} settings.")
+EXAMPLE = (
+    "Example: simpletuner config init --recipe=sdxl-style --instance_data_dir=photos --output=photos.toml, then "
+    "simpletuner train --config=photos.toml"
+)
+
+
 class SettingsCommand(TyperCommand):
-    """A command whose settings are listed by section."""
+    """A command whose settings are listed by section; of `train` those that `config init` writes, and an example."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        is_short = self.name == "train" and not ctx.meta.get(ALL)
+        few = essential_settings() if is_short else setting_fields()
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], OWN: []}
         for parameter in self.get_params(ctx):
+            if parameter.name in setting_fields() and parameter.name not in few:
+                continue
             if (record := parameter.get_help_record(ctx)) is not None:
                 name = "Arguments" if parameter.param_type_name == "argument" else section_of(parameter)
                 sections.setdefault(name, []).append(record)
-        sections[OWN].append(DEBUG)
+        sections[OWN] += [HELP_ALL, DEBUG] if is_short else [DEBUG]
         for name, records in sections.items():
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)
+        if is_short:
+            formatter.write_paragraph()
+            formatter.write_text(EXAMPLE)
+
+
+def essential_settings() -> set[str]:
+    """Return the settings that a file of `config init` has."""
+    from simpletuner.settings.showing.scaffold import GROUPS  # tomli_w, which only this help needs
+
+    return {name for names in GROUPS.values() for name in names} | {"data_backend_config"}
 
 
 def section_of(parameter: Any) -> str:
@@ -35,6 +60,7 @@ def section_of(parameter: Any) -> str:
 def show_all(context: typer.Context, wanted: bool) -> None:
     """Print the help with all settings, and exit."""
     if wanted:
+        context.meta[ALL] = True
         for parameter in context.command.params:
             if isinstance(parameter, TyperOption):
                 parameter.hidden = False

@@ -61,7 +61,7 @@ class InvalidSettings(SettingsError):
         hint: str = "",
     ) -> None:
         hints = (
-            "`--help` lists every setting" if each.message == UNKNOWN else each.hint * isinstance(each, BrokenRule)
+            "`--help-all` lists every setting" if each.message == UNKNOWN else each.hint * isinstance(each, BrokenRule)
             for each in mistakes
         )
         super().__init__(hint=hint or next(filter(None, hints), ""), mistakes=mistakes)
