@@ -69,7 +69,9 @@ def as_time(seconds: float) -> Markup:
 
 def render(template: str, /, **values: Any) -> str:
     """Return the text of a template; names end in `.html.jinja`, which is left out here."""
-    return environment().get_template(f"{template}.html.jinja").render(values)
+    text = environment().get_template(f"{template}.html.jinja").render(values)
+    # File names and captions that are no UTF-8 have lone surrogates, which no answer can hold.
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def respond(

@@ -6,6 +6,7 @@ wrong, the text that somebody has replaced is in it.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import time
@@ -34,6 +35,11 @@ class CaptionEdit:
     time: float = 0.0
     id: str = ""
 
+    @property
+    def shown(self) -> tuple[str, str]:
+        """The texts before and after, to be read: those of UTF-16 as such, other bytes that are no UTF-8 replaced."""
+        return shown_text(self.before), shown_text(self.after)
+
 
 def journal_path() -> Path:
     return user_home() / "caption_edits.jsonl"
@@ -46,6 +52,12 @@ def as_text(content: bytes | None) -> str | None:
 
 def as_bytes(text: str | None) -> bytes | None:
     return None if text is None else text.encode("utf-8", "surrogateescape")
+
+
+def shown_text(text: str | None) -> str:
+    content = as_bytes(text) or b""
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if is_utf16 else "utf-8-sig", "replace").replace("\0", "\ufffd")
 
 
 def record(path: Path, image: str, before: bytes | None, after: bytes | None) -> CaptionEdit:

@@ -21,6 +21,9 @@ from simpletuner.system.files.cache_files import user_home
 from simpletuner.system.files.locks import exclusive_lock
 from simpletuner.system.files.regular_files import read_file
 
+ASIDE = ".unread"
+"""The end of the name of a file that could not be read."""
+
 
 class EntryState(StrEnum):
     """State of an entry; one whose run has reached its output folder and ended is no longer there."""
@@ -86,21 +89,42 @@ class QueueFile:
         return cls(user_home() / "queue" / f"{socket.gethostname()}.json")
 
     def read(self) -> list[QueueEntry]:
-        """Return the entries; none where the file is missing or damaged. Raises OSError where it cannot be read."""
+        """Return the entries; none where there is no file, or one that cannot be read, which `edited` moves aside."""
+        return self._parsed() or []
+
+    def _parsed(self) -> list[QueueEntry] | None:
+        """Return the entries; None for what is damaged, of another version, or no file."""
         try:
             return adapter().validate_json(read_file(self.path))
-        except (FileNotFoundError, ValidationError):
+        except FileNotFoundError:
             return []
+        except (OSError, ValidationError):
+            return None
 
     @contextmanager
     def edited(self) -> Iterator[list[QueueEntry]]:
-        """Yield the entries to change; they are written at the end, and nobody else changes them meanwhile."""
+        """Yield the entries to change; they are written at the end, and nobody else changes them meanwhile.
+
+        What cannot be read is moved aside first: runs that wait in a file of a newer version would be lost.
+        """
         with exclusive_lock(self.path.with_suffix(".lock")):
-            entries = self.read()
+            entries = self._parsed()
+            if entries is None:
+                self.path.rename(self.path.with_name(f"{self.path.name}.{time.time_ns()}{ASIDE}"))
+            entries = entries or []
             before = list(entries)
             yield entries
             if entries != before:
                 write_json(self.path, [asdict(each) for each in entries])
+
+    def warning(self) -> str:
+        """Return where entries are that could not be read; empty where there are none."""
+        aside = sorted(self.path.parent.glob(f"{self.path.name}.*{ASIDE}"))
+        if aside:
+            return f"a queue that could not be read is set aside as {aside[-1]}; remove it once nothing in it is missed"
+        if self._parsed() is None:
+            return f"{self.path} cannot be read, or is of another version: it is set aside at the next change"
+        return ""
 
     def lock_of_place(self, place: str) -> Path:
         """Return the file that the page holds locked which starts what was added for these folders."""

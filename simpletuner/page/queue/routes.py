@@ -24,7 +24,14 @@ def queue_fragment(request: Request) -> Fragment:
     queue, folders = queue_of(request), folders_of(request)
     entries = queue.shown()
     names = {each.id: folders.shown(Path(each.file)) for each in entries}
-    return made("queue", queue=queue, entries=entries, names=names, free=queue.free(queue.file.read()))
+    return made(
+        "queue",
+        queue=queue,
+        warning=queue.file.warning(),
+        entries=entries,
+        names=names,
+        free=queue.free(queue.file.read()),
+    )
 
 
 def add(request: Request) -> Response:

@@ -56,6 +56,10 @@ def read_entries(path: Path, environment: Mapping[str, str] = os.environ) -> lis
         return parse_entries(path, read_text(path), environment)
 
 
+MAX_NAMES = 2_000
+"""Six times as many as there are settings: looking for the known name nearest to one takes a millisecond."""
+
+
 def parse_entries(path: Path, text: str, environment: Mapping[str, str] = os.environ) -> list[FileEntry]:
     """Parse the text of the file at `path`, which may not be there yet, or not any more.
 
@@ -63,6 +67,8 @@ def parse_entries(path: Path, text: str, environment: Mapping[str, str] = os.env
     """
     with explain_parsing(path, "check the path", "correct that value"):
         entries = list(format_of(path, environment)(text))
+        if len(entries) > MAX_NAMES:
+            raise NotParsed(entries[MAX_NAMES].line, f"a file of settings has at most {MAX_NAMES:,} names")
         for entry in entries:
             check_depth(entry.value)
         return entries

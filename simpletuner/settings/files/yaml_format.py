@@ -12,7 +12,7 @@ from yaml.reader import Reader
 from simpletuner.settings.files.file_entries import MAX_DEPTH, TOO_DEEP, FileEntry, NotParsed, NotSettings
 
 # Aliases of aliases make billions of values out of a few lines ("billion laughs").
-MAX_NODES = 1_000_000
+MAX_NODES = 300_000
 """Names and values of a file with its aliases written out."""
 MERGE = "tag:yaml.org,2002:merge"
 NUMBER = re.compile(r"[-+]?(0|[1-9]\d*|0x[0-9a-fA-F]+|(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\.(inf|Inf|INF)|\.(nan|NaN|NAN))")
@@ -84,9 +84,11 @@ def check_size(node: yaml.MappingNode) -> None:
     """Raise NotParsed where aliases multiply, and for a duplicate key below the first level."""
     # By id, which no other node can take over: all of them live as long as the tree.
     known: dict[int, Extent] = {id(node): Extent(1, 0)}
+    total = 0  # thousands of values may each merge the same thousands of names
     for key, value in node.value:
         extent = measure(value, known)
-        if extent.nodes > MAX_NODES:
+        total += extent.nodes
+        if total > MAX_NODES:
             message = f"with its aliases written out it has more than {MAX_NODES:,} names and values"
             raise NotParsed(line_of(key), message)
         if extent.depth > MAX_DEPTH:

@@ -15,7 +15,7 @@ from patience import PATIENCE
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.files.env_format import env_entries
-from simpletuner.settings.files.formats import read_entries
+from simpletuner.settings.files.formats import parse_entries, read_entries
 from simpletuner.settings.showing.command_lines import quoted
 
 BASH = ("bash", "--noprofile", "--norc")
@@ -249,3 +249,19 @@ def test_names_inside_a_value_have_their_lines(tmp_path, name, text):
     first, second = read_entries(path)
     assert (first.line, first.inner_lines) == (1, {})
     assert (second.line, second.inner_lines) == (2, {"c": 4, "d": 5})
+
+
+@pytest.mark.parametrize("suffix", [".json", ".yaml", ".toml", ".env"])
+def test_a_file_of_very_many_names_is_refused_before_each_is_looked_up(suffix: str):
+    lines = {".json": '"n{0}": 1', ".yaml": "n{0}: 1", ".toml": "n{0} = 1", ".env": "N{0}=1"}[suffix]
+    rows = [lines.format(number) for number in range(100_000)]
+    text = "{" + ",\n".join(rows) + "}" if suffix == ".json" else "\n".join(rows)
+    with pytest.raises(SettingsError, match="a file of settings has at most 2,000 names"):
+        parse_entries(Path(f"run{suffix}"), text)
+
+
+def test_merges_that_multiply_are_refused():
+    names = ", ".join(f"n{number}: {number}" for number in range(500))
+    text = f"a: &a {{{names}}}\n" + "".join(f"b{number}:\n  <<: [*a, *a, *a, *a]\n" for number in range(1900))
+    with pytest.raises(SettingsError, match="with its aliases written out it has more than 300,000 names"):
+        parse_entries(Path("run.yaml"), text)
