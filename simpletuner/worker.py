@@ -55,11 +55,13 @@ from simpletuner.training.publishing.model_card import write_card
 from simpletuner.training.publishing.notifier import Notifier, open_notifier
 from simpletuner.training.run_folder.data_listing import record_data_of
 from simpletuner.training.run_folder.data_position import refuse_other_order, resume_point
+from simpletuner.training.run_folder.disk_room import check_room
 from simpletuner.training.run_folder.output_dir import (
     accept_start,
     export,
     export_single_files,
     exported_steps,
+    on_first_rank,
     open_output_dir,
     pipelines_of,
     restore_from_bucket,
@@ -205,6 +207,9 @@ def train(
     check_export(family, pipelines_of(session.settings))
     wait_for_base_checksums = start_base_checksums(session.world, family, checkpoint)
     check_engine(session, family)
+    start = int(checkpoint.state["step"]) if checkpoint is not None else 0
+    last = resume_point(session.settings, plan, checkpoint)[0].max_steps
+    on_first_rank(session, lambda: check_room(session, plan, family, start, last))
     if checkpoint is not None:
         check_fits(checkpoint, family, session.world, verification)
     prepared = prepare(session, plan, family, writers, sampled)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.filesize import decimal
 
+from simpletuner.checkpoints.layout import list_checkpoints, parse_step
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.devices.memory import FLOAT32_BYTES
 from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings.declared.sections import Settings
@@ -52,6 +56,54 @@ def estimate_disk_usage(
     pipeline = files * FLOAT32_BYTES * weights.num_saved + copied_bytes * (settings.model.model_type == "full")
     each = checkpoint_bytes(settings, weights)
     return DiskUsage(weights.num_parameters, origin, checkpoints, each, 1 + settings.ema.use_ema, pipeline)
+
+
+@dataclass(frozen=True)
+class DiskRoom:
+    """Space of a run's folder against what the run has yet to write there."""
+
+    output: Path
+    usage: DiskUsage
+    free_bytes: int | None
+    """None where the file system does not say, as some that mount a bucket."""
+    need_bytes: int
+    fitting_limit: int
+    """The largest checkpoints_total_limit below the present one with which it fits; 0 where none does."""
+
+    @property
+    def problem(self) -> EnvironmentNotReady | None:
+        """The error of a run that does not fit; None for enough or unknown space."""
+        if self.free_bytes is None or self.need_bytes <= self.free_bytes:
+            return None
+        said = f"{self.output} has {decimal(self.free_bytes)} free, and this run has yet to write "
+        said += f"{decimal(self.need_bytes)} there: at most {self.usage.parts}"
+        room = "make room, or give another output_dir"
+        fewer = f"--checkpoints_total_limit={self.fitting_limit} fits; or {room}" if self.fitting_limit else room
+        return EnvironmentNotReady(said, fewer)
+
+
+def room_of(settings: Settings, usage: DiskUsage, step: int, steps: int | None) -> DiskRoom:
+    """Compare the space of output_dir with what a run from `step` to `steps` writes there beside what it has."""
+    output, limit = settings.training.output_dir, settings.checkpoints.checkpoints_total_limit
+    nearest = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    state = os.statvfs(nearest)
+    # f_bavail, since f_bfree also counts the blocks that are reserved for root.
+    free = state.f_bavail * state.f_frsize if state.f_blocks else None
+    needs = [bytes_to_write(settings, usage, kept, step, steps) for kept in range(1, limit + 1)]
+    fitting = sum(need <= (free or 0) for need in needs[:-1])
+    return DiskRoom(output, usage, free, needs[-1], fitting)
+
+
+def bytes_to_write(settings: Settings, usage: DiskUsage, limit: int, step: int, steps: int | None) -> int:
+    """Return by how many bytes the folder of a run grows at most. One checkpoint more than `limit` is there while it is
+    written, and pipelines are written beside the checkpoints that are kept, and beside those that they replace."""
+    output, interval = settings.training.output_dir, settings.checkpoints.checkpoint_step_interval
+    present = sum(parse_step(path) <= step for path in list_checkpoints(output / "checkpoints"))
+    # The last step has a checkpoint, too.
+    to_come = math.ceil(steps / interval) - step // interval if steps is not None else limit + 1
+    most, kept = min(limit + 1, present + to_come), min(limit, present + to_come)
+    exported = usage.pipelines * usage.pipeline_bytes * (1 + settings.checkpoints.export_single_file)
+    return max(0, (most - present) * usage.checkpoint_bytes, (kept - present) * usage.checkpoint_bytes + exported)
 
 
 def checkpoint_bytes(settings: Settings, weights: TrainedWeights) -> int:

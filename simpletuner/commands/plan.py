@@ -13,7 +13,7 @@ import typer
 from rich.filesize import decimal
 
 from simpletuner.commands.paths import path_option
-from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError
+from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError, SimpleTunerError
 from simpletuner.parallel.devices.devices import DEVICES, GIB, Device, device_by_driver_name, device_by_name
 from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.report import Report
@@ -85,6 +85,9 @@ def plan(
         report.json(as_dict(proposal, budget, device))
     else:
         print_plan(proposal, budget, device, report)
+    # No error: a plan is often made on another machine than the run's.
+    if proposal.plan.room is not None and (lack := proposal.plan.room.problem) is not None:
+        report.warn(lack.message, lack.hint)
     if apply is not None:
         write_settings(apply, proposal.settings, report)
     # After the tables: who is refused needs the numbers most.
@@ -162,6 +165,9 @@ def summary(plan: RunPlan, budget: MemoryBudget, device: Device | None) -> Itera
             duration = timedelta(seconds=round(plan.steps * plan.step_seconds))
             yield "run", f"{duration} for {count_noun(plan.steps, 'step')}"
     yield "disk", f"{decimal(plan.disk.total_bytes)} at most: {plan.disk.parts}"
+    if plan.room is not None and plan.room.free_bytes is not None:
+        lack = "no: " * (plan.room.problem is not None)
+        yield "free there", f"{lack}{decimal(plan.room.free_bytes)}, of which it takes {decimal(plan.room.need_bytes)}"
 
 
 def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> dict[str, Any]:
@@ -187,10 +193,17 @@ def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> 
         "steps": plan.steps,
         "checkpoint_bytes": plan.disk.checkpoint_bytes,
         "disk_bytes": plan.disk.total_bytes,
+        "disk_free_bytes": plan.room and plan.room.free_bytes,
+        "disk_need_bytes": plan.room and plan.room.need_bytes,
+        "disk_problem": problem_of(plan.room.problem if plan.room is not None else None),
         "settings": proposal.settings,
         "reasons": proposal.reasons,
-        "problem": proposal.problem and {"message": proposal.problem.message, "hint": proposal.problem.hint},
+        "problem": problem_of(proposal.problem),
     }
+
+
+def problem_of(error: SimpleTunerError | None) -> dict[str, str] | None:
+    return error and {"message": error.message, "hint": error.hint}
 
 
 def write_settings(file: Path, values: Mapping[str, Any], report: Report) -> None:

@@ -147,14 +147,20 @@ class Guard:
         if not is_known:
             return self.refuse(request, 401, NO_TOKEN if token is None else USED_TOKEN)
         if request.method not in SAFE_METHODS and not self.is_from_here(request):
-            return self.refuse(request, 403, FOREIGN)
+            refusal = self.refuse(request, 403, FOREIGN)
+            if has_own_origin(request):  # a tab from before the server's last start: its script asks again with this
+                refusal.headers[CSRF_HEADER] = self.secrets.csrf
+            return refusal
         return None
 
     def is_from_here(self, request: Request) -> bool:
         """Return whether a request that changes something was sent by a script of this page."""
-        origin = request.headers.get("origin", "")
-        has_token = is_same(request.headers.get(CSRF_HEADER, ""), self.secrets.csrf)
-        return has_token and origin.partition("://")[2] == request.headers["host"]
+        return has_own_origin(request) and is_same(request.headers.get(CSRF_HEADER, ""), self.secrets.csrf)
+
+
+def has_own_origin(request: Request) -> bool:
+    """Return whether a browser says that a script of this page sends a request; no script of another site can."""
+    return request.headers.get("origin", "").partition("://")[2] == request.headers["host"]
 
 
 async def read_body(receive: Receive) -> bytes | None:

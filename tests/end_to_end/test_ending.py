@@ -13,7 +13,9 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -22,7 +24,7 @@ from conftest import SMALL
 from flags import last_wins
 from patience import PATIENCE
 
-from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
+from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint, parse_step
 from simpletuner.system.processes.run_status import STATUS, read_status
 
 LAUNCHED: list[subprocess.Popen] = []
@@ -293,22 +295,39 @@ def small_disk(tmpfs):
 def test_a_full_disk_leaves_the_older_checkpoint_and_a_sentence(form, sdxl_flags, train, small_disk, tmp_path):
     output = small_disk / "run"
     flags = (*sdxl_flags, "--train_batch_size=2", "--fsdp_enable", f"--fsdp_state_dict_type={form}")
-    flags = (*flags, "--checkpoint_step_interval=2", "--max_train_steps=6")
-    (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 22_000_000))
-    # one checkpoint of the small U-Net with its moments takes 13 MB: the first fits, the second does not
+    flags = (*flags, "--checkpoint_step_interval=2", "--max_train_steps=500")
+    # At the start all fits: a checkpoint of the small U-Net with its moments takes 13 MB. Then somebody else fills it.
+    filler = Thread(target=fill_after_first_checkpoint, args=(output, small_disk / "ballast"))
+    filler.start()
     run = train(output, *flags, world=2, code=3)
+    filler.join()
     assert "cannot save to" in run.said and "No space left" in run.said
     assert run.said.count("\nerror: ") == 1
     assert ended(output)[0] == "failed" and "No space left" in ended(output)[1], "it is written on a full disk, too"
     checkpoints = list_checkpoints(output / "checkpoints")
-    assert [folder.name for folder in checkpoints] == ["checkpoint-000002"]
-    load_checkpoint(checkpoints[0])
+    assert checkpoints
+    for folder in checkpoints:
+        load_checkpoint(folder)
     assert not list((output / "checkpoints").glob(".*"))
     (small_disk / "ballast").unlink()
+    steps = parse_step(checkpoints[0]) + 1
     again = train(
-        output, *flags, "--checkpoints_total_limit=1", "--checkpoint_step_interval=100", "--max_train_steps=3", world=2
+        output,
+        *flags,
+        "--checkpoints_total_limit=1",
+        "--checkpoint_step_interval=1000",
+        f"--max_train_steps={steps}",
+        world=2,
     )
-    assert "resuming from" in again.said and len(again.rows) == 3
+    assert "resuming from" in again.said and len(again.rows) == steps
+
+
+def fill_after_first_checkpoint(output: Path, ballast: Path) -> None:
+    while not (output / "checkpoints" / "checkpoint-000002" / "state.json").exists():
+        time.sleep(0.01)
+    with suppress(OSError), ballast.open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(1_000_000))
 
 
 def test_a_full_disk_while_caching_is_one_sentence_and_caching_goes_on(sdxl_flags, train, small_disk, tmp_path):

@@ -22,7 +22,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from simpletuner.app import main
-from simpletuner.checkpoints.disk_usage import DiskUsage
+from simpletuner.checkpoints.disk_usage import DiskRoom, DiskUsage
+from simpletuner.commands.plan import summary
 from simpletuner.errors import SettingsError
 from simpletuner.models.analysis.cuda_kernels import FLOAT32_ON_CUDA
 from simpletuner.models.analysis.step_trace import (
@@ -420,3 +421,15 @@ def test_weights_are_rounded_only_where_a_step_takes_half_as_long_or_nothing_els
     assert best_of(offered) is offered[0], "the first of those that are equally fast"
     rounded = candidate("bf16", 0.49)
     assert best_of([*offered, rounded]) is rounded and best_of([rounded]) is rounded
+
+
+def test_a_plan_says_what_is_free_where_the_run_writes(tmp_path):
+    memory, usage = MemoryEstimate(MemoryInputs(1, 1), (MemoryRow("all", gpu=1 << 30),)), DiskUsage(1, "", 6, 10, 1, 1)
+    rows = {}
+    for free in (None, 59, 60):
+        room = DiskRoom(tmp_path, usage, free, 60, 4)
+        plan = RunPlan(Settings(), memory, {"training": 1 << 30}, None, None, 9, 1, usage, room)
+        rows[free] = dict(summary(plan, MemoryBudget(), None))
+        assert (room.problem is not None) == (free == 59)
+    assert "free there" not in rows[None] and rows[59]["free there"] == "no: 59 bytes, of which it takes 60 bytes"
+    assert rows[60]["free there"] == "60 bytes, of which it takes 60 bytes"

@@ -1,6 +1,16 @@
 // What HTML and htmx cannot do by themselves. Nothing here knows a setting.
 "use strict";
 
+// The server was started again, and another tab has entered: what is typed here is sent again, by the new token.
+document.addEventListener("htmx:beforeSwap", (event) => {
+  const { xhr, requestConfig } = event.detail;
+  const token = xhr.status === 403 && xhr.getResponseHeader("X-CSRF-Token");
+  if (!token || requestConfig.headers["X-CSRF-Token"] === token) return;
+  event.detail.shouldSwap = false;
+  document.body.setAttribute("hx-headers", JSON.stringify({ "X-CSRF-Token": token }));
+  htmx.trigger(requestConfig.elt, requestConfig.triggeringEvent?.type ?? "click");
+});
+
 const SECONDS_OF_A_TOAST = 8;
 const MOST_TOASTS = 3;
 
@@ -13,6 +23,9 @@ new MutationObserver((changes) => {
         // Enter answers it, and a second click on what has asked for it makes no second one.
         for (const older of document.querySelectorAll("#toasts > .offer")) if (older !== toast) older.remove();
         toast.querySelector("button").focus();
+      }
+      for (const older of document.querySelectorAll("#toasts > .toast.error")) {
+        if (older !== toast && older.textContent.trim() === toast.textContent.trim()) older.remove();
       }
       if (!toast.classList.contains("done")) continue;
       const leave = () => (toast.matches(":hover, :focus-within") ? setTimeout(leave, 1000) : toast.remove());

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simpletuner.checkpoints.disk_usage import DiskUsage, estimate_disk_usage
+from simpletuner.checkpoints.disk_usage import DiskRoom, DiskUsage, estimate_disk_usage, room_of
+from simpletuner.checkpoints.layout import list_checkpoints, parse_step
 from simpletuner.models.catalog.parameter_count import copied_bytes
 from simpletuner.parallel.devices.devices import Device
 from simpletuner.parallel.devices.memory import MemoryBudget, MemoryEstimate
@@ -31,6 +32,8 @@ class RunPlan:
     steps: int | None
     flops_per_sample: int
     disk: DiskUsage
+    room: DiskRoom | None = None
+    """Space of output_dir; None where it was not looked at."""
 
     @property
     def peak_bytes(self) -> int:
@@ -76,4 +79,12 @@ def estimate_run(
     disk = estimate_disk_usage(
         settings, workload.weights, "counted", copied_bytes(workload.family.folder), shapes.steps
     )
-    return RunPlan(settings, memory, phases, parts and parts.total, parts, shapes.steps, flops_per_sample, disk)
+    room = room_of(settings, disk, newest_step(settings), shapes.steps)
+    return RunPlan(settings, memory, phases, parts and parts.total, parts, shapes.steps, flops_per_sample, disk, room)
+
+
+def newest_step(settings: Settings) -> int:
+    """Return the step that a start would go on from."""
+    is_new = settings.checkpoints.resume_from_checkpoint == "none"
+    found = [] if is_new else list_checkpoints(settings.training.output_dir / "checkpoints")
+    return parse_step(found[0]) if found else 0
