@@ -137,7 +137,6 @@ def check_model(folder: Path, cls: Any, variant: str | None) -> None:
         folder, use_safetensors=True, variant=variant, device_map="meta", output_loading_info=True
     )
     refuse_missing(folder, loading["missing_keys"], loading["unexpected_keys"])
-    refuse_left_out(folder, model, loading["unexpected_keys"])
     if wrong := [*loading["mismatched_keys"], *loading["error_msgs"]]:
         raise EnvironmentNotReady(f"{folder}: its weights do not fit its config: {min(map(str, wrong))}", CHECK_COPY)
     unknown = config.keys() - inspect.signature(cls).parameters.keys() if issubclass(cls, ModelMixin) else set()
@@ -149,6 +148,7 @@ def check_model(folder: Path, cls: Any, variant: str | None) -> None:
             f"for {extra[0]}",
             CHECK_COPY,
         )
+    refuse_left_out(folder, model, loading["unexpected_keys"])
 
 
 def refuse_missing(folder: Path, missing: Iterable[str], unknown: Iterable[str]) -> None:
