@@ -186,9 +186,8 @@ def pipe_entries(values: Mapping[str, Any], lost: list[Lost]) -> Iterator[dict[s
             more = {"id": f"{base['id']}-{shown}"} if len(resolutions) > 1 else {}
             yield base | more | size(resolution, is_bucketed=bool(given.get("enable_ar_bucket")))
         lost += pipe_remarks(path, given)
-        lost += [
-            (name, value, UNKNOWN, "lost") for name, value in given.items() if name not in (*PIPE_IDLE, *PIPE_BUCKETS)
-        ]
+        unknown = (name for name in given if name not in (*PIPE_IDLE, *PIPE_BUCKETS))
+        lost.extend((name, given[name], UNKNOWN, "lost") for name in unknown)
 
 
 def pipe_remarks(path: Any, given: Mapping[str, Any]) -> Iterator[Lost]:
