@@ -52,7 +52,7 @@ def status(
 
 def rows_of(status: RunStatus, condition: Condition, age_seconds: float) -> Iterator[tuple[str, str]]:
     """Yield names and values, without those that are not known."""
-    yield "doing", condition.sentence
+    yield "reason" if condition.has_ended else "doing", condition.sentence
     yield "hint", condition.hint
     if status.max_steps:
         yield "step", f"{status.step:,} of {status.max_steps:,} ({status.step / status.max_steps:.0%})"

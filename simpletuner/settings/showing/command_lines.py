@@ -21,7 +21,8 @@ class Exported:
     def replay(self, path: str = "") -> str:
         """The command for a shell, with the path where the text was saved."""
         names = {
-            prefix + self.name: prefix + (path or self.name) for prefix in ("", "--config=", "--deepspeed_config=")
+            prefix + self.name: prefix + (path or self.name)
+            for prefix in ("", "--config=", "--deepspeed_config=", "--filename=")
         }
         return format_command([names.get(word, word) for word in self.command])
 
