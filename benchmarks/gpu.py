@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from gpu_cases import MIB, Case, Record, all_cases
 from gpu_measures import RUNNERS, measure
 from interleaved import print_table
@@ -66,7 +67,9 @@ def run_part(cases: Sequence[Case], file: Path) -> None:
 
 def run(case: Case, seconds: float) -> Record | None:
     """Return what a case measured; None if it takes longer."""
-    context = multiprocessing.get_context("forkserver")
+    # What is preloaded asks CUDA how many devices there are (diffusers.utils.torch_utils, torchao), after which torch
+    # refuses CUDA in every fork.
+    context = multiprocessing.get_context("spawn" if torch.cuda.device_count() else "forkserver")
     context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=measure, args=(case, theirs))
