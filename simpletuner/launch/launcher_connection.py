@@ -73,6 +73,8 @@ class LauncherConnection:
     def _is_asked(self) -> bool:
         """Return whether the launcher has sent something; it only ever asks for a dump."""
         assert self.connection is not None
+        if self.connection.fileno() < 0:  # closed meanwhile: the run has ended
+            return False
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         return any(events & select.POLLIN for _, events in poll.poll(0)) and bool(self.connection.recv(1))
