@@ -89,7 +89,7 @@ def warnings_about_data(loaded: Loaded, datasets: Sequence[ImageDataset]) -> Ite
     """Yield a sentence for each setting, and each key of the dataset file, that has no effect with these datasets."""
     from simpletuner.data.config.datasets import data_facts, unused_keys
 
-    yield from unused_keys(loaded.settings.data, loaded.origins.keys())
+    yield from unused_keys(loaded.settings.data, loaded.origins)
     for rule in without_effect(loaded.settings, loaded.origins, data_facts(datasets)):
         yield str(with_places(rule, loaded.origins))
 

@@ -40,6 +40,7 @@ OWN_FILES = (
     "log.txt",
     "settings.json",
     "console.txt",
+    "console.start.txt",
     "durations.json",
     ".lock",
     "memory.json",

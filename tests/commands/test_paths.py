@@ -75,7 +75,7 @@ def test_home_is_meant_by_its_sign_in_every_path_from_every_source(run, monkeypa
         Path(source).write_text(text)
         arguments.append(f"--config=~/{source}")
     if name in ("lora_init", "assistant_lora"):
-        arguments.append("--model_type=lora")
+        arguments += ["--model_type=lora", "--learning_rate=1e-4"]
     code, out, err = run(*arguments)
     assert (code, [line for line in err.splitlines() if "has no effect" not in line]) == (0, [])
     expected = str(tmp_path / "x y")

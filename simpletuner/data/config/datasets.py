@@ -25,11 +25,13 @@ from simpletuner.data.config.tables import (
 from simpletuner.data.config.videos import BLOCK as VIDEO
 from simpletuner.data.config.videos import VideoSettings
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
-from simpletuner.settings.declared.errors import allowed, did_you_mean, shorten
+from simpletuner.settings.declared.errors import allowed, broken, did_you_mean, shorten
 from simpletuner.settings.declared.knob import Section
 from simpletuner.settings.declared.sections import Data, DatasetSettings
+from simpletuner.settings.files.raw_values import Origin
 from simpletuner.settings.foreign.key_table import Keeps, KeyTable, Refuses, Rule, interpret, put
 from simpletuner.settings.foreign.original.names import is_off, zero_as
+from simpletuner.settings.resolving.places import with_places
 from simpletuner.settings.rules.effects import has_effect, why_without_effect
 from simpletuner.settings.values.spelling import choices_of, normalize_name, normalize_value
 from simpletuner.system.files.paths import shown_path
@@ -88,18 +90,19 @@ def default_texts(data: Data) -> TextEmbeds:
     return TextEmbeds(id="text", dataset_type="text_embeds", cache_dir=folder, **compression(data))
 
 
-def unused_keys(data: Data, given: Collection[str] = ()) -> list[str]:
+def unused_keys(data: Data, origins: Mapping[str, Origin] | None = None) -> list[str]:
     """Return a sentence for each key of the dataset file that has no effect, and that may be missed; and for each of
-    the settings `given` that no dataset of the file takes up."""
+    the settings of `origins` that no dataset of the file takes up."""
     if data.data_backend_config is None:
         return []
     parsed = parse_file(data.data_backend_config, data)
     more = {key: f" and {len(places) - 1} more" if len(places) > 1 else "" for key, places in parsed.unused.items()}
     keys = [f"{key} ({places[0]}{more[key]})" for key, places in parsed.unused.items()]
-    return [*keys, *unused_defaults(parsed, data, given)]
+    origins = origins or {}
+    return [*keys, *(str(with_places(rule, origins)) for rule in unused_defaults(parsed, data, origins))]
 
 
-def unused_defaults(parsed: DatasetFile, data: Data, given: Collection[str]) -> Iterator[str]:
+def unused_defaults(parsed: DatasetFile, data: Data, given: Collection[str]) -> Iterator[BrokenRule]:
     """Yield a sentence for each setting that is a default of datasets, all of which have a key of their own for it, or
     for which it is without effect."""
     entries = [(each, entry) for each, entry in parsed.datasets if isinstance(each, ImageDataset)]
@@ -107,10 +110,14 @@ def unused_defaults(parsed: DatasetFile, data: Data, given: Collection[str]) -> 
         if name in given and getattr(data, name) != declared.default and entries:
             taking = [each for each, entry in entries if name not in entry.names.values()]
             if not taking:
-                yield f"{name} has no effect: each dataset of {shown_path(entries[0][1].file)} has its own"
+                yield broken(
+                    f"{name} has no effect: each dataset of {shown_path(entries[0][1].file)} has its own", name
+                )
             elif not any(has_effect(name, partial(getattr, each)) for each in taking):
                 why = why_without_effect(name, partial(getattr, taking[0]))
-                yield f"{name} = {shorten(getattr(data, name))} {why}, in {shown_path(entries[0][1].file)}"
+                yield broken(
+                    f"{name} = {shorten(getattr(data, name))} {why}, in {shown_path(entries[0][1].file)}", name
+                )
 
 
 def data_facts(datasets: Iterable[ImageDataset]) -> dict[str, bool]:
