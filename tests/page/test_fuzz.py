@@ -38,8 +38,8 @@ def test_no_file_of_a_run_stops_its_page_or_the_list(server: PageServer, folder:
         assert server.get("/runs/image", **image).code == (400 if number in (1, 2, 3) else 200), number
     assert "fifo-0" in server.get("/runs/rows").text
     (folder / "start.toml").write_text(
-        f"model_family = 'sdxl'\nmodel_flavour = 'tiny'\noutput_dir = 'odd/fifo-{OWN_FILES.index('console.start.txt')}'\n"
-        "instance_data_dir = 'config'\n"
+        f"output_dir = 'odd/fifo-{OWN_FILES.index('console.start.txt')}'\n"
+        "model_family = 'sdxl'\nmodel_flavour = 'tiny'\ninstance_data_dir = 'config'\n"
     )
     refused = server.post("/runs/start", {"file": "start.toml"})
     assert refused.code == 400 and "console.start.txt" in refused.text, refused.text

@@ -1,7 +1,7 @@
 """The real engine, trainer, EMA and checkpointer of any settings, stepping on fake GPUs as one rank of any number.
 
 A process group that communicates nothing takes the place of NCCL and gloo. torch cannot use fake tensors from two
-threads, so what a ThreadPool would do is done where it is asked for.
+threads, so what `in_daemon` would do is done where it is asked for.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +28,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 from fake_gpu.device import DEVICE, RUNTIME, install
 from fake_gpu.recorder import Recorder, follow_resizing
+from simpletuner.checkpoints import background
 from simpletuner.data.batches.prefetch import RankSlice, SampleReader, StepBatch, collate
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.validation_prompts import ValidationPrompt
@@ -49,9 +50,10 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings, load
 from simpletuner.settings.values.shape import SampleShape, Shape
+from simpletuner.system.processes import threads
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.plan.inputs import count_shapes, opened_family
-from simpletuner.training import engines
+from simpletuner.training import ema, engines
 from simpletuner.training.auto.memory_estimate import CONTEXT_BYTES, estimate_training
 from simpletuner.training.auto.workload import Workload
 from simpletuner.training.build import build_trainer
@@ -254,7 +256,7 @@ def started(
     stack.enter_context(mock.patch.object(engines, "read_tensors", lambda *_: None))  # nothing is in these tensors
     stack.enter_context(mock.patch.object(engines, "weights_files", lambda *_: []))
     stack.enter_context(mock.patch.object(distributed, "_verify_param_shape_across_processes", lambda *_: None))
-    stack.enter_context(mock.patch.object(ThreadPool, "apply_async", run_at_once))
+    stack.enter_context(without_threads())
     stack.enter_context(mock.patch.object(_fsdp_init, "_move_states_to_device", partial(move, recorder)))
     stack.enter_context(GpuMode(allow_non_fake_inputs=True))
     stack.enter_context(recorder)
@@ -305,9 +307,19 @@ def objective_of(family: ModelFamily) -> Objective:
     return FlowMatching()
 
 
-def run_at_once(pool: ThreadPool, function: Callable[..., Any], arguments: tuple[Any, ...] = ()) -> Any:
-    result = function(*arguments)
-    return SimpleNamespace(get=lambda: result, wait=lambda: None, ready=lambda: True, successful=lambda: True)
+@contextmanager
+def without_threads() -> Iterator[None]:
+    """Do at once what `in_daemon` would, in each module that has the name."""
+    with ExitStack() as stack:
+        for module in (threads, ema, background):
+            stack.enter_context(mock.patch.object(module, "in_daemon", run_at_once))
+        yield
+
+
+def run_at_once(call: Callable[[], Any], name: str) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(call())
+    return future
 
 
 def state_of(session: Session, family: ModelFamily, engine: Engine) -> TrainingState:
