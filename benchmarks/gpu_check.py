@@ -196,9 +196,16 @@ class Run:
         return self
 
     def until_killed(self, after: int) -> Run:
-        """Kill it, and all that it has started, after so many steps; there is a checkpoint of every fifth."""
+        """Kill it, and all that it has started, after so many steps, at least one of which is not saved.
+
+        There is a checkpoint of every fifth.
+        """
         process = self.start(100_000)
-        while process.poll() is None and len(self.losses) < after:
+        while process.poll() is None:
+            os.killpg(process.pid, signal.SIGSTOP)  # so that no step and no checkpoint follow what is read here
+            if len(self.losses) >= max(after, self.saved_step + 1):
+                break
+            os.killpg(process.pid, signal.SIGCONT)
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 
 from simpletuner import worker
-from simpletuner.commands.train import train
+from simpletuner.commands.train import train, train_rank
 
 PAGE = Path(__file__).parents[1] / "docs" / "start.md"
 
 
 def test_the_calls_of_a_start_are_in_the_source_in_that_order():
-    stages = [train, worker.run_rank, worker.run, worker.resume, worker.train]
+    stages = [train, train_rank, worker.run_rank, worker.run, worker.resume, worker.train]
     source = "".join(map(inspect.getsource, stages))
     quoted = re.findall(r"^\d+\. `([^`]+)`", PAGE.read_text(), re.MULTILINE)
     assert len(quoted) == 15

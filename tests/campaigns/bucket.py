@@ -69,7 +69,7 @@ class BucketCampaign(Campaign):
                 output = self.folder / f"run{number}-{start}"
                 refused = Fault("checkpoints/", 503, "SlowDown", times=draw.randint(1, 6))
                 self.proxy.faults = [refused] if number % 3 == 2 else []
-                self.kill_ranks(output, draw.uniform(0.05, longest))
+                self.kill_ranks(output, draw.uniform(0.05, longest), "group")
                 self.killed["group"] += 1
                 self.proxy.faults = []
                 self.look(f"run {number}, kill {start}")

@@ -37,7 +37,7 @@ FRAMES = 9
 SMALL = {
     "resolution": "64", "max_train_steps": "2", "lr_warmup_steps": "0", "aspect_bucket_alignment": "32",
     "validation_num_inference_steps": "2", "validation_resolution": "64", "use_cpu": "true",
-    "allow_dataset_oversubscription": "true",
+    "allow_dataset_oversubscription": "true", "output_dir": "output",
 }  # fmt: skip
 """Flags over the recipe's values, which would take minutes or a GPU."""
 LARGE_SAMPLES = 12

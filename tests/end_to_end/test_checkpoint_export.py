@@ -32,26 +32,29 @@ def test_a_checkpoint_is_exported_as_its_run_would(sdxl_flags, train, tmp_path):
     flags = (*sdxl_flags, "--train_batch_size=4", "--checkpoint_step_interval=1")
     long, short = tmp_path / "long", tmp_path / "short"
     train(long, *flags, "--max_train_steps=3", "--use_ema=true")
-    assert exported(long, "--ema").startswith(f"{long / 'pipeline-ema-000003'}\n")
+    base = next(flag for flag in flags if flag.startswith("--pretrained_model_name_or_path="))
+    refused = exported(long, code=2)  # the folder is data: which base model to read, the user says
+    assert "names pretrained_model_name_or_path" in refused and base in refused
+    assert exported(long, "--ema", base).startswith(f"{long / 'pipeline-ema-000003'}\n")
     assert weights_in(long / "pipeline-ema-000003") == weights_in(long / "pipeline-ema")
     # Of an earlier step what a run that ends there writes.
     train(short, *flags, "--max_train_steps=2")
-    exported(long, "--checkpoint=checkpoint-000002", f"--output={tmp_path / 'two'}")
+    exported(long, base, "--checkpoint=checkpoint-000002", f"--output={tmp_path / 'two'}")
     two, ended = weights_in(tmp_path / "two"), weights_in(short / "pipeline")
     assert two == ended and any(name.endswith(".safetensors") for name in two)
-    refused = exported(short, "--ema", code=2)
+    refused = exported(short, base, "--ema", code=2)
     assert "has no EMA" in refused and "Traceback" not in refused
-    assert "checkpoints here: checkpoint-000002" in exported(short, "--checkpoint=checkpoint-000009", code=2)
+    assert "checkpoints here: checkpoint-000002" in exported(short, base, "--checkpoint=checkpoint-000009", code=2)
     weights = next((short / "checkpoints" / "checkpoint-000001" / "model").glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert "damaged" in exported(short, "--checkpoint=checkpoint-000001", code=3)
+    assert "damaged" in exported(short, base, "--checkpoint=checkpoint-000001", code=3)
     assert not (short / "pipeline-000001").exists()
 
     lora = tmp_path / "lora"
     train(lora, *flags, "--max_train_steps=2", "--model_type=lora", "--lora_rank=2")
-    exported(lora)
+    exported(lora, base)
     # Not its bytes: safetensors writes the metadata in an order that differs between processes.
     folders = (lora / "pipeline_lora_weights-000002", lora / "pipeline_lora_weights")
     one, two = (load_file(folder / "pytorch_lora_weights.safetensors") for folder in folders)

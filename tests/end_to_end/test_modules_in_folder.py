@@ -70,5 +70,5 @@ def test_a_file_of_the_folder_that_is_named_like_a_library_is_never_run(folder: 
 
 
 def test_python_processes_are_started_by_one_function():
-    paths = [path for path in (ROOT / "simpletuner").rglob("*.py") if "sys.executable" in path.read_text()]
+    paths = [path for path in (ROOT / "simpletuner").rglob("*.py") if "[sys.executable" in path.read_text()]
     assert [path.name for path in paths] == ["python_process.py"]

@@ -169,7 +169,7 @@ def test_the_short_form_is_first_and_what_is_typed_goes_along(
     subprocess.run(command, cwd=folder, capture_output=True, check=True)
     page.goto(f"{server.origin}/configurations/edit?file=new.toml")
     expect(page.get_by_role("link", name="Essentials")).to_have_attribute("aria-current", "page")
-    assert page.locator(".fields").bounding_box()["height"] < 2 * 800
+    assert page.locator(".fields").bounding_box()["height"] < 2.2 * 800
     address = f"{server.origin}/configurations/edit?file=config/run.toml"
     page.goto(f"{address}#setting-max_grad_norm")  # a link that names no view, to a setting outside the short form
     page.wait_for_url("**view=all#setting-max_grad_norm")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
 from rich.filesize import decimal
 
 from simpletuner.checkpoints.disk_usage import estimate_disk_usage, room_of
+from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.parameter_count import copied_bytes
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.devices.memory import FLOAT32_BYTES
@@ -43,11 +45,12 @@ def bytes_to_encode(session: Session, plan: Plan, family: ModelFamily, output: P
     own = [folder for folder in folders if device_of(folder) == device_of(output)]
     value = {"fp32": FLOAT32_BYTES, "bf16": 2}[data.vae_cache_dtype]
     latents = texts = 0
-    for shape, count in samples_by_shape(plan).items():
-        shapes = family.input_shapes(shape.target, shape.references, shape.has_first_frame)
-        latents += count * prod(shapes["latents"]) * value * (not data.vae_cache_disable)
+    with suppress(SettingsError):  # a family of one's own need not know how wide its captions are
         conditioning = sum(map(prod, family.conditioning_shapes().values()))
-        texts += count * conditioning * FLOAT32_BYTES * (not data.text_cache_disable)
+        for shape, count in samples_by_shape(plan).items():
+            shapes = family.input_shapes(shape.target, shape.references, shape.has_first_frame)
+            latents += count * prod(shapes["latents"]) * value * (not data.vae_cache_disable)
+            texts += count * conditioning * FLOAT32_BYTES * (not data.text_cache_disable)
     present = sum(path.stat().st_size for folder in own for path in folder.rglob(f"*{SHARD_SUFFIX}"))
     return max(0, latents + texts - present) if own else 0
 
