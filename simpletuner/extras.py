@@ -19,10 +19,10 @@ EXTRAS = {
     "deepspeed": ("deepspeed>=0.18",),
     "torchao": ("torchao>=0.18", "torch>=2.10"),
     "s3": ("obstore>=0.12", "boto3>=1.35"),
-    "heif": ("pillow-heif>=1.3",),
+    "heif": ("pillow-heif>=1.6",),
     "video": ("av>=15",),
     "kernels": ("kernels>=0.17",),
-    "page": ("starlette>=0.49.1", "uvicorn>=0.34"),
+    "page": ("starlette>=1.3.1", "uvicorn>=0.34"),
 }
 """The optional dependencies of pyproject.toml, with which a test compares them."""
 OTHER_PROGRAM = "This is not the package `simpletuner` of the package index, which is another program."

@@ -16,13 +16,13 @@ from simpletuner.extras import EXTRAS, check_installation, install_command
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PATCHED = {
-    "transformers": "5.3",
+    "transformers": "5.10",
     "diffusers": "0.38",
-    "pillow": "12.1.1",
-    "pillow-heif": "1.3",
-    "starlette": "0.49.1",
+    "pillow": "12.3",
+    "pillow-heif": "1.6",
+    "starlette": "1.3.1",
     "sentencepiece": "0.2.1",
-    "protobuf": "5.29.6",
+    "protobuf": "6.33.5",
     "jinja2": "3.1.6",
     "pyarrow": "14.0.1",
     "pyyaml": "5.4",

@@ -202,7 +202,7 @@ def test_heic_without_the_plugin_says_what_to_install(tmp_path):
     code = "import sys; sys.modules['pillow_heif'] = None; from simpletuner.data.images import image_formats, images; "
     code += "image_formats.find_spec = lambda name: None; print('.heic' in image_formats.unread_suffixes()); "
     ended = subprocess.run([sys.executable, "-c", f"{code}images.read_header(open({str(path)!r}, 'rb'))"], **CAPTURED)
-    assert ended.stdout == "True\n" and "is HEIC: pip install 'pillow-heif>=1.3'" in ended.stderr
+    assert ended.stdout == "True\n" and "is HEIC: pip install 'pillow-heif>=1.6'" in ended.stderr
 
 
 def test_half_transparent_red_over_white_is_pink(tmp_path):
