@@ -66,6 +66,8 @@ class Fault:
     cut: float = 1.0
     """Close the connection after this part of the body."""
     times: int = -1
+    method: str = ""
+    """Of the requests that are meant; empty: any."""
 
 
 @dataclass
@@ -82,6 +84,8 @@ class Proxy:
     """Whether faults are those of HEAD requests, too."""
     page_keys: int = 0
     """How many keys an answer lists; 0 leaves it to the server."""
+    has_ranges: bool = True
+    """Whether parts of objects are asked for as they came; else the server answers with the whole, and 200."""
     waiting: int = 0
     most_at_once: int = 0
     address: str = ""
@@ -95,9 +99,10 @@ class Proxy:
         with self.lock:
             self.waiting -= 1
 
-    def fault_for(self, path: str) -> Fault:
+    def fault_for(self, method: str, path: str) -> Fault:
         with self.lock:
-            fault = next((fault for fault in self.faults if fault.part in path and fault.times), Fault(""))
+            meant = (fault for fault in self.faults if fault.part in path and fault.method in ("", method))
+            fault = next((fault for fault in meant if fault.times), Fault(""))
             fault.times -= 1
             return fault
 
@@ -122,7 +127,7 @@ def s3_proxy(server: str) -> Iterator[Proxy]:
                 del self.headers["Authorization"]
                 self.headers["Authorization"] = SIGNED
             proxy.wait()
-            fault = proxy.fault_for(path) if proxy.head_faults or self.command != "HEAD" else Fault("")
+            fault = proxy.fault_for(self.command, path) if proxy.head_faults or self.command != "HEAD" else Fault("")
             status, headers, body = (fault.status, {}, error_body(fault.code)) if fault.status else self.forward()
             self.send_response(status)
             for name in KEPT & headers.keys():
@@ -138,6 +143,8 @@ def s3_proxy(server: str) -> Iterator[Proxy]:
         def forward(self) -> tuple[int, dict[str, str], bytes]:
             connection = http.client.HTTPConnection(urlsplit(proxy.server).netloc)
             kept = {name: self.headers[name] for name in FORWARDED if name in self.headers}
+            if not proxy.has_ranges:
+                kept.pop("Range", None)
             is_paged = proxy.page_keys and "list-type" in self.path
             path = self.path + f"&max-keys={proxy.page_keys}" * bool(is_paged)
             connection.request(self.command, path, self.sent or None, headers=kept)

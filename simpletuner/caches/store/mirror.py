@@ -49,6 +49,8 @@ class Mirror:
     limit_bytes: int
     stored: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _whole_shards: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a store that answers no ranges sends a whole shard."""
     _new_bytes: int = 0
 
     def synchronize(self, stop: Callable[[], None]) -> None:
@@ -73,17 +75,26 @@ class Mirror:
         here = read_from_file(location)
         if location.checksum_with(here) == location.checksum:
             return here
-        shard = location.shard
+        if not self.storage.ranges.are_missing:
+            return self._fetch(location)
+        with self._whole_shards:
+            here = read_from_file(location)  # which another thread may have fetched with its shard
+            return here if location.checksum_with(here) == location.checksum else self._fetch(location)
+
+    def _fetch(self, location: RecordLocation) -> memoryview:
+        """Return a record from the bucket, and keep it; all of its shard where the store gives no parts of objects."""
+        shard, kept = location.shard, list[bytes]()
         try:
-            content = self.storage.read_range(shard.name, location.offset, location.length)
+            content = self.storage.read_range(shard.name, location.offset, location.length, kept.append)
         except FileNotFoundError:
             raise ValueError(f"{self.storage.describe(shard.name)} does not exist any more") from None
         if location.checksum_with(content) != location.checksum:
             raise ValueError(f"its checksum does not match in {self.storage.describe(shard.name)} either")
+        new, place = (kept[0], 0) if kept else (content, location.offset)
         # Where the disk is full, or another rank replaces the shard, the record is fetched again when it is needed.
         with contextlib.suppress(OSError), open_own(shard, os.O_WRONLY) as file:
-            os.pwrite(file.fileno(), content, location.offset)
-        self._count(len(content))
+            os.pwrite(file.fileno(), new, place)
+        self._count(len(new))
         return content
 
     @contextmanager

@@ -28,6 +28,8 @@ class Service:
     credentials: str
     place: str
     rights: str
+    removal: str
+    """The right to remove objects."""
 
 
 S3 = Service(
@@ -37,7 +39,9 @@ S3 = Service(
     "bucket",
     "aws_access_key_id and aws_secret_access_key",
     "aws_bucket_name, aws_region_name and aws_endpoint_url",
-    "s3:ListBucket for the bucket, s3:GetObject for its objects, and s3:PutObject for caches",
+    "s3:ListBucket for the bucket, s3:GetObject for its objects, s3:PutObject for caches, and s3:PutObject and "
+    "s3:DeleteObject for mirror_output",
+    "s3:DeleteObject",
 )
 GCS = Service(
     "Google Cloud Storage",
@@ -46,7 +50,8 @@ GCS = Service(
     "bucket",
     "gcs_service_account",
     "gcs_bucket_name and gcs_endpoint_url",
-    "storage.objects.list and storage.objects.get (Storage Object Viewer), for caches also storage.objects.create and "
+    "storage.objects.list and storage.objects.get (Storage Object Viewer), for caches and mirror_output also "
+    "storage.objects.create and storage.objects.delete (Storage Object User)",
     "storage.objects.delete (Storage Object User)",
 )
 AZURE = Service(
@@ -56,7 +61,9 @@ AZURE = Service(
     "container",
     "azure_account_name, azure_access_key and azure_sas_token",
     "azure_account_name, azure_container_name and azure_endpoint_url",
-    "the role Storage Blob Data Reader, for caches Storage Blob Data Contributor, or a signature with these rights",
+    "the role Storage Blob Data Reader, for caches and mirror_output Storage Blob Data Contributor, or a signature "
+    "with these rights",
+    "the role Storage Blob Data Contributor, or a signature that allows to delete",
 )
 
 

@@ -20,9 +20,15 @@ CHECK_KEY = "check {service.credentials}, or what takes their place: docs/data.m
 EXPIRED = ("its credentials have expired", RENEW)
 INVALID = ("its credentials are not valid", CHECK_KEY)
 DENIED = ("access is denied", "these credentials need {service.rights}")
+LOCKED = (
+    "it keeps objects locked for some time",
+    "use a {service.bucket} without Object Lock, retention or immutability: a run replaces and removes what it wrote",
+)
+FULL = ("it is full, or over its quota", f"make room there, or raise the quota, {AGAIN}")
 REGION = ("it is in another region", "set aws_region_name to the bucket's region")
 THROTTLED = ("it refuses requests, having had too many", "lower {service.keys}_max_pool_connections, " + AGAIN)
 FAILS = ("it fails to answer", f"wait until it is well, {AGAIN}")
+TAKES_NOTHING = "it takes nothing, though it can be listed; is it full?"
 
 # By the code of S3, Google or Azure, or the status of HTTP, as far as they say what to do.
 ENDING: dict[str, tuple[str, str]] = {
@@ -36,26 +42,58 @@ ENDING: dict[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(("SlowDown", "ServerBusy", "429"), THROTTLED),
     **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "PublicAccessNotPermitted", "403"), DENIED),
+    # of AWS, Azure and Alibaba; the others say it in words, see IN_WORDS
+    **dict.fromkeys(
+        ("MissingUploadObjectWithObjectLockHeaders", "BlobImmutableDueToPolicy", "FileImmutable", "ObjectLocked"),
+        LOCKED,
+    ),
+    # of MinIO, Ceph, Google and Huawei
+    **dict.fromkeys(("XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "507"), FULL),
+    **dict.fromkeys(("InsufficientStorageSpace", "quotaExceeded"), FULL),
     **dict.fromkeys(("500", "502", "503", "504"), FAILS),
 }
+NAMED = (DENIED, LOCKED, FULL, FAILS)
+"""Meanings of several codes each: the message has the one that came."""
+REFUSALS = (DENIED, LOCKED)
+IN_WORDS = re.compile(r"object.?lock|retention|immutab|legal hold|\bWORM\b", re.IGNORECASE)
+"""Of AWS (InvalidRequest, AccessDenied), Google (AccessDenied) and Azure's batches (409), about locked objects."""
 LAST_PLACES = r"Error performing \w+ \S*(/latest/(api|meta-data)/|/computeMetadata/|/metadata/identity/)"
 """The metadata server of a cloud instance, the last place that obstore asks, which other machines do not have."""
 
 
+class StoreFails(EnvironmentNotReady):
+    """The store answers that it failed, after all retries."""
+
+
+class StoreRefuses(EnvironmentNotReady):
+    """The store is well, and will not do what was asked: a right that is missing, a lock, a request that it lacks."""
+
+
 def code_of(text: str) -> str:
     """Return the store's code in the text of an error, else the status of HTTP, else nothing."""
-    code = re.search(r"<Code>(\w+)</Code>", text)
+    # in parentheses: of one key among several, as Azure removes them
+    code = re.search(r"<Code>(\w{1,64})</Code>", text) or re.search(r"\(code: (\w{1,64})\)", text)
     status = re.search(r"status code: (\d+)", text)
     return code[1] if code else status[1] if status else ""
 
 
-def run_error(text: str, owner: str, service: Service) -> SimpleTunerError:
-    """Return the error that ends the run, by the text of obstore's; `owner` begins the sentence."""
+def words_of(text: str) -> str:
+    """Return what the store says beside its code, without the names of objects."""
+    said = re.findall(r"<(?:Message|Details)>([^<]*)<|failed for key .*?: (.*) \(code:", text)
+    return " ".join(part for parts in said for part in parts)
+
+
+def run_error(text: str, owner: str, service: Service, removing: bool = False) -> SimpleTunerError:
+    """Return the error that ends the run, by the text of obstore's; `owner` begins the sentence.
+
+    It is a StoreFails or a StoreRefuses where the store's answer says so.
+    """
     if re.search(LAST_PLACES, text):
         return EnvironmentNotReady(f"{owner}: no credentials were found", CHECK_KEY.format(service=service))
     code, status = code_of(text), re.search(r"status code: (\d+)", text)
     if code in BUCKET_GONE or (status and status[1] == "404"):
         return DataError(f"{owner} does not exist", f"check {service.place}")
+    named = code
     if code not in ENDING and status:
         code = status[1]
     if "configured region" in text:
@@ -69,5 +107,18 @@ def run_error(text: str, owner: str, service: Service) -> SimpleTunerError:
         return EnvironmentNotReady(f"{owner}: it does not answer as {service.name} would", endpoint)
     if not code:
         return EnvironmentNotReady(f"{owner} cannot be reached", f"{endpoint} and the network, {AGAIN}")
-    reason, hint = ENDING.get(code, (f"it answers with the error {code}", "look it up in the manual of the store"))
-    return EnvironmentNotReady(f"{owner}: {reason}", hint.format(service=service))
+    return store_error(code, named, bool(IN_WORDS.search(words_of(text))), owner, service, removing)
+
+
+def store_error(
+    code: str, named: str, is_locked: bool, owner: str, service: Service, removing: bool
+) -> EnvironmentNotReady:
+    """Return the error for a code of the table or a status; `named` is the store's own."""
+    unknown = (f"it answers with the error {named}", "look it up in the manual of the store")
+    meaning = LOCKED if is_locked else ENDING.get(code, unknown)
+    reason, hint = meaning[0] + f" ({named})" * (meaning in NAMED), meaning[1]
+    if removing and meaning is DENIED:
+        hint = "these credentials need {service.removal}"
+    kind = StoreFails if meaning is FAILS else StoreRefuses if meaning in (*REFUSALS, unknown) else EnvironmentNotReady
+    removes = "it removes nothing: " * (removing and kind is StoreRefuses)
+    return kind(f"{owner}: {removes}{reason}", hint.format(service=service))

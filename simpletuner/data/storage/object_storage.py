@@ -8,8 +8,10 @@ network would otherwise leave images out of training.
 from __future__ import annotations
 
 import io
+import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,10 +23,19 @@ import obstore
 from obstore.exceptions import BaseError, InvalidPathError
 
 from simpletuner.data.config.object_store_keys import BucketPlace, Service
-from simpletuner.data.storage.object_errors import BUCKET_GONE, DAMAGED_OBJECTS, code_of, run_error
+from simpletuner.data.storage.object_errors import (
+    BUCKET_GONE,
+    DAMAGED_OBJECTS,
+    FAILS,
+    TAKES_NOTHING,
+    StoreFails,
+    code_of,
+    run_error,
+)
 from simpletuner.data.storage.object_stores import Store, open_store
 from simpletuner.data.storage.storage import MAX_BYTES, Listing, StoredFile, UnreadableFileError, is_system_folder
-from simpletuner.errors import DataError
+from simpletuner.errors import DataError, EnvironmentNotReady
+from simpletuner.report import Report
 from simpletuner.system.files.range_reader import RangeReader
 
 HEADER_BYTES = 64 << 10
@@ -33,6 +44,24 @@ PART_BYTES, MOST_PARTS = 8 << 20, 9_000
 """Of an upload in parts: S3 takes at most 10,000 of them, each of 5 MiB at least."""
 PARTS_AT_ONCE = 6
 BELOW_SLASH = re.compile("[\0-.]")
+NOT_PARTIAL = "non-partial response"
+"""In obstore's error where a store answers a range with 200: `rclone serve s3`, some versions of lakeFS and s3s."""
+
+
+class Ranges:
+    """Knowledge of whether a store answers ranges of objects; until one was answered otherwise, it does."""
+
+    def __init__(self) -> None:
+        self.are_missing, self._lock = False, threading.Lock()
+
+    def miss(self, owner: str) -> None:
+        """Say once that whole objects are read."""
+        with self._lock:
+            if not self.are_missing:
+                Report(quiet=os.environ.get("RANK", "0") != "0").warn(
+                    f"{owner}: it answers no ranges, so whole objects are read where a part would do"
+                )
+            self.are_missing = True
 
 
 @dataclass(frozen=True)
@@ -44,6 +73,7 @@ class ObjectStorage:
     service: Service
     owner: str
     concurrent_reads: int
+    ranges: Ranges = field(default_factory=Ranges, repr=False, compare=False)
 
     def list_files(self, suffixes: Collection[str]) -> Listing:
         """List objects; those with a part that begins with a dot are left out."""
@@ -63,36 +93,68 @@ class ObjectStorage:
     def open_header(self, name: str) -> BinaryIO:
         # A header is a small part of an image, and each request waits for the network: a range of it, many at
         # a time.
+        whole: list[bytes] = []
+
         def fetch(start: int, length: int) -> tuple[bytes, int]:
-            with self._explained(name):
-                result = obstore.get(self.store, name, options={"range": (start, start + length)})
-                return bytes(result.bytes()), result.meta["size"]
+            part = None if whole else self._range(name, start, length)
+            if part is None and not whole:
+                whole.append(self._whole(name, length))
+            return part or (whole[0][start : start + length], len(whole[0]))
 
         return io.BufferedReader(RangeReader(fetch), HEADER_BYTES)
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         return self._get(name, limit_bytes)
 
-    def read_range(self, name: str, offset: int, length: int) -> memoryview:
-        """Return a part of an object, in memory that may be written to. Raises as `read` does."""
+    def read_range(
+        self, name: str, offset: int, length: int, keep: Callable[[bytes], object] = lambda whole: None
+    ) -> memoryview:
+        """Return a part of an object, in memory that may be written to. Raises as `read` does.
+
+        `keep` gets the whole object where the store gives no part of it.
+        """
+        part = self._range(name, offset, length)
+        if part is None:
+            whole = self._whole(name, length)
+            keep(whole)
+            part = (whole[offset : offset + length], len(whole))
+        return memoryview(bytearray(part[0]))
+
+    def _range(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
+        """Return a part of an object and the size of the whole; None where the store gives whole objects alone."""
+        if self.ranges.are_missing:
+            return None
         with self._explained(name):
-            content = bytearray(obstore.get_range(self.store, name, start=offset, length=length))
-            return memoryview(content)
+            try:
+                result = obstore.get(self.store, name, options={"range": (start, start + length)})
+                return bytes(result.bytes()), result.meta["size"]
+            except BaseError as error:
+                if NOT_PARTIAL not in str(error):
+                    raise
+        return None
+
+    def _whole(self, name: str, length: int) -> bytes:
+        """Return an object of which only a part was wanted."""
+        content = self._get(name, MAX_BYTES)
+        # A store may well answer with the whole of what is not longer than the part.
+        if len(content) > length:
+            self.ranges.miss(self.owner)
+        return content
 
     def upload(self, name: str, path: Path) -> None:
         """Store a file as an object, in parts if it is large. An interrupted upload leaves what was there before."""
-        with self._explained():
+        with self._writing():
             obstore.put(self.store, name, path)
 
     def write(self, name: str, content: bytes) -> None:
         """Store an object in one request."""
-        with self._explained():
+        with self._writing():
             obstore.put(self.store, name, content, use_multipart=False)
 
     def write_parts(self, name: str, parts: Iterable[bytes | memoryview], size: int) -> None:
         """Store an object of about `size` bytes as its content comes; an error of `parts` leaves what was there."""
         chunk = max(PART_BYTES, -(-size // MOST_PARTS))
-        with self._explained():
+        with self._writing():
             obstore.put(self.store, name, parts, chunk_size=chunk, max_concurrency=PARTS_AT_ONCE)
 
     def read_parts(self, name: str) -> Iterator[memoryview]:
@@ -102,10 +164,10 @@ class ObjectStorage:
                 yield memoryview(part)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; those that are gone already are no error."""
+        """Remove objects; those that are gone already are no error. Raises StoreRefuses."""
         # One by one: stores that are like S3 do not all have its request for many.
         for name in names:
-            with suppress(FileNotFoundError), self._explained(name):
+            with suppress(FileNotFoundError), self._explained(name, removing=True):
                 obstore.delete(self.store, name)
 
     def sizes(self) -> dict[str, int]:
@@ -159,7 +221,18 @@ class ObjectStorage:
                         yield file
 
     @contextmanager
-    def _explained(self, name: str = "") -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
+        """Say of a store that fails to take what it is sent whether it is well otherwise, as a full one is."""
+        try:
+            with self._explained():
+                yield
+        except StoreFails as error:
+            with suppress(StopIteration), self._explained():
+                next(iter(obstore.list(self.store, chunk_size=1)))
+            raise EnvironmentNotReady(error.message.replace(FAILS[0], TAKES_NOTHING), error.hint) from None
+
+    @contextmanager
+    def _explained(self, name: str = "", removing: bool = False) -> Iterator[None]:
         """Turn obstore's errors into FileNotFoundError or UnreadableFileError, for one object, or what ends the run."""
         try:
             yield
@@ -178,7 +251,7 @@ class ObjectStorage:
                 # either, the run ends: a failing network must not change what is trained on.
                 self._check_answers(name)
                 raise UnreadableFileError("its content ends too early") from None
-            raise run_error(text, self.owner, self.service) from None
+            raise run_error(text, self.owner, self.service, removing) from None
 
     def _check_answers(self, name: str) -> None:
         """Raise what ends the run if the store does not answer: then it is not this object that is damaged."""

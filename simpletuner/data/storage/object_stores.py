@@ -58,6 +58,9 @@ def open_s3(place: S3Place) -> tuple[Store, str]:
     given = endpoint_of(place.aws_endpoint_url, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     # obstore's `endpoint` would lose against AWS_ENDPOINT_URL_S3 of the environment.
     config: S3Config = {"aws_endpoint_url_s3": given} if given else {}
+    # obstore removes a single object by POST ?delete, which Google's and others' S3 endpoints lack, and JuiceFS answers
+    # without the key (arrow-rs-object-store #731).
+    config["disable_bulk_delete"] = True
     if region := place.aws_region_name or (profile_region if not NAMES_REGION & {*os.environ} else None):
         config["region"] = region
     return build(S3Store, place, given, config=config, credential_provider=provider), host_of(given, "AWS")

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from simpletuner.checkpoints.layout import SET_ASIDE, file_sizes
+from simpletuner.data.storage.object_errors import StoreRefuses
 from simpletuner.data.storage.storage import UnreadableFileError
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import remove, replace_folder, unfinished_path, write_file
@@ -48,7 +50,7 @@ class RemoteRun:
 
     def whole(self) -> list[WholeFolder]:
         """Return what is whole, newest checkpoints first."""
-        return whole_folders_among(self.sizes)
+        return whole_folders_among(name for name, size in self.sizes.items() if size)
 
     def manifest(self, whole: WholeFolder) -> bytes:
         """Return the manifest of what is whole; nothing where it is not."""
@@ -95,7 +97,8 @@ class RemoteRun:
         self.sizes |= found
         if problem := missing_in(found, f"{whole.name}/", manifest["files"]):
             raise EnvironmentNotReady(f"{self.storage.owner}: {problem}")
-        self._remove(found.keys() - {f"{whole.name}/{name}" for name in rest})
+        with suppress(StoreRefuses):  # what the manifest does not name is no part of the folder
+            self._remove(found.keys() - {f"{whole.name}/{name}" for name in rest})
         check()
         self.storage.write(whole.manifest_name, content)
         self.sizes[whole.manifest_name] = len(content)
@@ -155,14 +158,23 @@ class RemoteRun:
         except (FileNotFoundError, UnreadableFileError) as error:
             raise FolderDamaged(f"{self.storage.describe(whole.name)} cannot be read: {error}") from None
         self.hide(whole)
-        self._remove(names)
+        with suppress(StoreRefuses):
+            self._remove(names)
 
     def hide(self, whole: WholeFolder) -> None:
-        """Take away what makes a folder whole."""
-        self._remove([whole.manifest_name] if whole.manifest_name in self.sizes else [])
+        """Take away what makes a folder whole: the manifest, or its content where nothing may be removed."""
+        if whole.manifest_name in self.sizes:
+            try:
+                self._remove([whole.manifest_name])
+            except StoreRefuses:
+                self.storage.write(whole.manifest_name, b"")
+                self.sizes[whole.manifest_name] = 0
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest checkpoints, and what uploads have left that were never complete."""
+        """Remove all but the newest checkpoints, and what uploads have left that were never complete.
+
+        Raises StoreRefuses.
+        """
         checkpoints = [each for each in self.whole() if each.step >= 0]
         self._remove(each.manifest_name for each in checkpoints[keep:])
         kept = {each.name for each in checkpoints[:keep]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -83,7 +83,7 @@ def whole_folders(output: Path) -> dict[WholeFolder, Stamp]:
     return {each: stamp for each, stamp in found.items() if stamp is not None}
 
 
-def whole_folders_among(names: Mapping[str, object]) -> list[WholeFolder]:
+def whole_folders_among(names: Iterable[str]) -> list[WholeFolder]:
     """Return what has a manifest among the names of a bucket, in the order to download it."""
     paths = [PurePosixPath(name) for name in names]
     found = [

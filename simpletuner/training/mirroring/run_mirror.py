@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from simpletuner.data.config.object_store_keys import mirror_place
+from simpletuner.data.storage.object_errors import StoreFails, StoreRefuses
 from simpletuner.data.storage.storage import check_obstore
 from simpletuner.errors import EnvironmentNotReady, SimpleTunerError, Stopped, without_errno
 from simpletuner.run_log import LOG
@@ -41,6 +42,8 @@ FILES_SECONDS = 30.0
 """Time between uploads of metrics and other files that change all the time; a checkpoint takes them along."""
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 2.0, 60.0
 """Waits after an upload that failed: obstore has tried it for 30 s by then."""
+PRUNE_RETRY_SECONDS = 600.0
+"""Time until old checkpoints are removed again after the bucket refused it."""
 PATIENCE_SECONDS = 60.0
 """Longest wait of the end of a run for a bucket that does not answer. Uploads that go on may take longer."""
 LISTING = ""
@@ -73,6 +76,8 @@ class RunMirror:
         self.went_back_to: int | None = None
         """The step that the run goes on from, until later checkpoints of the bucket are moved aside."""
         self.is_listed, self.is_done, self.files_at = False, False, 0.0
+        self.prune_from = 0.0
+        """Time until which old checkpoints are not removed, since the bucket refused it."""
         self.problem: SimpleTunerError | None = None
         """Error of the last upload, if it failed."""
         self.patience_seconds = PATIENCE_SECONDS
@@ -205,7 +210,7 @@ class RunMirror:
         self.lease.acquire()
         self._list()
         self._move_aside()
-        self.remote.prune(self.keep)  # what a run that was killed has left
+        self._prune()  # what a run that was killed has left
         self._know(LISTING, None)
         while new := self._new_folders():
             # Before the manifest: who resumes from a checkpoint needs the metrics up to it.
@@ -231,6 +236,17 @@ class RunMirror:
                     self.remote.hide(whole)
         self.went_back_to = None
 
+    def _prune(self) -> None:
+        """Remove old checkpoints; a bucket that refuses it, or fails at it, takes new ones nevertheless."""
+        if time.monotonic() < self.prune_from:
+            return
+        try:
+            self.remote.prune(self.keep)
+        except (StoreRefuses, StoreFails) as error:
+            if not self.prune_from:
+                self.report.warn(error.message, f"{error.hint}; until then old checkpoints stay in {self.address}")
+            self.prune_from = time.monotonic() + PRUNE_RETRY_SECONDS
+
     def _new_folders(self) -> list[WholeFolder]:
         """Return the checkpoints and pipelines that the bucket lacks, newest first."""
         found = whole_folders(self.output)
@@ -254,7 +270,7 @@ class RunMirror:
             remove(self.output / LINKS)
         self._know(whole, stamp)
         if whole.step >= 0:
-            self.remote.prune(self.keep)
+            self._prune()
             if self.durations is not None:
                 self.durations.measured[UPLOADING].append(time.monotonic() - began)
         self.status.mirrored(f"{self.address} has {whole.name}")

@@ -205,6 +205,21 @@ def test_an_interrupted_upload_is_repeated_and_what_the_bucket_lost_is_made_agai
     assert values(opened(there), 1) == []
 
 
+def test_a_store_without_ranges_sends_each_shard_once(proxy, tmp_path):
+    fill(mirror_at(proxy, tmp_path / "here", "whole"))
+    there = mirror_at(proxy, tmp_path / "there", "whole")
+    reader = opened(there)
+    proxy.has_ranges = False
+    proxy.requests.clear()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: values(reader), range(4))) == [[float(number) for number in range(COUNT)]] * 4
+    shards = [path.name for path in there.folder.glob("*.shard")]
+    asked = [path.rpartition("/")[2] for path, _ in proxy.requests]
+    # Before the first answer each thread may ask for a part and then for the whole of one shard.
+    assert len(shards) > 3 and len(asked) <= len(shards) + 8, asked
+    proxy.has_ranges = True
+
+
 def test_a_record_that_is_damaged_in_the_bucket_is_retracted_for_all(proxy, tmp_path):
     fill(mirror_at(proxy, tmp_path / "here", "damaged"))
     there = mirror_at(proxy, tmp_path / "there", "damaged")

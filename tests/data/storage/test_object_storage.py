@@ -7,6 +7,7 @@ import random
 from datetime import timedelta
 from pathlib import Path
 
+import boto3
 import numpy as np
 import pytest
 import scanning
@@ -18,16 +19,19 @@ from video_files import frame_of, write_video
 
 from simpletuner.caches.latents import decode_image
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages, S3Images
+from simpletuner.data.config.object_store_keys import S3
 from simpletuner.data.config.tables import TableSettings
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.scan.comparison import hash_ends
 from simpletuner.data.storage import object_stores as bucket_stores
+from simpletuner.data.storage.object_errors import StoreRefuses, run_error
 from simpletuner.data.storage.object_storage import HEADER_BYTES, ObjectStorage, open_bucket, sort_by_parts
 from simpletuner.data.storage.storage import LocalStorage, StoredFile, UnreadableFileError
 from simpletuner.data.tables.table_files import table_of
 from simpletuner.errors import DataError, EnvironmentNotReady, ExitCode, SimpleTunerError
 from simpletuner.settings.values.shape import Shape
 
+SIZES = {"small.bin": 3000, "long.bin": 3 * HEADER_BYTES, "other.bin": 2 * HEADER_BYTES}
 KEYS = {"aws_access_key_id": "AKIAOWN", "aws_secret_access_key": "hidden"}
 
 
@@ -253,7 +257,7 @@ ENDINGS = [
     (301, "PermanentRedirect", ExitCode.ENVIRONMENT, ": it is in another region", "aws_region_name"),
     (503, "SlowDown", ExitCode.ENVIRONMENT, ": it refuses requests", "aws_max_pool_connections"),
     (500, "InternalError", ExitCode.ENVIRONMENT, ": it fails to answer", "it continues"),
-    (418, "Teapot", ExitCode.ENVIRONMENT, ": it answers with the error 418", "manual"),
+    (418, "Teapot", ExitCode.ENVIRONMENT, ": it answers with the error Teapot", "manual"),
 ]
 
 
@@ -274,6 +278,95 @@ def test_what_concerns_the_bucket_ends_the_run(proxy, status, code, exit_code, s
             f"dataset `d`: bucket `{BUCKET}` at {proxy.address.removeprefix('http://')}"
         )
         assert said in caught.value.message and len(caught.value.message) < 120
+
+
+REFUSED = [
+    ("DELETE", 403, "AccessDenied", "it removes nothing: access is denied (AccessDenied)", "s3:DeleteObject"),
+    ("DELETE", 501, "NotImplemented", "it removes nothing: it answers with the error NotImplemented", "manual"),
+    ("DELETE", 409, "FileImmutable", "it removes nothing: it keeps objects locked for some time (File", "Object Lock"),
+    ("PUT", 403, "AccessDenied", ": access is denied (AccessDenied)", "s3:PutObject and s3:DeleteObject for mirror"),
+    ("PUT", 400, "MissingUploadObjectWithObjectLockHeaders", "it keeps objects locked", "without Object Lock"),
+    ("PUT", 507, "XMinioStorageFull", "it is full, or over its quota (XMinioStorageFull)", "make room there"),
+    ("PUT", 403, "QuotaExceeded", "it is full, or over its quota (QuotaExceeded)", "raise the quota"),
+    ("PUT", 500, "InternalError", "it takes nothing, though it can be listed; is it full? (InternalError)", "wait"),
+]
+
+
+def test_what_a_store_refuses_is_named_by_its_own_code_and_what_it_needs(proxy):
+    storage = bucket_at(proxy, "whole")
+    for method, status, code, said, hint in REFUSED:
+        proxy.faults = [Fault("", status, code, method=method)]
+        with pytest.raises(EnvironmentNotReady) as caught:
+            storage.write("b.json", b"{}") if method == "PUT" else storage.remove(["a.png"])
+        assert said in caught.value.message and hint in caught.value.hint, code
+        assert storage.read("a.png", 9) == b"12345"
+    proxy.faults = [Fault("", 500, "InternalError")]
+    with pytest.raises(EnvironmentNotReady, match=r"it fails to answer \(InternalError\)"):
+        storage.write("b.json", b"{}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<Code>InvalidRequest</Code><Message>Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object "
+         "requests with Object Lock parameters</Message>", "locked for some time (InvalidRequest)"),
+        ("<Code>AccessDenied</Code><Message>Access denied.</Message><Details>Object 'b/a' is subject to bucket's "
+         "retention policy and cannot be deleted or overwritten until 2027</Details>", "some time (AccessDenied)"),
+        ("Bulk delete request failed for key a.json: This operation is not permitted as the blob is immutable due to a "
+         "policy. (code: 409)", "it removes nothing: it keeps objects locked for some time (409)"),
+        ("Bulk delete request failed for key retention/a.json: This request is not authorized to perform this "
+         "operation using this permission. (code: 403)", "it removes nothing: access is denied (403)"),
+    ],
+)  # fmt: skip
+def test_locks_that_stores_tell_in_words(text, said):
+    status = "" if "Bulk" in text else "Server returned non-2xx status code: 403 Forbidden: "
+    assert said in run_error(status + text, "bucket `b`", S3, removing=True).message
+
+
+def test_a_bucket_with_object_lock_says_so(server, proxy):
+    s3 = boto3.client(
+        "s3", endpoint_url=server, region_name="us-east-1", aws_access_key_id="A", aws_secret_access_key="hidden"
+    )
+    s3.create_bucket(Bucket="locked", ObjectLockEnabledForBucket=True)
+    rule = {"DefaultRetention": {"Mode": "GOVERNANCE", "Days": 1}}
+    s3.put_object_lock_configuration(
+        Bucket="locked", ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": rule}
+    )
+    with pytest.raises(StoreRefuses, match=r"locked for some time \(MissingUploadObjectWithObjectLockHeaders\)"):
+        bucket_at(proxy, aws_bucket_name="locked").write("a.json", b"{}")
+
+
+def test_an_object_is_removed_by_the_request_that_all_stores_have(server, proxy):
+    """Not by that for many, which Google's S3 endpoint, JuiceFS 1.4.2 and others answer in ways of their own."""
+    put(f"{server}/{BUCKET}/removed/a.json", b"{}")
+    proxy.faults = [Fault("?delete", 501, "NotImplemented")]
+    storage = bucket_at(proxy, "removed")
+    storage.remove(["a.json", "never.json"])
+    assert storage.all_sizes() == {} and not requests_for(proxy, "?delete")
+
+
+def test_a_store_that_answers_ranges_with_whole_objects_is_read_so(server, proxy, tmp_path, capsys):
+    content = {name: random.Random(name).randbytes(size) for name, size in SIZES.items()}
+    for name, data in content.items():
+        put(f"{server}/{BUCKET}/ranges/{name}", data)
+    proxy.has_ranges = False
+    storage = bucket_at(proxy, "ranges")
+    assert storage.open_header("small.bin").read(10) == content["small.bin"][:10]
+    assert "ranges" not in capsys.readouterr().err, "the whole is what was asked for"
+    for name, requests in (("long.bin", 2), ("other.bin", 1)):
+        with storage.open_header(name) as file:
+            head = file.read(HEADER_BYTES + 9)
+            file.seek(-7, os.SEEK_END)
+            assert (head, file.read()) == (content[name][: len(head)], content[name][-7:])
+        assert len(requests_for(proxy, name)) == requests
+    kept = []
+    assert storage.read_range("long.bin", 9, 5, kept.append) == content["long.bin"][9:14]
+    assert kept == [content["long.bin"]]
+    assert capsys.readouterr().err.count("it answers no ranges, so whole objects are read") == 1
+    proxy.has_ranges = True
+    kept = []
+    assert bucket_at(proxy, "ranges").read_range("long.bin", 9, 5, kept.append) == content["long.bin"][9:14]
+    assert kept == []
 
 
 def test_a_network_that_fails_is_not_mistaken_for_a_damaged_image(proxy):

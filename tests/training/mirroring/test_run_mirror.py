@@ -210,6 +210,36 @@ def test_an_outage_is_told_once_and_made_up_for(proxy, mirrored, capsys):
     assert whole_in_bucket() == [2, 3]
 
 
+def test_a_bucket_that_removes_nothing_takes_all_new_checkpoints(proxy, mirrored, capsys):
+    """As by a policy without s3:DeleteObject: a run that goes back hides the later ones by what it may do."""
+    proxy.faults = [Fault("/checkpoints/", 403, "AccessDenied", method="DELETE")]
+    mirror = mirrored("first")
+    mirror.begin()
+    mirror.start(0, Durations())
+    for step in range(1, 5):
+        save(mirror.output, step)
+        wait_for(lambda step=step: step in whole_in_bucket())
+    proxy.requests.clear()
+    mirror.finish(None)
+    assert whole_in_bucket() == [1, 2, 3, 4]
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("it removes nothing: access is denied (AccessDenied)") == 1
+    assert "these credentials need s3:DeleteObject; until then old checkpoints stay in" in said
+    assert mirror.status.status.mirror == f"{ADDRESS} has checkpoints/checkpoint-000004"
+
+    back = mirrored("second", resume_from_checkpoint="checkpoint-000003")
+    back.begin()
+    back.restore({})
+    back.start(3, Durations())
+    back.finish(None)
+    assert bucket().all_sizes()["checkpoints/checkpoint-000004/state.json"] == 0
+    third = mirrored("third")
+    third.begin()
+    third.restore({})
+    assert [path.name for path in (third.output / "checkpoints").iterdir()] == ["checkpoint-000003"]
+    third.finish(None)
+
+
 def test_what_could_not_be_uploaded_ends_the_run_with_a_sentence_and_the_next_one_makes_up_for_it(
     proxy, mirrored, capsys
 ):
