@@ -17,7 +17,7 @@ from simpletuner.errors import DataError, EnvironmentNotReady, RemoteFailure
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.system.files.atomic import write_json
-from simpletuner.system.files.regular_files import read_file
+from simpletuner.system.files.unread import read_state
 from simpletuner.system.numbers import count_noun
 
 
@@ -75,7 +75,7 @@ def find_on_hub(
         return {}
 
     def find() -> str:
-        known = read_record(record)
+        known = read_record(record, report)
         try:
             found = {
                 each.id: known[each.id] if each.id in known and known[each.id].is_of(each) else find_files(each)
@@ -94,13 +94,13 @@ def find_on_hub(
     return found
 
 
-def read_record(record: Path | None) -> dict[str, HubFiles]:
-    """Return what an earlier start has found, by id; nothing where there is no such file, or it is damaged."""
-    try:
-        rows = json.loads(read_file(record)) if record else {}
-        return {name: HubFiles(**values) for name, values in rows.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return {}
+def read_record(record: Path | None, report: Report) -> dict[str, HubFiles]:
+    """Return what an earlier start has found, by id; nothing where there is no such file, or it cannot be read."""
+
+    def parse(content: bytes) -> dict[str, HubFiles]:
+        return {name: HubFiles(**values) for name, values in json.loads(content).items()}
+
+    return (read_state(record, parse, report.warn) if record else None) or {}
 
 
 Fetchable = UrlImages | SnapshotImages

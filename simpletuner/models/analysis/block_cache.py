@@ -14,9 +14,10 @@ from typing import Any
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import replace_file
-from simpletuner.system.files.cache_files import block_cache_paths, damaged_of, lock_of
+from simpletuner.system.files.cache_files import block_cache_paths, lock_of
 from simpletuner.system.files.locks import exclusive_lock
 from simpletuner.system.files.regular_files import read_file
+from simpletuner.system.files.unread import set_aside
 
 Warn = Callable[[str], None]
 
@@ -90,9 +91,3 @@ def to_lines(entries: Mapping[str, Any]) -> bytes:
     # json's own `indent` is ten times slower, and other processes wait for the lock meanwhile.
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
     return f"{{\n{lines}\n}}\n".encode()
-
-
-def set_aside(path: Path, warn: Warn) -> None:
-    """Move a damaged file aside, with a warning. Raises OSError."""
-    path.replace(damaged_of(path))
-    warn(f"{path} was damaged: it is set aside as {damaged_of(path).name}, and written again")

@@ -18,6 +18,7 @@ from pathlib import Path
 from simpletuner.system.files.cache_files import user_home
 from simpletuner.system.files.promises import sync
 from simpletuner.system.files.regular_files import read_end
+from simpletuner.system.files.unread import MALFORMED
 
 READ_BYTES = 8 << 20
 """From the end of the journal: 10,000 edits of captions of 300 letters."""
@@ -79,7 +80,8 @@ def edits_below(folder: Path) -> Iterator[CaptionEdit]:
     """Yield the edits of captions in a folder, the last one first."""
     prefix = f"{folder}/"
     for line in reversed(read_end(journal_path(), READ_BYTES).splitlines()):
-        with suppress(ValueError, TypeError, RecursionError):  # cut short, or of another version
-            edit = CaptionEdit(**json.loads(line))
+        with suppress(*MALFORMED):  # cut short: the line stays in the file
+            row = json.loads(line)
+            edit = CaptionEdit(**{name: row[name] for name in CaptionEdit.__annotations__ if name in row})
             if edit.path.startswith(prefix):
                 yield edit

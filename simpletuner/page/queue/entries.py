@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import time
@@ -11,18 +12,17 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from simpletuner.page.queue.gpus import Need
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.cache_files import user_home
 from simpletuner.system.files.locks import exclusive_lock
 from simpletuner.system.files.regular_files import read_file
-
-ASIDE = ".unread"
-"""The end of the name of a file that could not be read."""
+from simpletuner.system.files.unread import MALFORMED, last_aside, set_aside
 
 
 class EntryState(StrEnum):
@@ -57,6 +57,8 @@ class QueueEntry:
     devices: tuple[str, ...] = ()
     id: str = field(default_factory=lambda: secrets.token_hex(6))
     added: float = field(default_factory=time.time)
+    others: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What a newer version has written of it, by name, which stays in the file."""
 
     @property
     def is_started(self) -> bool:
@@ -77,6 +79,16 @@ def adapter() -> TypeAdapter[list[QueueEntry]]:
     return TypeAdapter(list[QueueEntry])
 
 
+def with_others(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an entry, with all other names in `others`."""
+    return {**row, "others": {name: value for name, value in row.items() if name not in QueueEntry.__annotations__}}
+
+
+def as_row(entry: QueueEntry) -> dict[str, Any]:
+    row = asdict(entry)
+    return {**row.pop("others"), **row}
+
+
 @dataclass(frozen=True)
 class QueueFile:
     """The entries on disk, in their order."""
@@ -95,10 +107,11 @@ class QueueFile:
     def _parsed(self) -> list[QueueEntry] | None:
         """Return the entries; None for what is damaged, of another version, or no file."""
         try:
-            return adapter().validate_json(read_file(self.path))
+            rows = json.loads(read_file(self.path))
+            return adapter().validate_python([with_others(row) for row in rows])
         except FileNotFoundError:
             return []
-        except (OSError, ValidationError):
+        except (OSError, *MALFORMED):
             return None
 
     @contextmanager
@@ -110,18 +123,17 @@ class QueueFile:
         with exclusive_lock(self.path.with_suffix(".lock")):
             entries = self._parsed()
             if entries is None:
-                self.path.rename(self.path.with_name(f"{self.path.name}.{time.time_ns()}{ASIDE}"))
+                set_aside(self.path, lambda _: None)  # the page shows `warning` for as long as it is there
             entries = entries or []
             before = list(entries)
             yield entries
             if entries != before:
-                write_json(self.path, [asdict(each) for each in entries])
+                write_json(self.path, [as_row(each) for each in entries])
 
     def warning(self) -> str:
         """Return where entries are that could not be read; empty where there are none."""
-        aside = sorted(self.path.parent.glob(f"{self.path.name}.*{ASIDE}"))
-        if aside:
-            return f"a queue that could not be read is set aside as {aside[-1]}; remove it once nothing in it is missed"
+        if aside := last_aside(self.path):
+            return f"a queue that could not be read is set aside as {aside}; remove it once nothing in it is missed"
         if self._parsed() is None:
             return f"{self.path} cannot be read, or is of another version: it is set aside at the next change"
         return ""

@@ -101,8 +101,3 @@ def user_home(environment: Mapping[str, str] = os.environ) -> Path:
 def lock_of(block_cache: Path) -> Path:
     """Return the file to lock (`locks.exclusive_lock`) while a block cache is read, changed and written."""
     return block_cache.with_suffix(".lock")
-
-
-def damaged_of(block_cache: Path) -> Path:
-    """Return where an unreadable block cache is moved."""
-    return block_cache.with_suffix(".damaged.json")

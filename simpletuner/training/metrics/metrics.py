@@ -72,15 +72,16 @@ class Metrics:
 
 
 def drop_rows_after(path: Path, step: int) -> None:
-    """Drop the rows after a step, atomically; all of them for a run that begins, which measures step 0 again.
+    """Drop the rows after a step, atomically, and a torn one; all for a run that begins, which measures step 0 again.
 
-    A file without such rows is not rewritten.
+    A file without such rows is not rewritten. A line that this version cannot read stays.
     """
     refuse_special(path)
     content = read_file(path, MAX_BYTES) if path.exists() else b""
-    kept = [row for row in rows_in(content) if row["step"] <= step and step > 0]
-    if len(kept) < content.count(b"\n") or content[-1:] not in (b"", b"\n"):
-        write_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+    lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True) if step > 0 else []
+    kept = [line for line in lines if all(row["step"] <= step for row in rows_in(line))]
+    if sum(map(len, kept)) < len(content):
+        write_file(path, *kept)
 
 
 @contextmanager

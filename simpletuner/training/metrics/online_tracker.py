@@ -17,7 +17,7 @@ from simpletuner.session import Session
 from simpletuner.settings import settings_as_json
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.processes.python_process import module_command
-from simpletuner.training.metrics.tracker_process import read_state, state_file
+from simpletuner.training.metrics.tracker_process import read_tracker_state, state_file
 
 # Before the process is started again after it failed; doubles each time.
 RETRY_SECONDS = 60.0
@@ -31,7 +31,7 @@ class OnlineTracker:
     def __init__(self, session: Session, library: str, folder: Path, step: int) -> None:
         self.report, logging, output = session.report, session.settings.logging, session.settings.training.output_dir
         self.library, path = library, state_file(output, library)
-        state = read_state(path)
+        state = read_tracker_state(path, self.report.warn)
         # Eight characters, as wandb's own. It is kept, so that a resumed run goes on in the same one there.
         state["id"] = state.get("id") or secrets.token_hex(4)
         # Steps that are trained again, since the run went back, are sent again.

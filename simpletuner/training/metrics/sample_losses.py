@@ -74,7 +74,10 @@ def shortest(values: Sequence[float]) -> list[float]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Cut a file after the rows up to a step, and before a torn one; all of a run that begins again."""
+    """Cut a file after the rows up to a step, and before a torn one; all of a run that begins again.
+
+    A line that this version cannot read stays.
+    """
     refuse_special(path)
     if not path.exists():
         return
@@ -82,7 +85,7 @@ def cut_after(path: Path, step: int) -> None:
     with open_regular(path, MAX_BYTES) as file:
         for line in file:
             found = STEP.match(line)
-            if step == 0 or found is None or int(found[1]) > step or not line.endswith(b"\n"):
+            if step == 0 or (found and int(found[1]) > step) or not line.endswith(b"\n"):
                 break
             end += len(line)
     if end < path.stat().st_size:

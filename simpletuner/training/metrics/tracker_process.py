@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from simpletuner.run_log import LOGGER
 from simpletuner.system.files.atomic import write_json
-from simpletuner.system.files.regular_files import read_file
+from simpletuner.system.files.unread import Warn, read_state
 from simpletuner.training.images.clip_files import MP4, clips_of_round, round_folder
 from simpletuner.training.metrics.metrics_reader import METRICS, MetricsReader
 from simpletuner.training.metrics.tracker_libraries import LIBRARIES, OpeningFailed, RunOptions, TrackerRun
@@ -72,7 +73,7 @@ class Follower:
     def __init__(self, output: Path, run: TrackerRun, state: Path) -> None:
         self.output, self.run, self.path, self.last_step = output, run, state, 0
         self.reader = MetricsReader(output / METRICS)
-        self.state = read_state(state)
+        self.state = read_tracker_state(state, LOGGER.warning)
         self.sent: dict[str, int] = self.state.setdefault("sent", {})
 
     def poll(self) -> None:
@@ -108,16 +109,16 @@ def state_file(output: Path, library: str) -> Path:
     return output / f"{library}.json"
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(state, dict):
-        return {}
-    sent = state.get("sent")
-    known = sent.items() if isinstance(sent, dict) else ()
-    return {**state, "sent": {name: step for name, step in known if isinstance(step, int)}}
+def read_tracker_state(path: Path, warn: Warn) -> dict[str, Any]:
+    return read_state(path, parse_tracker_state, warn) or {}
+
+
+def parse_tracker_state(content: bytes) -> dict[str, Any]:
+    """Raises ValueError, AttributeError or RecursionError for another content."""
+    state = json.loads(content)
+    if not all(isinstance(step, int) for step in state.setdefault("sent", {}).values()):
+        raise ValueError("a step is no number")
+    return state
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from simpletuner.training.images.image_files import read_rgb
 from simpletuner.training.metrics.metrics import Tracker
 from simpletuner.training.metrics.metrics_reader import METRICS, last_row
 from simpletuner.training.metrics.online_tracker import OnlineTracker
-from simpletuner.training.metrics.tracker_process import read_state, state_file
+from simpletuner.training.metrics.tracker_process import read_tracker_state, state_file
 
 
 def open_trackers(session: Session, step: int) -> list[Tracker]:
@@ -43,7 +43,10 @@ def send_missed(session: Session, step: int) -> None:
         return
     last = last_row(output / METRICS).get("step", -1)
     for name in parse_trackers(settings.logging.report_to):
-        if name != "tensorboard" and read_state(state_file(output, name)).get("sent", {}).get("train", -1) < last:
+        if name == "tensorboard":
+            continue
+        state = read_tracker_state(state_file(output, name), session.report.warn)
+        if state.get("sent", {}).get("train", -1) < last:
             OnlineTracker(session, name, settings.logging.logging_dir or output / "logs", step).close()
 
 

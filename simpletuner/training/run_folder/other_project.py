@@ -10,7 +10,6 @@ data is another only if none of its images was trained on before.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -29,6 +28,7 @@ from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.numbers import count_noun
+from simpletuner.training.metrics.metrics_reader import parse_lines
 from simpletuner.training.run_folder.data_listing import DataListing, place_of, read_listing_of
 from simpletuner.training.run_folder.settings_record import HISTORY, SETTINGS, read_settings
 
@@ -102,9 +102,9 @@ def places_in(listing: DataListing) -> str:
 def last_listing(output: Path) -> DataListing | None:
     """Return the data of the last start that trained; None where that is not known."""
     try:
-        rows = [json.loads(line) for line in read_file(output / HISTORY).splitlines()]
+        rows = [row for row in parse_lines(read_file(output / HISTORY).splitlines()) if isinstance(row, dict)]
         return read_listing_of(output, next(row["data"] for row in reversed(rows) if row.get("data")))
-    except (OSError, ValueError, RecursionError, AttributeError, TypeError, StopIteration, EnvironmentNotReady):
+    except (OSError, TypeError, StopIteration, EnvironmentNotReady):
         return None
 
 

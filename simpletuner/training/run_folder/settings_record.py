@@ -16,7 +16,8 @@ from simpletuner.errors import naming
 from simpletuner.run_log import APPEND
 from simpletuner.settings import Settings, settings_as_json
 from simpletuner.system.files.atomic import refuse_special, write_json
-from simpletuner.system.files.regular_files import read_file
+from simpletuner.system.files.regular_files import read_end, read_file
+from simpletuner.system.files.unread import Warn, read_state
 
 if TYPE_CHECKING:  # the page reads these files without torch
     from simpletuner.parallel.world import World
@@ -65,13 +66,19 @@ def record_settings(session: Session, step: int, facts: Mapping[str, str], data:
     if not session.world.is_first:
         return
     output, settings = session.settings.training.output_dir, settings_as_json(session.loaded)
-    before = read_settings(output / SETTINGS)
-    changes = changed(before, settings) if before is not None else {}
-    if before is None or changes:
-        write_json(output / SETTINGS, settings)
+    changes = write_settings(output / SETTINGS, settings, session.report.warn)
     time = datetime.now(UTC).isoformat(timespec="seconds")
     start = {"time": time, "step": step, "simpletuner": __version__, "host": socket.gethostname(), **facts}
     append(output / HISTORY, {**start, **gpus_of(session.world), "data": data, "changed": changes})
+
+
+def write_settings(path: Path, settings: Mapping[str, Any], warn: Warn) -> Changes:
+    """Write the settings of a start, and return what differs from those of the start before."""
+    before = read_state(path, parse_settings, warn)
+    changes = changed(before, settings) if before is not None else {}
+    if before is None or changes:
+        write_json(path, settings)
+    return changes
 
 
 def gpus_of(world: World) -> dict[str, float]:
@@ -96,10 +103,17 @@ def last_start(path: Path) -> str:
 def read_settings(path: Path) -> dict[str, Any] | None:
     """Return the settings of the last start; None if there are none or they are damaged."""
     try:
-        settings = json.loads(read_file(path))
+        return parse_settings(read_file(path))
     except (OSError, ValueError, RecursionError):
         return None
-    return settings if isinstance(settings, dict) else None
+
+
+def parse_settings(content: bytes) -> dict[str, Any]:
+    """Raises ValueError or RecursionError for what is no JSON object."""
+    settings = json.loads(content)
+    if not isinstance(settings, dict):
+        raise ValueError("no JSON object")
+    return settings
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
@@ -115,6 +129,7 @@ def shown(value: Any) -> str:
 def append(path: Path, row: Mapping[str, Any]) -> None:
     """Append one line; a link of that name is not followed. Raises EnvironmentNotReady for one."""
     refuse_special(path)
+    torn = "" if read_end(path, 1) in (b"", b"\n") else "\n"  # by a full disk: the new row must be read
     descriptor = os.open(path, APPEND, 0o666)
     with naming(path), os.fdopen(descriptor, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(f"{torn}{json.dumps(row)}\n")
