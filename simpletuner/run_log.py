@@ -45,6 +45,8 @@ class RunLog(logging.Handler):
         super().__init__()
         self.source, self.flags = source, APPEND
         self.path: Path | None = None
+        self.begun: int | None = None
+        """The size of the file before this start, if this process may create it."""
         self.kept: list[logging.LogRecord] = []
         self.setFormatter(logging.Formatter("%(message)s"))
 
@@ -52,10 +54,19 @@ class RunLog(logging.Handler):
         """Write to a file from now on. Raises OSError where that cannot be; without `create`, only where it exists."""
         self.path, self.flags = path, APPEND if create else APPEND & ~os.O_CREAT
         if create:
-            os.close(os.open(path, self.flags, 0o666))
+            descriptor = os.open(path, self.flags, 0o666)
+            self.begun = os.fstat(descriptor).st_size
+            os.close(descriptor)
         kept, self.kept = self.kept, []
         for record in kept:
             self.emit(record)
+
+    def withdraw(self) -> None:
+        """Cut off what this start has written, with a file that is only its own, and write nothing any more."""
+        path, self.path = self.path, None
+        with suppress(OSError):
+            if path is not None and self.begun is not None:
+                os.truncate(path, self.begun) if self.begun else path.unlink()
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.path is None:
@@ -94,6 +105,12 @@ def write_log_to(path: Path, create: bool) -> None:
     """Write what was logged so far, and what will be, to a file. Raises OSError."""
     for log in logs_of(LOGGER):
         log.write_to(path, create)
+
+
+def withdraw_log() -> None:
+    """Leave the file that is written to as it was before this start."""
+    for log in logs_of(LOGGER):
+        log.withdraw()
 
 
 def take_over(logger_name: str) -> None:

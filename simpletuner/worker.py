@@ -65,6 +65,7 @@ from simpletuner.training.run_folder.output_dir import (
     open_output_dir,
     pipelines_of,
     restore_from_bucket,
+    unless_refused,
 )
 from simpletuner.training.run_folder.resuming import (
     check_fits,
@@ -116,7 +117,7 @@ def run_rank(loaded: Loaded) -> None:
             open_notifier(session) as notifier,
             mirror.finishing() if mirror is not None else nullcontext(),
             explain_out_of_memory(loaded.settings, world.device),
-            status.unless_refused(),
+            unless_refused(session),
         ):
             run(session, notifier, mirror)
 

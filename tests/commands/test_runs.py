@@ -49,10 +49,30 @@ def test_the_status_of_a_run_is_a_table_json_and_an_exit_code(answer, tmp_path):
     assert (found["reason"], found["hint"]) == ("dataset `d`: no usable image is left", "look there")
     code, out, _ = answer("status", run_folder(tmp_path / "c", "running"))
     assert code == 5 and "killed" in out and "ended without a word" in " ".join(out.split())
-    code, _, err = answer("status", tmp_path)
+    (tmp_path / "none").mkdir()
+    code, _, err = answer("status", tmp_path / "none")
     assert code == 2 and "there is no run in" in err
     code, _, err = answer("status", tmp_path / "gone")
     assert code == 2 and f"there is no run in {tmp_path / 'gone'}" in err and "hint: name the output folder" in err
+
+
+def test_without_a_folder_the_status_is_that_of_all_runs_here(answer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = answer("status")
+    assert code == 2 and "there is no run in ." in err
+    run_folder(tmp_path / "output" / "cat", "failed", reason="no room")
+    code, out, _ = answer("status")
+    assert code == 5 and "output/cat: failed" in out and "no room" in out, "new configurations write there"
+    run_folder(tmp_path / "output")
+    code, out, _ = answer("status")
+    lines = [line.split() for line in out.splitlines() if "output" in line]
+    assert code == 0 and [each[:2] for each in lines] == [["output", "finished"], ["output/cat", "failed"]]
+    code, out, _ = answer("status", "--json")
+    assert [each["output_dir"] for each in json.loads(out)] == [
+        str(tmp_path / name) for name in ("output", "output/cat")
+    ]
+    code, out, _ = answer("status", "output")
+    assert code == 0 and "output: finished" in out and "cat" not in out, "one that is named is that one"
 
 
 def test_runs_are_compared_in_one_file_that_fetches_nothing(answer, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -91,7 +92,11 @@ def test_runs_that_come_go_and_are_hidden_in_others_are_noticed(runs: RunList, t
     assert runs.runs()[0].path == new
     (new / "checkpoints").mkdir()
     write_status(new / "checkpoints", state="failed")
-    assert len(runs.runs()) == RUNS + 1, "nothing is looked for in a run"
+    assert len(runs.runs()) == RUNS + 1, "nothing is looked for in the folders that a run makes"
+    (new / "cat").mkdir()
+    write_status(new / "cat", state="starting")
+    assert len(runs.runs()) == RUNS + 2 and runs.runs()[0].path == new / "cat", "output/cat, beside a run in output"
+    shutil.rmtree(new / "cat")
     for path in (
         new / "status.json",
         tmp_path / "group-1" / "run-1" / "status.json",

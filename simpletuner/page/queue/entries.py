@@ -58,7 +58,7 @@ class QueueEntry:
     id: str = field(default_factory=lambda: secrets.token_hex(6))
     added: float = field(default_factory=time.time)
     others: dict[str, Any] = field(default_factory=dict, compare=False)
-    """What a newer version has written of it, by name, which stays in the file."""
+    """Values that only a newer version knows, by name, which stay in the file."""
 
     @property
     def is_started(self) -> bool:

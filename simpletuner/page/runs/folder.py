@@ -76,7 +76,7 @@ def is_of_run(folders: Folders, path: Path) -> bool:
 def check_run(path: Path) -> None:
     """Raise SettingsError for a folder in which nothing has run, or that is not there."""
     if not is_run(path):
-        raise SettingsError(f"there is no run in {path}", "name the output folder of a run")
+        raise SettingsError(f"there is no run in {path}", "name the output folder of a run, its output_dir")
 
 
 def is_run(path: Path) -> bool:

@@ -1,12 +1,13 @@
 """The runs in the page's folders, and their summaries, looked at again only where something may have changed.
 
-Every open list asks every two seconds. With 200 runs that have ended, an answer takes 400 calls of lstat, and no file
+Every open list asks every two seconds. With 200 runs that have ended, an answer takes 600 calls of lstat, and no file
 is read.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,9 @@ status, of the lock, too."""
 
 SETTLED = (State.FINISHED, State.STOPPED, State.FAILED, State.KILLED, State.UNKNOWN)
 """States that only a file can change."""
+OF_RUN = re.compile(r"validation|logs|profile|data_listings|pipeline.*|base-.*")
+"""Folders that a run makes in its own, beside those that are SKIPPED. In others there may be runs: `output` is the
+default folder, and `output/cat` that of cat.toml."""
 LIVE_SECONDS = 1.0
 """Lifetime of the summary of a run that has not ended, however many ask."""
 # Within this time of a change, a folder may change again without another time: clocks of file systems are
@@ -95,15 +99,11 @@ class RunList:
         return sorted(found.items(), key=lambda run: -last_written(run[1]))[:MAX_RUNS]
 
     def _walk(self, folder: str, depth: int) -> Iterator[tuple[str, Signature]]:
-        """Yield the folders of runs. What is in them is not looked at: many files, and never another run."""
-        listed = self.listed.get(folder)
-        if listed is not None and listed.is_run and any(signature := signature_of(folder)):
-            yield folder, signature
-            return
-        listed = self._list(folder, listed)
+        """Yield the folders of runs. What runs make in them is not looked at: many files, and never another run."""
+        listed = self._list(folder, self.listed.get(folder))
         if listed is not None and listed.is_run:
             yield folder, signature_of(folder)
-        elif listed is not None and depth < MAX_DEPTH:
+        if listed is not None and depth < MAX_DEPTH:
             for name in listed.below:
                 yield from self._walk(f"{folder}/{name}", depth + 1)
 
@@ -129,12 +129,11 @@ def list_folder(folder: str, signature: tuple[int, int]) -> ListedFolder:
             found = list(entries)
     except OSError:
         return ListedFolder(signature, is_run=False, below=())
-    if any(each.name in RUN_FILES and each.is_file() for each in found):
-        return ListedFolder(signature, is_run=True, below=())
+    is_run = any(each.name in RUN_FILES and each.is_file() for each in found)
     kept = (each for each in found if not each.name.startswith(".") and each.name not in SKIPPED)
-    return ListedFolder(
-        signature, False, tuple(sorted(each.name for each in kept if each.is_dir(follow_symlinks=False)))
-    )
+    kept = (each for each in kept if not (is_run and OF_RUN.fullmatch(each.name)))
+    below = sorted(each.name for each in kept if each.is_dir(follow_symlinks=False))
+    return ListedFolder(signature, is_run, tuple(below))
 
 
 def signature_of(folder: str) -> Signature:

@@ -175,6 +175,7 @@ def lock_output_dir(
     Raises EnvironmentNotReady when another run holds it: at once if that run's launcher is alive on this machine,
     otherwise after HANDOVER_SECONDS. Where the file system has no locks, a run of another machine is not found.
     """
+    is_new = not output.exists()
     output.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(output / RUN_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
@@ -184,6 +185,10 @@ def lock_output_dir(
             os.pwrite(descriptor, f"{socket.gethostname()} {launcher_pid()}\n".encode(), 0)
         yield
     finally:
+        with suppress(OSError):  # the user has removed it
+            if is_new and [*output.iterdir()] == [output / RUN_LOCK]:  # refused before anything was written
+                (output / RUN_LOCK).unlink()
+                output.rmdir()
         os.close(descriptor)
 
 

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletuner.errors import SIGNAL_CODES, OtherRunsFolder, SimpleTunerError, describe_bug
+from simpletuner.errors import SIGNAL_CODES, SimpleTunerError, describe_bug
 from simpletuner.system.files.atomic import atomic_file
 from simpletuner.system.files.locks import launcher_pid
 from simpletuner.system.files.regular_files import read_file
@@ -202,16 +202,8 @@ class StatusWriter:
         state = RunState.STOPPED if error.exit_code in SIGNAL_CODES else RunState.FAILED
         self.end(state, error.message, error.hint)
 
-    @contextmanager
-    def unless_refused(self) -> Iterator[None]:
-        """Leave the status as it was before this start where the folder is another run's."""
-        try:
-            yield
-        except OtherRunsFolder:
-            self._withdraw()
-            raise
-
-    def _withdraw(self) -> None:
+    def withdraw(self) -> None:
+        """Bring back the status before this start, and write none any more."""
         with self.lock:
             path, self.path = self.path, None
             if path is not None and self.holds_lock:

@@ -7,8 +7,8 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,18 +22,22 @@ from simpletuner.checkpoints.export import (
     finished_steps,
 )
 from simpletuner.checkpoints.layout import clear_unfinished
+from simpletuner.data.config.folders import default_folder
 from simpletuner.data.samples.samples import Samples
 from simpletuner.errors import OtherRunsFolder, RemoteFailure, SimpleTunerError, explain_system_errors
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.opening.lora_formats import files_of
 from simpletuner.parallel.world import World
-from simpletuner.run_log import CONSOLE, LOG, LOGGER, START_CONSOLE, write_log_to
+from simpletuner.preparation.prepare import HUB_RECORD
+from simpletuner.run_log import CONSOLE, LOG, LOGGER, START_CONSOLE, withdraw_log, write_log_to
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.secret_names import mask_arguments
-from simpletuner.system.files.atomic import refuse_special, remove, restore_replaced
+from simpletuner.system.files.atomic import refuse_special, remove, restore_replaced, write_file
+from simpletuner.system.files.cache_files import entries_of
 from simpletuner.system.files.locks import lock_output_dir
 from simpletuner.system.files.promises import MAY_SAY, missing_promises
+from simpletuner.system.files.regular_files import read_file
 from simpletuner.training.mirroring.run_mirror import RunMirror, open_run_mirror
 from simpletuner.training.run_folder.other_project import refuse_other_data
 from simpletuner.training.state import TrainingState
@@ -67,6 +71,31 @@ def open_output_dir(session: Session, stack: ExitStack) -> RunMirror | None:
         open_log(output, create=False)  # once it is known to be the folder of this run
         session.status.follow(output)
     return next(iter(mirrors), None)
+
+
+@contextmanager
+def unless_refused(session: Session) -> Iterator[None]:
+    """Leave status, log, commits of the hub and scans as they were before this start, where the folder is another's."""
+    settings, is_first = session.settings, session.world.is_first
+    record, scans = settings.training.output_dir / HUB_RECORD, default_folder(settings, "scan")
+    commits = read_file(record) if is_first and record.is_file() else None
+    known = {*entries_of(scans)}
+    try:
+        yield
+    except OtherRunsFolder:
+        session.status.withdraw()
+        withdraw_log()
+        if is_first:
+            for path in {*entries_of(scans)} - known:
+                remove(path)
+            with suppress(OSError):  # what is not empty was there before
+                scans.rmdir()
+                scans.parent.rmdir()
+            if commits is None:
+                remove(record)
+            elif read_file(record) != commits:
+                write_file(record, commits)
+        raise
 
 
 def on_first_rank(session: Session, action: Callable[[], None]) -> None:

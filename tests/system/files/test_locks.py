@@ -169,8 +169,12 @@ def test_a_folder_can_be_used_again_after_a_failure(tmp_path):
     for _ in range(2):
         with pytest.raises(RuntimeError), lock_output_dir(tmp_path / "run"):
             raise RuntimeError
+        assert not (tmp_path / "run").exists(), "a start that was refused leaves no folder"
     with lock_output_dir(tmp_path / "run"):
-        pass
+        (tmp_path / "run" / "log.txt").touch()
+    with pytest.raises(RuntimeError), lock_output_dir(tmp_path / "run"):
+        raise RuntimeError
+    assert (tmp_path / "run" / "log.txt").exists()
 
 
 def test_who_holds_a_folder_runs_here_only_if_the_host_is_this_one_whoever_owns_it(monkeypatch):
