@@ -1,12 +1,14 @@
 """Print what the installed DeepSpeed knows, as JSON on stdout; run in its own process: importing it takes seconds.
 
-`facts` prints the keys that it knows; `accept` reads a JSON list of [config, ranks] and prints the error for each.
+`facts` prints the keys that it knows; `accept` reads a JSON list of [config, ranks] and prints the error for each;
+`run` reads a JSON list of configs, and prints [rate, weight decay, clipping] of each of ten steps of a tiny model.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from typing import Any
 
@@ -85,8 +87,47 @@ def facts() -> dict[str, Any]:
         "aio": AIO_DEFAULT_DICT,
         "buffer_size": models()["zero_optimization.offload_param"]().buffer_size,
         "optimizers": config.DEEPSPEED_OPTIMIZERS,
+        "defaults": defaults(),
         "schedules": VALID_LR_SCHEDULES,
     }
+
+
+def defaults() -> dict[str, dict[str, Any]]:
+    """Return what optimizers take where no parameter is given."""
+    import inspect
+
+    import torch
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.ops.lion import FusedLion
+    from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam
+
+    classes = {"adamw": FusedAdam, "adam": FusedAdam, "lion": FusedLion, "adagrad": torch.optim.Adagrad}
+    found = {
+        name: {key: each.default for key, each in inspect.signature(kind).parameters.items()}
+        for name, kind in classes.items()
+    }
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2, 2))], "use_muon": each} for each in (True, False)]
+    matrices, rest = MuonWithAuxAdam(groups).param_groups
+    found["muon"] = {"lr": matrices["lr"], "weight_decay": matrices["weight_decay"]}
+    found["muon"] |= {"betas": rest["betas"], "eps": rest["eps"]}
+    known = ("lr", "betas", "eps", "weight_decay")
+    return {name: {key: values[key] for key in known if key in values} for name, values in found.items()}
+
+
+def taken(config: dict[str, Any]) -> list[tuple[float, float, float]]:
+    """Train a layer by a configuration as DeepSpeed's own programs do."""
+    import deepspeed
+    import torch
+
+    layer = torch.nn.Linear(4, 4)
+    engine, optimizer, *_ = deepspeed.initialize(model=layer, model_parameters=layer.parameters(), config=config)
+    rows = []
+    for _ in range(10):
+        group = optimizer.param_groups[0]
+        rows.append((group["lr"], group["weight_decay"], engine.gradient_clipping()))
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    return rows
 
 
 def accepted(wanted: dict[str, Any], ranks: int) -> str:
@@ -106,5 +147,14 @@ def accepted(wanted: dict[str, Any], ranks: int) -> str:
 
 
 if __name__ == "__main__":
-    answer: Any = facts() if sys.argv[1] == "facts" else [accepted(*case) for case in json.load(sys.stdin)]
+    if sys.argv[1] == "run":
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in ranks.items()})
+    answer: Any = {
+        "facts": lambda _: facts(),
+        "accept": lambda cases: [accepted(*case) for case in cases],
+        "run": lambda configs: [taken(config) for config in configs],
+    }[sys.argv[1]](json.load(sys.stdin))
     print("\n" + json.dumps(answer))

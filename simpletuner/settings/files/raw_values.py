@@ -49,6 +49,8 @@ class Source:
     """config/config.env where a config file is named: what is no setting in it is a warning."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables of other programs in config.env, which ranks are given."""
+    left_out: list[RawValue] = field(default_factory=list)
+    """Another program's values of keys that its file leaves out."""
 
 
 def raw_value(path: Path, entry: FileEntry) -> RawValue:

@@ -12,14 +12,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from simpletuner.errors import BrokenRule, SettingsError
+from simpletuner.settings.declared.errors import shorten
+from simpletuner.settings.declared.optimizer_defaults import own_defaults
 from simpletuner.settings.files.raw_values import RawValue, Source
 from simpletuner.settings.foreign.deepspeed.keys import TABLE
 from simpletuner.settings.foreign.deepspeed.optimizers import read_optimizer
 from simpletuner.settings.foreign.deepspeed.parsed_config import ParsedConfig
 from simpletuner.settings.foreign.deepspeed.schedules import CONSTANT, read_scheduler
 from simpletuner.settings.resolving.sources import MergedValues, validate_value
+from simpletuner.settings.values.spelling import is_equal
 
 NAME = "deepspeed_config"
+CLIPPING = 1.0
+"""DeepSpeed's default of `gradient_clipping`, and accelerate's for it."""
 DEFAULT_STAGE = 1
 """Meaning of `zero_optimization: true`, an older form."""
 MICRO, STEPS, RANKS = FACTORS = ("train_batch_size", "gradient_accumulation_steps", "num_processes")
@@ -50,7 +55,21 @@ def apply_deepspeed_config(merged: MergedValues) -> list[str]:
         merged.mistakes.append(BrokenRule("zero_stage", message, others=(NAME,)))
     merged.values[NAME] = parsed.kept or None
     merged.mistakes += parsed.mistakes
-    return parsed.warnings
+    return [*parsed.warnings, *warn_of_defaults(parsed.file or origin.place, parsed.left_out, merged)]
+
+
+def warn_of_defaults(place: str, left_out: Iterable[RawValue], merged: MergedValues) -> list[str]:
+    """Say in one sentence what DeepSpeed itself would take where its file says nothing, as far as it is not ours.
+
+    What another source sets is decided. `left_out` has DeepSpeed's value of a setting, and its key as the place.
+    """
+    own = own_defaults(merged.value("optimizer"))
+    ours = {given.name: own.get(given.name, merged.value(given.name)) for given in left_out}
+    found = [each for each in left_out if each.name not in merged.origins and not is_equal(each.value, ours[each.name])]
+    theirs = ", ".join(dict.fromkeys(f"{each.place} = {shorten(each.as_written)}" for each in found))
+    here = ", ".join(f"{each.name} = {shorten(ours[each.name])}" for each in found)
+    said = f"DeepSpeed itself would take {theirs}, where {place} says nothing; here it is {here}"
+    return [said] if found else []
 
 
 def as_source(name: str, config: Mapping[str, Any]) -> Source:
@@ -72,6 +91,9 @@ def parse(config: Mapping[str, Any], merged: MergedValues) -> ParsedConfig:
     if rest.get("zero_optimization") is True:
         rest["zero_optimization"] = {"stage": DEFAULT_STAGE}
     parsed.read(rest, TABLE)
+    # Of a file alone: who writes {"zero_optimization": {"stage": 2}} among our settings has the others there.
+    if parsed.file and "gradient_clipping" not in rest:
+        parsed.leave_out("max_grad_norm", CLIPPING, "gradient_clipping", CLIPPING)
     drop_offload_param(parsed, merged)
     read_optimizer(optimizer, str(merged.value("optimizer")), parsed)
     read_scheduler(scheduler, peak_learning_rate(parsed, merged), parsed)

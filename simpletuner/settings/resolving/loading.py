@@ -32,7 +32,7 @@ from simpletuner.settings.files.raw_values import Origin, RawValue, Source
 from simpletuner.settings.foreign.accelerate.messages import missing_ranks
 from simpletuner.settings.foreign.other_programs import meaning_of
 from simpletuner.settings.foreign.recognition import answer_for, import_hint, is_value_of_original, names_of_original
-from simpletuner.settings.resolving.deepspeed_source import apply_deepspeed_config
+from simpletuner.settings.resolving.deepspeed_source import apply_deepspeed_config, warn_of_defaults
 from simpletuner.settings.resolving.global_batch import apply_global_batch_size
 from simpletuner.settings.resolving.output_address import apply_output_address
 from simpletuner.settings.resolving.places import with_places
@@ -94,6 +94,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
         found += source.mistakes
     warnings += sort_outranked(outranked, merged)
     warnings += apply_deepspeed_config(merged)
+    warnings += [said for source in sources for said in warn_of_defaults(source.name, source.left_out, merged)]
     # After DeepSpeed's JSON, which may give the batch size of a rank.
     apply_global_batch_size(merged)
     apply_output_address(merged)

@@ -23,7 +23,7 @@ from simpletuner.settings.files.file_entries import FileEntry, file_place
 from simpletuner.settings.files.formats import read_entries, suffix_of
 from simpletuner.settings.files.raw_values import Origin, RawValue, Source, raw_value
 from simpletuner.settings.files.secret_values import is_reference
-from simpletuner.settings.foreign.accelerate.fields import default_file, map_file, read_file
+from simpletuner.settings.foreign.accelerate.fields import default_file, left_out, map_file, read_file
 from simpletuner.settings.foreign.accelerate.launch import launched_entries
 from simpletuner.settings.foreign.accelerate.messages import mistakes_of, place_of_ranks, warnings_of
 from simpletuner.settings.foreign.key_table import MappedField
@@ -197,7 +197,10 @@ def accelerate_source(name: str, entries: list[FileEntry], implicit: bool) -> So
     fields = map_file(entries)
     values = [RawValue(found.setting, found.value, accelerate_place(name, found)) for found in fields if found.setting]
     needs_ranks = "" if any(value.name == RANKS for value in values) else place_of_ranks(name, entries)
-    return Source(name, values, warnings_of(name, fields), mistakes_of(name, fields), needs_ranks, implicit)
+    mistakes = mistakes_of(name, fields)
+    return Source(
+        name, values, warnings_of(name, fields), mistakes, needs_ranks, implicit, left_out=left_out(entries, fields)
+    )
 
 
 def accelerate_place(name: str, found: MappedField) -> str:

@@ -16,6 +16,8 @@ from simpletuner.settings.declared.errors import nearest
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.files.file_entries import FileEntry
 from simpletuner.settings.files.formats import read_entries
+from simpletuner.settings.files.raw_values import RawValue
+from simpletuner.settings.foreign.deepspeed.keys import read_stage
 from simpletuner.settings.foreign.key_table import (
     Ignores,
     KeyTable,
@@ -67,6 +69,11 @@ def read_strategy(value: Any) -> bool:
     return RESHARDS[name]
 
 
+def read_resharding(value: Any) -> Any:
+    """Convert whether weights are freed, or a strategy in its place; what is neither is left to validation."""
+    return RESHARDS.get(strategy_name(value), value)
+
+
 def read_precision(value: Any) -> Any:
     """Refuse fp8, which is another setting here."""
     if normalize_name(value) == "fp8":
@@ -84,7 +91,8 @@ DYNAMO: dict[str, Rule] = {
 }
 FSDP: dict[str, Rule] = {
     "fsdp_version": Maps("fsdp_version"),
-    "fsdp_reshard_after_forward": Maps("fsdp_reshard_after_forward"),
+    # The dialogue of accelerate 1.15 writes FSDP1's strategy here, too.
+    "fsdp_reshard_after_forward": Maps("fsdp_reshard_after_forward", read_resharding, neutral=NOT_SHARDED),
     # Its name in FSDP1.
     "fsdp_sharding_strategy": Maps(
         "fsdp_reshard_after_forward",
@@ -117,7 +125,7 @@ FSDP: dict[str, Rule] = {
     "fsdp_sync_module_states": Ignores("every rank reads its own slices", warns=False),
 }
 DEEPSPEED: dict[str, Rule] = {
-    "zero_stage": Maps("zero_stage"),
+    "zero_stage": Maps("zero_stage", read_stage),
     "offload_optimizer_device": Maps("offload_optimizer"),
     "offload_param_device": Maps("offload_param"),
     # Not exported: accelerate does not pass the paths on to its ranks, so they stay flags.
@@ -218,16 +226,27 @@ def fsdp_fields(entries: list[FileEntry], fields: list[MappedField]) -> Iterator
     name = strategy_name(strategy.value) if strategy else ""
     if name != "no_shard":  # else each rank holds a whole copy, which is data-parallel
         yield MappedField(kind.key, kind.key, True, "set", "fsdp_enable", line=kind.line)
+    if strategy and strategy.key.endswith("reshard_after_forward") and name != "full_shard":
+        yield MappedField(strategy.key, strategy.key, strategy.value, "set", note=OVERRULED, line=strategy.line)
     by_setting = {found.setting: found for found in fields}
     machines = by_setting.get("num_machines")
     if strategy and name in HYBRID and machines and "dp_replicate_size" not in by_setting:  # one copy per machine
         yield MappedField(strategy.key, strategy.key, machines.value, "set", "dp_replicate_size", line=strategy.line)
 
 
+OVERRULED = (
+    "accelerate 1.15 itself shards by FULL_SHARD: it looks at fsdp_sharding_strategy, which its dialogue leaves out"
+)
+STRATEGY_FIELDS = ("sharding_strategy", "reshard_after_forward")
+STRATEGIES = set(NUMBERS.values())
+
+
 def strategy_of(entries: list[FileEntry]) -> FileEntry | None:
     sections = [entry for entry in entries if entry.key == "fsdp_config" and isinstance(entry.value, Mapping)]
     inner = (each for section in sections for each in inner_entries(section))
-    return next((each for each in inner if each.key.endswith("sharding_strategy") and each.value is not None), None)
+    named = [each for each in inner if each.value is not None and each.key.endswith(STRATEGY_FIELDS)]
+    known = (each for each in named if strategy_name(each.value) in STRATEGIES)
+    return next(known, None)
 
 
 def kind_of(entries: Iterable[FileEntry]) -> FileEntry:
@@ -244,6 +263,14 @@ def map_entry(entry: FileEntry, engine: str) -> Iterator[MappedField]:
     for found in interpret(TABLE, [entry]):
         is_no_section = found.outcome == "refused" and found.key in TABLE.sections
         yield replace(found, note=NO_SECTION.get(found.key, "use a section of fields")) if is_no_section else found
+
+
+def left_out(entries: list[FileEntry], fields: list[MappedField]) -> list[RawValue]:
+    """Return what accelerate hands to DeepSpeed for what the file leaves out; where it names a JSON, that decides."""
+    keys = {found.key for found in fields}
+    says = {"deepspeed_config.gradient_clipping", "deepspeed_config.deepspeed_config_file"} & keys
+    is_on = normalize_name(kind_of(entries).value) == "deepspeed"
+    return [RawValue("max_grad_norm", 1.0, "deepspeed_config.gradient_clipping")] if is_on and not says else []
 
 
 def to_fields(settings: Settings) -> dict[str, Any]:

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from simpletuner.settings.files.file_entries import FileEntry
-from simpletuner.settings.foreign.accelerate.fields import SECTIONS_OF_ENGINE
+from simpletuner.settings.foreign.accelerate.fields import (
+    HYBRID,
+    SECTIONS_OF_ENGINE,
+    STRATEGIES,
+    STRATEGY_FIELDS,
+    strategy_name,
+)
 from simpletuner.settings.values.spelling import normalize_name
 
 LAUNCHED = {
@@ -63,12 +69,21 @@ def launched_entries(environment: Mapping[str, str]) -> list[FileEntry]:
             continue
         target = entries.setdefault(section, {}) if dot else entries
         target[name] = value
+    fsdp = entries.get("fsdp_config", {})
+    if any(strategy_name(fsdp[name]) in HYBRID for name in fsdp if name.endswith(STRATEGY_FIELDS)):
+        # One copy per machine, of which torchrun has one agent each; accelerate hands on no num_machines.
+        copies = entries.setdefault("parallelism_config", {})
+        copies.setdefault("parallelism_config_dp_replicate_size", environment.get("GROUP_WORLD_SIZE", "1"))
     return [FileEntry(key, value) for key, value in entries.items()]
 
 
 def irrelevant_variables(environment: Mapping[str, str]) -> set[str]:
     """Variables that accelerate sets to its own defaults, although they count only with another choice."""
     compiles = normalize_name(environment.get("ACCELERATE_DYNAMO_BACKEND", "no")) != "no"
-    other = "FSDP_RESHARD_AFTER_FORWARD" if environment.get("FSDP_VERSION") == "1" else "FSDP_SHARDING_STRATEGY"
+    resharding, strategy = "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY"
+    # The dialogue writes FSDP1's strategy under the name of FSDP2's choice, and the launcher adds its own default.
+    is_strategy = strategy_name(environment.get(resharding)) in STRATEGIES
+    by_dialogue = is_strategy and strategy_name(environment.get(strategy)) == "full_shard"
+    other = resharding if environment.get("FSDP_VERSION") == "1" and not by_dialogue else strategy
     dynamo = {name for name in LAUNCHED if name.startswith("ACCELERATE_DYNAMO_")} - {"ACCELERATE_DYNAMO_BACKEND"}
     return {other} | (set() if compiles else dynamo)

@@ -97,7 +97,7 @@ def read_stage(value: Any) -> Any:
     """Convert a ZeRO stage; what is none of them is left to validation."""
     if isinstance(value, bool):
         raise ValueError("use 1, 2 or 3")
-    if isinstance(value, int | float) and value == 0:
+    if value == "0" or (isinstance(value, int | float) and value == 0):  # `accelerate launch` passes text
         raise ValueError("stage 0 is plain data parallelism, which needs no DeepSpeed: use 1 to 3, or leave it out")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

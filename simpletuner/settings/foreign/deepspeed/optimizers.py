@@ -33,6 +33,8 @@ class OptimizerSpec:
     name: str
     shared: tuple[str, ...]
     own: Mapping[str, Rule] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """DeepSpeed's values of parameters that are not given."""
 
     @property
     def table(self) -> KeyTable:
@@ -41,32 +43,53 @@ class OptimizerSpec:
         return KeyTable(in_section("optimizer.params", shared | dict(self.own)), unset=(None, AUTO), is_off=is_off)
 
 
-ADAM: dict[str, Rule] = {
+# How a step is computed, as classes of torch and of DeepSpeed call it: it changes no result.
+HOW: dict[str, Rule] = dict.fromkeys(("foreach", "fused", "capturable", "differentiable", "set_grad_none"), ANYWAY)
+HOW |= {"fp32_optimizer_states": ANYWAY, "maximize": Refuses("losses are minimized")}
+ADAM: dict[str, Rule] = HOW | {
     "torch_adam": ANYWAY,
     "bias_correction": Refuses("moments are always corrected", (True,)),
     "adam_w_mode": ANYWAY,
-    "fp32_optimizer_states": ANYWAY,
     "amsgrad": Refuses("there is no AMSGrad"),
 }
-ADAGRAD: dict[str, Rule] = {
-    "lr_decay": Refuses("the learning rate is that of lr_scheduler"),
-    "initial_accumulator_value": Refuses("sums of squares begin at zero"),
+ADAGRAD: dict[str, Rule] = HOW | {
+    "lr_decay": Refuses("the learning rate is that of lr_scheduler", (0,)),
+    "initial_accumulator_value": Refuses("sums of squares begin at zero", (0,)),
 }
+MUON_RATE = (
+    "such as 1e-4: a step of a matrix is 0.2 x sqrt(columns) times DeepSpeed's at the same rate, "
+    "11 times with 3,072 columns"
+)
 ONE_RATE = "one learning_rate is for all: updates of matrices are scaled to the size of AdamW's"
-MUON: dict[str, Rule] = {
+MUON: dict[str, Rule] = HOW | {
+    "torch_adam": ANYWAY,
+    "adam_w_mode": Refuses("what is no matrix steps by AdamW", (True,)),
     "momentum": Refuses("the momentum is 0.95", (0.95,)),
     "muon_lr": Refuses(ONE_RATE),
     "adam_lr": Refuses(ONE_RATE),
     "ns_method": Refuses("matrices are orthogonalized by five Newton-Schulz iterations", ("gram", "standard")),
     "per_head_muon": Refuses("matrices are orthogonalized as a whole"),
 }
+ADAM_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "adamw": OptimizerSpec("AdamW", ("lr", "betas", "eps", "weight_decay"), ADAM),
-    "adam": OptimizerSpec("Adam", ("lr", "betas", "eps", "weight_decay"), ADAM),
-    "adagrad": OptimizerSpec("Adagrad", ("lr", "eps", "weight_decay"), ADAGRAD),
-    "lion": OptimizerSpec("Lion", ("lr", "betas", "weight_decay")),
-    "muon": OptimizerSpec("Muon", ("lr", "betas", "eps", "weight_decay"), MUON),
+    "adamw": OptimizerSpec("AdamW", ("lr", "betas", "eps", "weight_decay"), ADAM, ADAM_DEFAULTS),
+    "adam": OptimizerSpec("Adam", ("lr", "betas", "eps", "weight_decay"), ADAM, ADAM_DEFAULTS),
+    "adagrad": OptimizerSpec(
+        "Adagrad", ("lr", "eps", "weight_decay"), ADAGRAD, {"lr": 0.01, "eps": 1e-10, "weight_decay": 0.0}
+    ),
+    "lion": OptimizerSpec(
+        "Lion", ("lr", "betas", "weight_decay"), HOW, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    ),
+    # Of the two halves, matrices at 0.02 and the rest at 3e-4, it is the rate of matrices.
+    "muon": OptimizerSpec(
+        "Muon",
+        ("lr", "betas", "eps", "weight_decay"),
+        MUON,
+        {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
+    ),
 }
+TORCH_ADAMW_DECAY = 0.01
+"""Of torch.optim.AdamW, which DeepSpeed takes for AdamW where `torch_adam` is true."""
 ONE_BIT = "it compresses by NCCL or MPI of its own, supports no ZeRO stage above 1, and DeepSpeed 0.19 has removed it"
 MUP = "it needs the package mup and a model that was made with mup's base shapes, which diffusers' are not"
 REFUSED: dict[str, str] = {
@@ -99,6 +122,11 @@ def read_optimizer(block: Any, chosen: str, parsed: ParsedConfig) -> None:
     name = chosen if given in (None, AUTO) else read_type(given, params, parsed)
     if name in OPTIMIZERS:
         read_params(OPTIMIZERS[name], params, parsed)
+        note_defaults(name, params, parsed)
+        if name == "muon" and params.get("lr") not in (None, AUTO):
+            parsed.warnings.append(
+                f"optimizer.params.lr = {params['lr']}{parsed.where} is a rate of AdamW's size here, {MUON_RATE}"
+            )
 
 
 def read_type(given: Any, params: Mapping[str, Any], parsed: ParsedConfig) -> str:
@@ -121,6 +149,20 @@ def read_type(given: Any, params: Mapping[str, Any], parsed: ParsedConfig) -> st
         parsed.warnings.append(f"optimizer {given}{parsed.where} becomes AdamW, fused, wherever its state is")
     parsed.set("optimizer", name, "optimizer.type")
     return name
+
+
+def note_defaults(name: str, params: Mapping[str, Any], parsed: ParsedConfig) -> None:
+    """Note what DeepSpeed takes for the parameters that the JSON does not name."""
+    defaults = dict(OPTIMIZERS[name].defaults)
+    if name == "adamw" and params.get("torch_adam") is True:
+        defaults["weight_decay"] = TORCH_ADAMW_DECAY
+    for key, value in defaults.items():
+        if key not in params:
+            pairs = (
+                zip(("adam_beta1", "adam_beta2"), value, strict=True) if key == "betas" else [(SETTINGS[key], value)]
+            )
+            for setting, own in pairs:
+                parsed.leave_out(setting, own, f"optimizer.params.{key}", value)
 
 
 def read_params(spec: OptimizerSpec, params: Mapping[str, Any], parsed: ParsedConfig) -> None:

@@ -26,6 +26,8 @@ class ParsedConfig:
     kept: dict[str, Any] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    left_out: list[RawValue] = field(default_factory=list)
+    """DeepSpeed's own value of settings, by the key that would say it and is not there."""
 
     def read(self, values: Mapping[str, Any], table: KeyTable, section: str = "") -> None:
         """Read keys by a table: those of the top level, or of a section (`optimizer.params.`) with a table of its own.
@@ -52,6 +54,10 @@ class ParsedConfig:
         # Both offload sections may name the path, and the schedule repeats the optimizer's learning rate.
         if not any(given.name == setting and given.value == value for given in self.settings):
             self.settings.append(RawValue(setting, value, self.place_of(path)))
+
+    def leave_out(self, setting: str, value: Any, path: str, written: Any) -> None:
+        """Note what DeepSpeed takes for a key that is not there."""
+        self.left_out.append(RawValue(setting, value, self.name_of(path), written=written))
 
     def place_of(self, path: str) -> str:
         """The place of a key, as the origin of a setting."""

@@ -40,12 +40,32 @@ def read_scheduler(block: Any, learning_rate: float, parsed: ParsedConfig) -> No
     for key in block.keys() - {"type", "params"}:
         parsed.refuse_unknown(f"scheduler.{key}", ("type", "params"))
     if name := read_type(block.get("type", AUTO), parsed):
-        given = {key: value for key, value in (block.get("params") or {}).items() if value not in (None, AUTO)}
+        params = block.get("params") or {}
+        given = {key: value for key, value in params.items() if value not in (None, AUTO)}
         for key in given.keys() - {*PARAMS[name], *SHARED_PARAMS}:
             parsed.refuse_unknown(f"scheduler.params.{key}", (*PARAMS[name], *SHARED_PARAMS))
         parsed.set("lr_scheduler", LR_SCHEDULERS[name], "scheduler.type")
         read_warmup(name, given, parsed)
         read_end(name, given, learning_rate, parsed)
+        note_defaults(name, params, learning_rate, parsed)
+
+
+WARMUP_STEPS, DECAY_PEAK, COSINE_END = 1000, 1e-3, 1e-4
+"""DeepSpeed's defaults of `warmup_num_steps`, of `warmup_max_lr` in WarmupDecayLR, and of `cos_min_ratio`."""
+
+
+def note_defaults(name: str, params: Mapping[str, Any], learning_rate: float, parsed: ParsedConfig) -> None:
+    """Note what DeepSpeed takes for the parameters that the JSON does not name."""
+    if "warmup_num_steps" not in params:
+        parsed.leave_out("lr_warmup_steps", WARMUP_STEPS, "scheduler.params.warmup_num_steps", WARMUP_STEPS)
+    if name == "WarmupCosineLR" and "cos_min_ratio" not in params:
+        parsed.leave_out("lr_end", COSINE_END * learning_rate, "scheduler.params.cos_min_ratio", COSINE_END)
+    if name == "WarmupDecayLR" and "warmup_max_lr" not in params and not is_equal(learning_rate, DECAY_PEAK):
+        # Of the three it alone does not take the optimizer's (0.19.8: runtime/lr_schedules.py).
+        parsed.warnings.append(
+            f"scheduler.params.warmup_max_lr{parsed.where} is not given: DeepSpeed would rise to {DECAY_PEAK:g}, "
+            f"here the peak is {learning_rate:g}"
+        )
 
 
 def read_type(given: Any, parsed: ParsedConfig) -> str:

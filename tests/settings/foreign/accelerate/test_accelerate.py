@@ -142,6 +142,7 @@ def test_what_accelerate_launch_hands_to_its_ranks_means_the_same_as_its_file(na
         os.environ.clear()
         os.environ.update(before)
     ranks = {"RANK": "0", "WORLD_SIZE": str(by_file.launch.num_processes)}
+    ranks["GROUP_WORLD_SIZE"] = str(by_file.launch.num_machines)
     by_launch = load({}, complete=False, environment=handed | ranks)
     assert by_launch.settings.model_copy(update={"launch": by_file.launch}) == by_file
     assert by_launch.settings.launch.num_processes == by_file.launch.num_processes
@@ -178,6 +179,7 @@ def read(tmp_path, monkeypatch):
         ("distributed_type: NO\ndeepspeed_config: ds.json", "deepspeed_config = 'ds.json' (a.yaml:2): use a section of "
          "fields, in which deepspeed_config_file names a file"),
         ("distributed_type: NO\nfsdp_config: 3", "fsdp_config = 3 (a.yaml:2): use a section of fields"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}", "stage 0 is plain data parallelism"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FUL_SHARD}", "did you mean `FULL_SHARD`?"),
         ("distributed_type: FSDP\nfsdp_config: {version: 2, fsdp_version: 2}", "fsdp_config.version means the same"),
     ],
@@ -196,23 +198,35 @@ def test_ranks_may_come_from_elsewhere_and_an_engine_needs_no_section(read):
         assert (parallel.fsdp_enable, parallel.zero_stage) == (engine == "FSDP", stage)
 
 
+@pytest.mark.parametrize("field", ["sharding_strategy", "fsdp_reshard_after_forward"])
 @pytest.mark.parametrize(
     ("strategy", "reshards", "copies"),
     [("1", True, 1), ("FULL_SHARD", True, 1), (2, False, 1), ("hybrid_shard", True, 2), (5, False, 2)],
 )
-def test_a_sharding_strategy_is_known_by_name_and_number(read, strategy, reshards, copies):
+def test_a_sharding_strategy_is_known_by_both_names_and_by_number(read, strategy, reshards, copies, field):
     machines = "num_processes: 8\nnum_machines: 2\nmain_process_ip: a"
-    loaded = read(f"distributed_type: FSDP\n{machines}\nfsdp_config: {{sharding_strategy: {strategy}}}")
+    loaded = read(f"distributed_type: FSDP\n{machines}\nfsdp_config: {{{field}: {strategy}}}")
     parallel = loaded.settings.parallel
     assert parallel.fsdp_enable and parallel.fsdp_reshard_after_forward is reshards
     assert parallel.dp_replicate_size == copies, "hybrid sharding keeps one copy on each machine"
-    assert loaded.warnings == ()
+    overruled = field == "fsdp_reshard_after_forward" and strategy not in ("1", "FULL_SHARD")
+    assert ["FULL_SHARD" in said for said in loaded.warnings] == [True] * overruled, "as accelerate itself reads it"
 
 
+@pytest.mark.parametrize("field", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
 @pytest.mark.parametrize("strategy", ["NO_SHARD", 3])
-def test_what_is_not_sharded_is_data_parallel(read, strategy):
-    loaded = read(f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{fsdp_sharding_strategy: {strategy}}}")
-    assert not loaded.settings.parallel.fsdp_enable and loaded.warnings == ()
+def test_what_is_not_sharded_is_data_parallel(read, strategy, field):
+    loaded = read(f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{{field}: {strategy}}}")
+    assert not loaded.settings.parallel.fsdp_enable
+    assert len(loaded.warnings) == (field == "fsdp_reshard_after_forward")
+
+
+def test_what_accelerate_would_fill_in_for_deepspeed_is_said_unless_it_is_decided(read):
+    text = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2"
+    assert ["gradient_clipping = 1.0" in said for said in read(text + "}").warnings] == [True]
+    for decided in (read(text + "}", max_grad_norm="2"), read(text + ", gradient_clipping: auto}"),
+                    read(text + ", gradient_clipping: 1}")):  # fmt: skip
+        assert decided.warnings == ()
 
 
 def test_copies_and_offloading_are_taken_from_accelerate(read):

@@ -23,6 +23,8 @@ from simpletuner.settings.foreign.deepspeed.optimizers import OPTIMIZERS, REFUSE
 from simpletuner.settings.foreign.deepspeed.schedules import PARAMS
 from simpletuner.settings.foreign.deepspeed.schedules import REFUSED as REFUSED_SCHEDULES
 from simpletuner.settings.foreign.key_table import Refuses
+from simpletuner.training.optimizers import LearningRate
+from simpletuner.training.schedule import Schedule
 
 FACTS = Path(__file__).parents[3] / "support" / "deepspeed_facts.py"
 SAMPLES = Path(__file__).with_name("samples")
@@ -86,6 +88,75 @@ def test_what_we_fill_in_is_what_deepspeed_would(facts):
 def test_every_optimizer_and_schedule_of_deepspeed_is_usable_or_refused(facts):
     assert set(facts["optimizers"]) <= {*OPTIMIZERS, *REFUSED}
     assert set(facts["schedules"]) == {*PARAMS, *REFUSED_SCHEDULES}
+
+
+def test_what_deepspeed_takes_for_parameters_that_are_not_given_is_known(facts):
+    assert json.loads(json.dumps({name: spec.defaults for name, spec in OPTIMIZERS.items()})) == facts["defaults"]
+    assert {name for name, spec in OPTIMIZERS.items() if set(spec.defaults) != set(spec.shared)} == set()
+
+
+def of_file(optimizer: str, params: dict[str, Any], scheduler: Any = None, **rest: Any) -> dict[str, Any]:
+    blocks = {"optimizer": {"type": optimizer, "params": params}, "zero_optimization": {"stage": 1}}
+    schedule = {"scheduler": {"type": scheduler[0], "params": scheduler[1]}} if scheduler else {}
+    return {"train_micro_batch_size_per_gpu": 2} | blocks | schedule | rest
+
+
+# torch_adam: DeepSpeed's own Adam would be compiled first, for a minute.
+ADAMW = {"torch_adam": True, "lr": 3e-4}
+LINEAR = {"warmup_num_steps": 5, "warmup_type": "linear"}
+FILES = {
+    "nothing": (of_file("AdamW", ADAMW), {"max_grad_norm"}),
+    "rate": (of_file("Adagrad", {}, gradient_clipping=0.5), {"learning_rate", "adam_epsilon"}),
+    "all": (
+        of_file("AdamW", ADAMW | {"weight_decay": 0.1}, ("WarmupLR", LINEAR), gradient_clipping=0.5),
+        set[str](),
+    ),
+    "warm-up": (of_file("AdamW", ADAMW, ("WarmupLR", {}), gradient_clipping=2.0), {"lr_warmup_steps"}),
+    "decay": (
+        of_file("AdamW", ADAMW, ("WarmupDecayLR", LINEAR | {"total_num_steps": 100}), gradient_clipping=2.0),
+        {"warmup_max_lr"},
+    ),
+    "cosine": (
+        of_file("AdamW", ADAMW, ("WarmupCosineLR", LINEAR | {"total_num_steps": 100}), gradient_clipping=2.0),
+        {"lr_end"},
+    ),
+}
+"""Files, and what has to be said of each: settings, or a key that is not there."""
+
+
+def test_rates_clipping_and_decay_are_those_of_deepspeed_from_the_same_file_or_the_difference_is_said(tmp_path):
+    """DeepSpeed runs each file by itself, and as our engine starts it; rates are ours at every step."""
+    configs = []
+    loaded = {}
+    for name, (config, _) in FILES.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        flags = {"deepspeed_config": str(tmp_path / f"{name}.json"), "use_cpu": True, "mixed_precision": "no"}
+        loaded[name] = load(flags, complete=False, environment=NOWHERE)
+        own = deepspeed_config(loaded[name].settings, 1)
+        own["optimizer"]["params"] |= {"torch_adam": True} if own["optimizer"]["type"] == "AdamW" else {}
+        configs += [config, own]
+    runs = asked("run", configs)
+    for number, (name, (_, said)) in enumerate(FILES.items()):
+        theirs, started = runs[2 * number : 2 * number + 2]
+        settings = loaded[name].settings
+        rate = LearningRate(Schedule(settings.training.max_train_steps or 100), settings.optimizer)
+        warnings = " ".join(loaded[name].warnings)
+        assert {word for word in ALL_SAID if word in warnings} == said, (name, warnings)
+        for step in (1, 2, 3, 10):
+            their_rate, decay, clipping = theirs[step - 1]
+            assert started[step - 1][1:] == [settings.optimizer.adam_weight_decay, settings.optimizer.max_grad_norm]
+            assert decay == started[step - 1][1], name
+            assert (clipping == started[step - 1][2]) is ("max_grad_norm" not in said), name
+            # DeepSpeed's first two steps are at 0, ours begin with a share of the warm-up.
+            lag = 2 / 5 * 3e-4 if "warmup_num_steps" in json.dumps(FILES[name][0]) and step < 7 else 0.0
+            is_same = rate.at(step - 1) - lag - 1e-9 <= their_rate <= rate.at(step - 1) * 1.02
+            assert is_same or said & {"learning_rate", "lr_warmup_steps", "warmup_max_lr"}, (name, step)
+        if said & {"learning_rate", "lr_warmup_steps", "warmup_max_lr"}:
+            assert theirs[9][0] != pytest.approx(rate.at(9), rel=0.02), name
+
+
+ALL_SAID = ("max_grad_norm", "learning_rate", "adam_epsilon", "adam_weight_decay", "lr_warmup_steps", "lr_end",
+            "warmup_max_lr", "adam_beta2")  # fmt: skip
 
 
 def test_sections_hold_nothing_themselves():

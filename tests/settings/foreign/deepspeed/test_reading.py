@@ -144,7 +144,7 @@ def test_a_batch_is_accepted_if_and_only_if_it_is_the_product(total, micro, step
 
 @pytest.mark.parametrize("name", ["cpuadam", "CPUAdam", "FusedAdam", "deepspeed_cpu_adam", "Adam"])
 def test_other_names_of_adamw_become_it_with_a_warning_that_names_both(name):
-    loaded = read(STAGE2 | {"optimizer": {"type": name}})
+    loaded = read(STAGE2 | {"optimizer": {"type": name, "params": {"lr": "auto", "weight_decay": "auto"}}})
     assert loaded.settings.optimizer.optimizer == "adamw"
     [warning] = loaded.warnings
     assert warning.startswith(f"optimizer {name} becomes AdamW")
