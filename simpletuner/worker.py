@@ -56,6 +56,7 @@ from simpletuner.training.publishing.notifier import Notifier, open_notifier
 from simpletuner.training.run_folder.data_listing import record_data_of
 from simpletuner.training.run_folder.data_position import refuse_other_order, resume_point
 from simpletuner.training.run_folder.disk_room import check_room
+from simpletuner.training.run_folder.other_project import refuse_other_base
 from simpletuner.training.run_folder.output_dir import (
     accept_start,
     export,
@@ -171,6 +172,7 @@ def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier, 
     schedule, _ = resume_point(settings, plan, checkpoint)
     done = exported_steps(settings, world)
     if done >= schedule.max_steps:
+        on_first_rank(session, partial(refuse_other_base, settings.training.output_dir, changes))
         # A run that was killed after its export, and before it said so, has left the status of a step before.
         session.status.train(done, schedule.max_steps)
         steps = count_noun(done, "step") + ", with the settings of then" * bool(changes)

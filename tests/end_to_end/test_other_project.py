@@ -41,6 +41,16 @@ def test_another_project_is_refused_in_the_folder_of_one_that_has_finished(sdxl,
     lora = train(output, *flags, "--model_type=lora", code=2).said
     assert f"{output} holds all weights, but model_type = lora" in " ".join(lora.split())
     assert contents(output) == before
+    tuned = tmp_path / "tuned"
+    tuned.symlink_to(shutil.copytree(sdxl, tmp_path / "renamed"))
+    other = train(output, *flags, f"--pretrained_model_name_or_path={tuned}", world=2, code=2).said
+    assert f"was trained from {sdxl}, and has finished, but pretrained_model_name_or_path = {tuned}" in " ".join(
+        other.split()
+    )
+    assert contents(output) == before
+    (tmp_path / "elsewhere").mkdir()
+    same = shutil.copytree(sdxl, tmp_path / "elsewhere" / sdxl.name)
+    assert "finished already" in train(output, *flags, f"--pretrained_model_name_or_path={same}").said
     moved = shutil.copytree(shapes, tmp_path / "moved")
     assert "finished already" in train(output, *flags, f"--instance_data_dir={moved}").said
     with_flag = train(output, *others, "--continue_with_other_data", "--max_train_steps=2").said

@@ -30,8 +30,10 @@ from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.numbers import count_noun
 from simpletuner.training.metrics.metrics_reader import parse_lines
 from simpletuner.training.run_folder.data_listing import DataListing, place_of, read_listing_of
-from simpletuner.training.run_folder.settings_record import HISTORY, SETTINGS, read_settings
+from simpletuner.training.run_folder.settings_record import HISTORY, SETTINGS, Changes, read_settings
 
+BASE = "pretrained_model_name_or_path"
+OTHER_FOLDER = "give this run another --output_dir, or --resume_from_checkpoint=none to begin anew in this one"
 MOST_READ = 1000
 """Images that are opened, where those of a moved folder are looked for."""
 HUB = "datasets--"
@@ -48,7 +50,7 @@ def refuse_other_model(session: Session, checkpoint: Checkpoint | None) -> None:
     before = read_settings(output / SETTINGS) if is_gone_on_with(settings) else None
     state = checkpoint.state if checkpoint is not None else before or {}
     place = checkpoint.folder if checkpoint is not None else output
-    hint = "give this run another --output_dir, or --resume_from_checkpoint=none to begin anew in this one"
+    hint = OTHER_FOLDER
     family = state.get("model_family")
     if family not in (None, "", model.model_family):
         raise OtherRunsFolder(f"{place} is of model_family {family}, but model_family = {model.model_family}", hint)
@@ -57,11 +59,30 @@ def refuse_other_model(session: Session, checkpoint: Checkpoint | None) -> None:
         what = {"full": "all weights", "lora": "a LoRA"}.get(held, held)
         raise OtherRunsFolder(f"{place} holds {what}, but model_type = {wanted}", f"set model_type={held}, or {hint}")
     # Of a folder or file of weights the flavour is only a hint, and the shapes of the weights are compared.
-    if before and not (model.pretrained_model_name_or_path or before.get("pretrained_model_name_or_path")):
+    if before and not (model.pretrained_model_name_or_path or before.get(BASE)):
         flavour = before.get("model_flavour")
         if flavour and model.model_flavour not in ("", flavour):
             said = f"{output} is of model_flavour {flavour}, but model_flavour = {model.model_flavour}"
             raise OtherRunsFolder(said, f"set model_flavour={flavour}, or {hint}")
+
+
+def refuse_other_base(output: Path, changes: Changes) -> None:
+    """Raise OtherRunsFolder where a run that has finished was of another base model than a start names.
+
+    A model that was moved keeps the last part of its name. One that has not finished goes on with what the table of
+    changes says.
+    """
+    before, now = (str(each or "") for each in changes.get(BASE, ("", "")))
+    if not (before and now) or base_name(before) == base_name(now):
+        return
+    said = f"{output} has a run that was trained from {before}, and has finished, but {BASE} = {now}"
+    raise OtherRunsFolder(said, f"set {BASE}={before}, or {OTHER_FOLDER}")
+
+
+def base_name(name: str) -> str:
+    """Return what a base model is known by wherever it is."""
+    path = Path(name).expanduser()
+    return (path.resolve() if path.exists() else path).name
 
 
 def is_gone_on_with(settings: Settings) -> bool:

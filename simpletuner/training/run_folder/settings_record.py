@@ -54,6 +54,13 @@ def effects_on(state: Mapping[str, Any], settings: Settings, changes: Changes) -
         effects["use_ema"] = f"the EMA starts from the weights of step {state['step']}"
     elif not settings.ema.use_ema and state["ema_updates"] is not None:
         effects["use_ema"] = "the EMA is not continued in later checkpoints; those that have it keep it"
+    if "pretrained_model_name_or_path" in changes:
+        is_lora = settings.model.model_type == "lora"
+        effects["pretrained_model_name_or_path"] = (
+            "the LoRA goes on over this model"
+            if is_lora
+            else "the denoiser goes on from the checkpoint, all else is new"
+        )
     return effects
 
 
