@@ -166,7 +166,16 @@ class RemoteFailure(SimpleTunerError):
         self.exit_code = exit_code
 
 
+REASONS = {
+    errno.EFBIG: "the file would be larger than a limit allows",
+    errno.EIO: "the disk or the file server answers with an error",
+    errno.ESTALE: "the file server has removed or replaced it since it was opened",
+}
+"""Sentences for system errors whose own words ("Stale file handle") tell nobody what has happened."""
 HINTS = {
+    errno.EFBIG: "see `ulimit -f`, and what the file system allows (4 GiB on FAT32); then run the same command again",
+    errno.EIO: "see `sudo dmesg | tail`, and the health of the disk or file server; then run the same command again",
+    errno.ESTALE: "run the same command again: it goes on where it stopped; `simpletuner nfs check` tests the folder",
     errno.ENOSPC: "make room, then run the same command again: it goes on where it stopped",
     errno.EDQUOT: "make room, then run the same command again: it goes on where it stopped",
     errno.EROFS: "the file system is mounted read-only: choose another folder",
@@ -190,11 +199,22 @@ RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 """Errno in exceptions of safetensors and tokenizers, which do not raise OSError."""
 
 
-def without_errno(error: BaseException) -> str:
-    """An error's message without Python's `[Errno 2]`: the reason, and the file where one is named."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return str(error)
+def without_errno(error: BaseException, *said: Path) -> str:
+    """Return an error's message without Python's `[Errno 2]`: the reason, and the files that are not `said` already."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return ": ".join(filter(None, (reason_of_os(error), " and ".join(files_of(error, *said)))))
+
+
+def reason_of_os(error: OSError) -> str:
+    # Our own errors have a number, too, and words that say more than those of the system.
+    is_own = error.strerror != os.strerror(error.errno or 0)
+    return (not is_own and REASONS.get(error.errno or 0)) or error.strerror or str(error) or type(error).__name__
+
+
+def files_of(error: OSError, *said: Path) -> list[str]:
+    names = (error.filename, error.filename2)
+    return [str(name) for name in names if name is not None and str(name) not in map(str, said)]
 
 
 @contextmanager
@@ -298,7 +318,6 @@ def naming(path: Path) -> Iterator[None]:
 
 def explain_os_error(error: OSError, folder: Path | None = None) -> EnvironmentNotReady:
     """Describe a failed system call in one sentence."""
-    names = [str(name) for name in (error.filename, error.filename2) if name is not None] or [str(folder or "")]
-    why = error.strerror or str(error) or type(error).__name__
+    names, why = files_of(error) or [str(folder or "")], reason_of_os(error)
     message = f"cannot use {' and '.join(names)}: {why}" if any(names) else why
     return EnvironmentNotReady(message, HINTS.get(error.errno or 0, "`--debug` shows where"))

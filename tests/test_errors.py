@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.errors import EnvironmentNotReady, explain_system_errors
+from simpletuner.errors import EnvironmentNotReady, explain_system_errors, without_errno
 from simpletuner.system.files.atomic import write_file
 from simpletuner.system.files.checksums import write_with_checksum
 
@@ -128,3 +129,41 @@ def test_packages_that_do_not_fit_each_other_are_named_and_are_no_bug(tmp_path, 
             import newerpart  # noqa: F401  # pyright: ignore[reportMissingImports]
         except ImportError:
             1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence", "hint"),
+    [
+        (errno.ESTALE, "the file server has removed or replaced it since it was opened", "`simpletuner nfs check`"),
+        (errno.EIO, "the disk or the file server answers with an error", "`sudo dmesg | tail`"),
+        (errno.EFBIG, "the file would be larger than a limit allows", "`ulimit -f`"),
+    ],
+)
+def test_what_file_servers_and_limits_answer_is_one_sentence(number, sentence, hint):
+    failed = OSError(number, os.strerror(number), "run/.state.unfinished", None, "run/state.json")
+    with pytest.raises(EnvironmentNotReady) as caught, explain_system_errors(Path("run")):
+        raise failed
+    assert caught.value.message == f"cannot use run/.state.unfinished and run/state.json: {sentence}"
+    assert hint in caught.value.hint
+    assert without_errno(failed, Path("run/state.json")) == f"{sentence}: run/.state.unfinished"
+    own = OSError(number, "it is larger than 256 MiB", "a.json")
+    assert without_errno(own, Path("a.json")) == "it is larger than 256 MiB", "what we say ourselves stays"
+
+
+def test_a_report_above_a_limit_of_files_names_its_path_once(tmp_path):
+    """A warning, since a run goes on without its report."""
+    said = """
+import resource, signal, sys
+from pathlib import Path
+from simpletuner.errors import without_errno
+from simpletuner.system.files.atomic import write_file
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+path = Path(sys.argv[1])
+try:
+    write_file(path, bytes(1 << 20))
+except OSError as error:
+    print(f"{path} could not be written: {without_errno(error, path)}")
+"""
+    path = tmp_path / "report.html"
+    done = subprocess.run([sys.executable, "-c", said, str(path)], capture_output=True, text=True)
+    assert done.stdout == f"{path} could not be written: the file would be larger than a limit allows\n", done.stderr

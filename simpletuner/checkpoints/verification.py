@@ -136,5 +136,5 @@ def find_file_damage(checkpoint: Checkpoint, name: str) -> str:
     try:
         is_intact = file_checksum(path) == checkpoint.state["checksums"].get(name)
     except OSError as error:
-        return f"{path} is damaged: {without_errno(error)}"
+        return f"{path} is damaged: {without_errno(error, path)}"
     return "" if is_intact else f"{path} is damaged: its checksum does not match"

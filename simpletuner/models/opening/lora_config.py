@@ -139,7 +139,9 @@ def read_lora(path: Path, prefix: str, setting: str) -> LoraFile:
             if not isinstance(config, dict):
                 raise ValueError(f"{PEFT_CONFIG} is no JSON object")
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
-        raise EnvironmentNotReady(f"{setting}: cannot read {path}: {without_errno(error)}", "copy it again") from None
+        raise EnvironmentNotReady(
+            f"{setting}: cannot read {path}: {without_errno(error, path)}", "copy it again"
+        ) from None
     found = LoraFile(path, setting, tensors, config)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() and (tensor.is_complex() or not name.endswith("alpha")):

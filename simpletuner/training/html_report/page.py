@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from simpletuner.errors import SimpleTunerError, Stopped
+from simpletuner.errors import SimpleTunerError, Stopped, without_errno
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings.values.spelling import as_text
@@ -48,7 +48,8 @@ class HtmlReport:
         self.worker.close()
 
     def _warn(self, error: BaseException) -> None:
-        self.report.warn(f"{self.output / PAGE} could not be written: {error}")  # which must not end a run
+        path = self.output / PAGE
+        self.report.warn(f"{path} could not be written: {without_errno(error, path)}")  # which must not end a run
 
     def write(self, status: str) -> None:
         write_file(self.output / PAGE, self.render(status).encode("utf-8", "replace"))

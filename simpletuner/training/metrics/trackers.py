@@ -105,4 +105,7 @@ class TensorBoard:
             call()
         except (OSError, RuntimeError) as error:
             self.is_failed = True
-            self.report.warn(f"tensorboard gets no more of this run: {error}", "metrics.jsonl in output_dir has it all")
+            self.report.warn(
+                f"tensorboard gets no more of this run: {without_errno(error)}",
+                "metrics.jsonl in output_dir has it all",
+            )

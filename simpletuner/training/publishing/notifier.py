@@ -47,7 +47,11 @@ class Notifier:
         elif isinstance(error, Stopped):
             self._send("stopped", error.message)
         else:
-            reason = error.message if isinstance(error, SimpleTunerError) else f"{kind.__name__}: {error}"
+            reason = (
+                error.message
+                if isinstance(error, SimpleTunerError)
+                else f"{kind.__name__}: {without_errno(error or kind())}"
+            )
             self._send("failed", f"failed: {reason}")
         self.worker.close()
 
