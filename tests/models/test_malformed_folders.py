@@ -105,6 +105,10 @@ def pickled(folder_name: str, index_name: str) -> Callable[[Path], None]:
     return change
 
 
+def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda folder: [change(folder) for change in changes] and None
+
+
 MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
     "pipeline's class under a damaged key": (
         with_byte_flipped("model_index.json", b"_class_name"),
@@ -163,10 +167,26 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
         replaced("vae/a.safetensors.index.json", '{"weight_map": {"x": "../unet/x.safetensors"}}'),
         "read only from safetensors files in its folder",
     ),
-    "code by auto_map": (edited("text_encoder/config.json", auto_map={"AutoModel": "evil.Evil"}), "code: auto_map = "),
+    "code by auto_map": (
+        both(
+            edited("text_encoder/config.json", auto_map={"AutoModel": "evil.Evil"}),
+            edited(INDEX, text_encoder=["transformers", "AutoModel"]),
+        ),
+        "code: auto_map = ",
+    ),
     "code by a tokenizer's": (
-        edited("tokenizer/tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}),
+        both(
+            edited("tokenizer/tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}),
+            edited(INDEX, tokenizer=["transformers", "AutoTokenizer"]),
+        ),
         "tokenizer_config.json names code: auto_map",
+    ),
+    "a class by auto_map alone": (
+        both(
+            edited("text_encoder/config.json", auto_map={"AutoModel": "evil.Evil"}),
+            edited(INDEX, text_encoder=["transformers", "Evil"]),
+        ),
+        "code: auto_map = ",
     ),
     "code by an attention": (
         edited("text_encoder/config.json", text_config={"_attn_implementation_internal": "somebody/kernel"}),
@@ -194,6 +214,19 @@ def test_a_malformed_folder_is_one_sentence_that_names_the_component(case, sdxl,
         opened(folder)
     assert caught.value.hint
     assert "\n" not in caught.value.message and len(caught.value.message) < 500
+
+
+def test_auto_map_beside_a_class_that_the_library_has_is_not_looked_at(sdxl, tmp_path):
+    """As published models have it that were saved after a load with trust_remote_code."""
+    folder, ran = linked(sdxl, tmp_path / "model"), tmp_path / "ran"
+    code = f"open({str(ran)!r}, 'w')\nclass Evil: pass\n"
+    for name in ("text_encoder/config.json", "tokenizer/tokenizer_config.json", "unet/config.json"):
+        edited(name, auto_map=dict.fromkeys(("AutoConfig", "AutoModel", "AutoTokenizer"), "evil.Evil"))(folder)
+        replaced(f"{name.partition('/')[0]}/evil.py", code)(folder)
+    first, second = (opened(each).text_encoder(torch.device("cpu"), torch.float32) for each in (folder, sdxl))
+    pairs = zip(first.encode(["a cat"]).items(), second.encode(["a cat"]).items(), strict=True)
+    assert all(name == other and torch.equal(value, wanted) for (name, value), (other, wanted) in pairs)
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize(

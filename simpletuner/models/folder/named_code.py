@@ -33,8 +33,7 @@ def refuse_code(folder: Path) -> None:
     for name, value in components.items():
         refuse_entry(index, name, value)
     for name, value in components.items():
-        # Kolors' text encoder is published with auto_map; diffusers has the class of its index, and does not read this.
-        ignored = {"auto_map"} if value[:1] and value[0] in pipeline_packages() else set[str]()
+        ignored = set[str]() if looks_for_code(value) else {"auto_map"}
         for path in sorted(each for pattern in CONFIGS for each in (folder / name).glob(pattern)):
             refuse_keys({key: each for key, each in read_json(path).items() if key not in ignored}, path)
 
@@ -51,6 +50,23 @@ def refuse_entry(index: Path, name: str, value: list[Any]) -> None:
         raise EnvironmentNotReady(f"{index} takes {name} from {library!r:.60}, which is not read", HINT)
     if library == "diffusers" and cls.startswith("AutoModel"):
         raise EnvironmentNotReady(f"{index} names no class of {name}: {cls} stands for any", HINT)
+
+
+def looks_for_code(entry: list[Any]) -> bool:
+    """Return whether the class of a component reads `auto_map`: those whose name begins with Auto do, and processors,
+    which load their parts by them.
+
+    Kolors' text encoder and models that were saved after a load with trust_remote_code are published with that key;
+    a class that transformers or diffusers has does not look at it, and nothing here says trust_remote_code.
+    """
+    library, cls = (*entry, "", "")[:2]
+    if not isinstance(cls, str) or cls.startswith("Auto") or cls.endswith("Processor"):
+        return True
+    if library == "transformers":
+        import transformers
+
+        return not hasattr(transformers, cls)
+    return library != "diffusers" and library not in pipeline_packages()
 
 
 def refuse_keys(config: Mapping[str, Any], path: Path) -> None:
