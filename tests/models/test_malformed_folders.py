@@ -123,7 +123,11 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
     "text encoder without weights": (removed(TEXT_WEIGHTS), "text_encoder holds no safetensors"),
     "text encoder cut short": (cut(TEXT_WEIGHTS, 0.7), "text_encoder cannot be opened"),
     "text encoder of another width": (edited("text_encoder/config.json", hidden_size=48), "text_encoder"),
-    "text encoder null": (edited(INDEX, text_encoder=None), "names no text_encoder: it has None"),
+    "text encoder null": (edited(INDEX, text_encoder=None), "was saved without its text_encoder, which Stable"),
+    "second text encoder left out": (
+        edited(INDEX, text_encoder_2=[None] * 2, tokenizer_2=[None] * 2),
+        "was saved without its text_encoder_2, which StableDiffusionXLPipeline needs",
+    ),
     "no text encoders": (edited(INDEX, text_encoder=[None] * 2, text_encoder_2=[None] * 2), "has no text_encoder"),
     "text encoder of no class": (edited(INDEX, text_encoder=["transformers", "CLIPTextModell"]), "CLIPTextModell"),
     "text encoder of another library": (edited(INDEX, text_encoder=["subprocess", "Popen"]), "takes text_encoder from"),

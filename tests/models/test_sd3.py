@@ -10,7 +10,9 @@ from conftest import base
 from safetensors.torch import load_file, save_file
 
 from simpletuner.models.family.lookup import family_class
+from simpletuner.models.opening.completeness import check_complete
 from simpletuner.settings.declared.sections import Data, Model, Settings
+from simpletuner.training.publishing.usage import usage_code
 
 WEIGHTS = Path("transformer") / "diffusion_pytorch_model.safetensors"
 TABLE = "pos_embed.pos_embed"
@@ -30,6 +32,23 @@ def test_the_longest_prompt_is_counted_in_t5_tokens_after_those_of_clip(asked, t
     assert ours["prompt_embeds"].shape == (1, 77 + tokens, 64)
     torch.testing.assert_close(ours["prompt_embeds"], theirs)
     torch.testing.assert_close(ours["pooled_prompt_embeds"], pooled)
+
+
+def test_without_t5_it_is_trained_as_diffusers_samples(pipelines, tmp_path):
+    """As its documentation saves it for small cards: T5's tokens are zeros."""
+    from diffusers import StableDiffusion3Pipeline
+
+    absent = {"text_encoder_3": None, "tokenizer_3": None}
+    pipeline = StableDiffusion3Pipeline.from_pretrained(pipelines("sd3"), **absent)
+    pipeline.save_pretrained(tmp_path)
+    model = Model(model_family="sd3", pretrained_model_name_or_path=str(tmp_path))
+    family = family_class(model).open(tmp_path, Settings(model=model))
+    check_complete(family)
+    ours = family.text_encoder(torch.device("cpu"), torch.float32).encode(["a red circle", ""])
+    theirs, _, pooled, _ = pipeline.encode_prompt(["a red circle", ""], None, None, do_classifier_free_guidance=False)
+    torch.testing.assert_close(ours, {"prompt_embeds": theirs, "pooled_prompt_embeds": pooled})
+    assert ours["prompt_embeds"].shape[1:] == family.conditioning_shapes()["prompt_embeds"]
+    assert "text_encoder_3=None, tokenizer_3=None)" in usage_code(family, tmp_path, None)
 
 
 def test_the_position_table_is_that_of_the_base_model_and_no_step_changes_it(pipelines, shapes, train, tmp_path):

@@ -15,7 +15,7 @@ from simpletuner.models.automatic.pipeline_run import refused
 from simpletuner.models.automatic.seams import EnteredPipeline
 from simpletuner.models.family.vae import Vae, cell_of_model
 from simpletuner.models.folder.diffusers_io import TEXT_PARTS, build_on_meta, diffusers_class, require_packages
-from simpletuner.models.folder.index import MODULAR_INDEX, index_file, read_index
+from simpletuner.models.folder.index import MODULAR_INDEX, index_file, is_null, read_index
 from simpletuner.models.folder.malformed import opening
 from simpletuner.models.folder.weights import weights_files
 from simpletuner.settings.values.shape import Shape
@@ -55,7 +55,7 @@ def open_pipeline(family: AutomaticFamily, device: torch.device, text: torch.dty
     for name, value in index.items():
         is_text = name.startswith(TEXT_PARTS)
         has_weights = any((family.folder / name).glob("*.safetensors"))
-        if isinstance(value, list) and has_weights and not (is_text and text is not None):
+        if isinstance(value, list) and (is_null(value) or (has_weights and not (is_text and text is not None))):
             # from_pretrained does not load a component that it is given, be it None.
             absent[name] = None
     if text is not None:

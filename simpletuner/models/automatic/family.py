@@ -76,6 +76,10 @@ class AutomaticFamily(ModelFamily):
     def pipeline_class(self) -> Any:
         return pipeline_class_of(self.index)
 
+    def optional_encoders(self) -> tuple[str, ...]:
+        optional = getattr(self.pipeline_class, "_optional_components", ())
+        return tuple(name for name in optional if name.startswith("text_encoder"))
+
     def published_scheduler_config(self) -> dict[str, Any]:
         # Blocks may make their own scheduler (FLUX.3), which the index names in an export.
         own = None if "scheduler" in self.index else getattr(self.pipeline_class, "default_scheduler", lambda: None)()

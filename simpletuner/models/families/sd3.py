@@ -29,6 +29,9 @@ class SD3(ModelFamily):
         splits={"transformer_blocks.0": {"hidden_states": TOKENS, "encoder_hidden_states": TOKENS}},
     )
 
+    def optional_encoders(self) -> tuple[str, ...]:
+        return ("text_encoder_3",)
+
     def default_max_length(self) -> int:
         return 256  # as the pipeline's; 3.5 was trained on 77 and on 256 tokens
 
@@ -45,6 +48,8 @@ class SD3(ModelFamily):
 
         The first 77 tokens are both CLIPs', side by side and padded with zeros to T5's width; T5's tokens follow.
         """
+        # Without T5 the pipeline takes zeros, as wide as the config of its transformer says, which is not loaded here.
+        pipeline.transformer = self.meta_denoiser
         embeds, _, pooled, _ = pipeline.encode_prompt(
             captions, None, None, do_classifier_free_guidance=False, max_sequence_length=self.max_length
         )

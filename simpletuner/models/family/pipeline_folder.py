@@ -21,7 +21,7 @@ from simpletuner.models.folder.diffusers_io import (
     refuse_second_denoiser,
     require_packages,
 )
-from simpletuner.models.folder.index import read_index
+from simpletuner.models.folder.index import is_null, read_index
 from simpletuner.models.folder.malformed import read_config, read_json
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.values.shape import Shape
@@ -84,6 +84,10 @@ class PipelineFolder:
         """Prefixes of parameters that no prediction depends on: they get no gradient and stay as published."""
         return ()
 
+    def optional_encoders(self) -> tuple[str, ...]:
+        """Text encoders without which the pipeline samples, where a folder has none."""
+        return ()
+
     @cached_property
     def cell(self) -> Shape:
         """Frames and px that one latent cell covers."""
@@ -138,7 +142,8 @@ class PipelineFolder:
         # `from_pretrained` loads every component that is not passed, so all that is not wanted is passed as None.
         parts: dict[str, Any] = {name: None for name, value in self.index.items() if isinstance(value, list)}
         if with_text:
-            parts = {name: None for name in parts if not name.startswith(ENCODING_PARTS)}
+            # A part that the folder does not have is passed as None, too: diffusers asks for each by its name.
+            parts = {name: None for name in parts if not name.startswith(ENCODING_PARTS) or is_null(self.index[name])}
             require_packages(self.index[name] for name in self.index if name.startswith(ENCODING_PARTS))
         parts |= {"vae": vae, self.denoiser_name: model, "scheduler": self.scheduler(), **others}
         variant = self.settings.model.variant

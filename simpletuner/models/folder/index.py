@@ -21,6 +21,11 @@ def component_source(pair: Sequence[str], name: str, place: str | None, variant:
     return [*pair, {"type_hint": pair, **where}]
 
 
+def is_null(value: Any) -> bool:
+    """Return whether an entry of an index stands for a component that the folder does not have."""
+    return value is None or value == [None, None]
+
+
 def index_file(folder: Path) -> Path:
     """Return the index's path; that of model_index.json where the folder has none."""
     plain, modular = folder / INDEX, folder / MODULAR_INDEX

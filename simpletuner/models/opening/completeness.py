@@ -18,6 +18,7 @@ from torch import nn
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import ENCODING_PARTS, component_class, require_packages
+from simpletuner.models.folder.index import is_null
 from simpletuner.models.folder.malformed import CHECK_COPY, opening, read_config
 from simpletuner.models.folder.weights import any_weights_files, variant_of, weights_files
 from simpletuner.system.numbers import count_noun
@@ -90,18 +91,27 @@ def warn_of_unread(family: ModelFamily) -> str:
 def text_parts(family: ModelFamily) -> list[str]:
     """Names of the tokenizers and text encoders of the pipeline.
 
-    Raises EnvironmentNotReady where one half of a pair is missing, or all are.
+    Raises EnvironmentNotReady where one half of a pair is missing, or an encoder without which the pipeline samples no
+    image.
     """
     # Not Krea 2's text_encoder_select_layers, which are numbers.
     named = [name for name, value in family.index.items() if name.startswith(ENCODING_PARTS) and not has_numbers(value)]
-    present = [name for name in named if family.index[name] != [None, None]]
+    present = [name for name in named if not is_null(family.index[name])]
     encoders = [name for name in present if name.startswith("text_encoder")]
     for encoder in encoders:
         if (other := encoder.replace("text_encoder", "tokenizer")) not in present and "processor" not in present:
             raise EnvironmentNotReady(f"{family.folder} has a {encoder} and no {other}", CHECK_COPY)
     if not encoders:
         raise EnvironmentNotReady(f"{family.folder} has no text_encoder", CHECK_COPY)
+    optional = tuple(each.replace("text_encoder", kind) for each in family.optional_encoders() for kind in PAIR)
+    if lacking := next((name for name in named if name not in (*present, *optional) and name.startswith(PAIR)), ""):
+        needs = f"which {family.pipeline_class.__name__} needs for each caption"
+        hint = f"save the pipeline again with its {lacking}"
+        raise EnvironmentNotReady(f"{family.folder} was saved without its {lacking}, {needs}", hint)
     return present
+
+
+PAIR = ("text_encoder", "tokenizer")
 
 
 def has_numbers(value: Any) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 from simpletuner.models.catalog.registry import revision_of
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.sampling import SamplingParams
-from simpletuner.models.folder.index import MODULAR_INDEX, index_file
+from simpletuner.models.folder.diffusers_io import TEXT_PARTS
+from simpletuner.models.folder.index import MODULAR_INDEX, index_file, is_null
 from simpletuner.models.opening.assistant_lora import assistant_files
 from simpletuner.models.opening.lora_file import LORA_WEIGHTS, OF_PEFT
 from simpletuner.settings import Settings
@@ -28,7 +29,9 @@ def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> s
     is_modular = index_file(family.folder).name == MODULAR_INDEX
     opener = "ModularPipeline" if is_modular else "DiffusionPipeline"
     source = loading(family, export)
-    plain = [f"pipeline = {opener}.from_pretrained({', '.join(source)})"]
+    # diffusers loads no pipeline that was saved without one of these unless that is said again.
+    absent = [f"{name}=None" for name, value in family.index.items() if is_null(value) and name.startswith(TEXT_PARTS)]
+    plain = [f"pipeline = {opener}.from_pretrained({', '.join([*source, *absent])})"]
     lines = opening_blocks(family, source) if is_modular else plain
     if family.adapter is not None:
         lines += [*merging_assistants(family), loading_adapter(family, export)]
