@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
+from simpletuner.data.images.colour_codes import Colours, of_codes, of_exif, of_gamma
 from simpletuner.data.images.orientation import EXIF_MARK, SIDEWAYS, orientation_of
 from simpletuner.system.files.range_reader import RangeReader
 
@@ -28,6 +29,8 @@ LEAST_BYTES: Final = {APP0: 14, APP14: 12}
 
 PNG_PIXELS: Final = frozenset({b"IHDR", b"PLTE", b"tRNS"})
 """Chunks before the pixels that decide how these are decoded."""
+PNG_COLOURS: Final = frozenset({b"cICP", b"iCCP", b"sRGB", b"gAMA", b"cHRM", b"eXIf"})
+"""Chunks before the pixels that say what the colours are."""
 TEXTS: Final = {
     b"XML:com.adobe.xmp": "xmp",
     b"Raw profile type exif": "raw",  # as ImageMagick writes EXIF, in hexadecimal
@@ -77,13 +80,13 @@ def read_container(file: BinaryIO) -> StoredImage | None:
     return found
 
 
-def pixels_only(file: BinaryIO) -> tuple[BinaryIO, bytes]:
-    """Return a JPEG or PNG without what is no pixel, and its ICC profile; other files as they are, without one."""
+def pixels_only(file: BinaryIO) -> tuple[BinaryIO, Colours]:
+    """Return a JPEG or PNG without what is no pixel, and its colours; other files as they are, without them."""
     file.seek(0)
     head = file.read(len(PNG_MARK))
     if head.startswith(JPEG_MARK):
         return jpeg_pixels(file)
-    return png_pixels(file) if head == PNG_MARK else (file, b"")
+    return png_pixels(file) if head == PNG_MARK else (file, Colours())
 
 
 def jpeg_segments(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
@@ -126,8 +129,8 @@ def read_jpeg(file: BinaryIO) -> StoredImage:
     return StoredImage(stored, orientation_of(exif, xmp), image_format="JPEG")
 
 
-def jpeg_pixels(file: BinaryIO) -> tuple[BinaryIO, bytes]:
-    head, profile, pixels = [JPEG_MARK], {}, 0
+def jpeg_pixels(file: BinaryIO) -> tuple[BinaryIO, Colours]:
+    head, profile, exif, pixels = [JPEG_MARK], {}, b"", 0
     for marker, position, length in jpeg_segments(file):
         if marker == SOS:
             pixels = position
@@ -135,10 +138,14 @@ def jpeg_pixels(file: BinaryIO) -> tuple[BinaryIO, bytes]:
             content = file.read(length)
             if content.startswith(ICC_MARK):
                 profile[content[len(ICC_MARK) :][:1]] = content[len(ICC_MARK) + 2 :]
+        elif marker == APP1 and not exif:
+            content = file.read(length)
+            exif = content if content.startswith(EXIF_MARK) else b""
         elif (marker < APP0 or marker in LEAST_BYTES) and length >= LEAST_BYTES.get(marker, 0):
             head.append(bytes([0xFF, marker]) + (length + 2).to_bytes(2) + file.read(length))
     size = file.seek(0, os.SEEK_END)
-    return spliced(b"".join(head), file, (pixels, size), b""), b"".join(profile[key] for key in sorted(profile))
+    whole = b"".join(profile[key] for key in sorted(profile))
+    return spliced(b"".join(head), file, (pixels, size), b""), Colours(whole, whole) if whole else of_exif(exif)
 
 
 def png_chunks(file: BinaryIO, position: int = len(PNG_MARK)) -> Iterator[tuple[bytes, int, int]]:
@@ -224,21 +231,40 @@ def inflated(content: bytes, limit_bytes: int) -> bytes:
         return b""
 
 
-def png_pixels(file: BinaryIO) -> tuple[BinaryIO, bytes]:
-    head, profile, start, end = [PNG_MARK], b"", 0, 0
+def png_pixels(file: BinaryIO) -> tuple[BinaryIO, Colours]:
+    head, start, end = [PNG_MARK], 0, 0
+    notes: dict[bytes, bytes] = {}
     for kind, position, length in png_chunks(file):
         if kind == b"IDAT":
             start, end = start or position - 8, position + length + 4
         elif start:
             break
-        elif kind in PNG_PIXELS or kind == b"iCCP":
+        elif kind in PNG_PIXELS or (kind in PNG_COLOURS and length <= MAX_PROFILE_BYTES):
             content = file.read(length + 4)
             is_whole = zlib.crc32(kind + content[:-4]) == int.from_bytes(content[-4:])
-            if kind == b"iCCP" and is_whole:  # a name, the method, and what is compressed
-                profile = inflated(content[:-4].partition(b"\0")[2][1:], MAX_PROFILE_BYTES)
-            elif kind != b"iCCP" and (is_whole or kind != b"tRNS"):
+            if kind in PNG_COLOURS and is_whole:
+                notes[kind] = content[:-4]
+            elif kind in PNG_PIXELS and (is_whole or kind != b"tRNS"):
                 head.append(length.to_bytes(4) + kind + content)
-    return spliced(b"".join(head), file, (start, end), b"\0\0\0\0IEND\xaeB\x60\x82"), profile
+    return spliced(b"".join(head), file, (start, end), b"\0\0\0\0IEND\xaeB\x60\x82"), png_colours(notes)
+
+
+def png_colours(notes: dict[bytes, bytes]) -> Colours:
+    """Return the colours of chunks, the first of these that there is (PNG 3, section 4.3)."""
+    if len(codes := notes.get(b"cICP", b"")) == 4:
+        return of_codes(codes[0], codes[1])
+    # A name, the method, and what is compressed.
+    if profile := inflated(notes.get(b"iCCP", b"").partition(b"\0")[2][1:], MAX_PROFILE_BYTES):
+        return Colours(profile, profile)
+    gamma, points = (numbers_of(notes.get(kind, b"")) for kind in (b"gAMA", b"cHRM"))
+    if b"sRGB" in notes or (len(gamma), len(points)) == (0, 0):
+        return Colours() if b"sRGB" in notes else of_exif(notes.get(b"eXIf", b""))
+    return of_gamma(gamma[0] if gamma else None, points if len(points) == 8 else None)
+
+
+def numbers_of(content: bytes) -> tuple[float, ...]:
+    """Return PNG's numbers, which are whole hundred thousandths."""
+    return tuple(int.from_bytes(content[start : start + 4]) / 1e5 for start in range(0, len(content) - 3, 4))
 
 
 def read_webp(file: BinaryIO, head: bytes) -> StoredImage:

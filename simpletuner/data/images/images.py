@@ -13,6 +13,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from simpletuner.data.images.colour_codes import Colours, of_boxes, of_exif
 from simpletuner.data.images.colour_profiles import to_srgb
 from simpletuner.data.images.containers import StoredImage, pixels_only, read_container
 from simpletuner.data.images.image_formats import INSTALL, PILLOW_FORMATS, PLUGIN_FORMAT, is_heif, register_plugin
@@ -30,6 +31,9 @@ LARGE_PIXELS = 1 << 26
 up to four times its memory, and one is decoded at a time."""
 STRIP_PIXELS = 1 << 22
 ONE_LARGE_IMAGE = Lock()
+
+ONE_CHANNEL = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
+"""Pillow's modes of greys."""
 
 WHITE, DARK = 65535, 4095
 """White of grey images beyond 8 bits, and the largest value of 12 bits, which then is 6 % of white."""
@@ -110,10 +114,12 @@ def read_rgb(file: BinaryIO, smallest: tuple[int, int], size: tuple[int, int] | 
     header = read_stored(file)
     if size and header.size != size:
         raise ValueError("has {}x{} px, not {}x{}: the table is wrong, or the file changed".format(*header.size, *size))
-    pixels, profile = pixels_only(file)
+    pixels, colours = pixels_only(file)
     with open_image(pixels) as image:
-        if profile:
-            image.info["icc_profile"] = profile
+        if not image.info.get("icc_profile"):
+            colours = colours if image.format in ("JPEG", "MPO", "PNG") else other_colours(image, file)
+            profile = colours.grey_profile if image.mode in ONE_CHANNEL else colours.profile
+            image.info |= {"icc_profile": profile} if profile else {}
         # The larger side twice: draft works on the stored image, whose sides may be swapped afterwards.
         edge = max(smallest)
         image.draft("RGB", (edge, edge))
@@ -123,10 +129,16 @@ def read_rgb(file: BinaryIO, smallest: tuple[int, int], size: tuple[int, int] | 
         else:
             image.load()
             decoded = image
-        doubt = doubt_about_scale(decoded)
+        doubt = doubt_about_scale(decoded) or colours.doubt
         rgb = to_rgb(turned_upright(decoded, header.orientation))
         rgb.info[DOUBT] = doubt
         return rgb
+
+
+def other_colours(image: Image.Image, file: BinaryIO) -> Colours:
+    """Return the colours of a format of which Pillow is given the whole file."""
+    found = of_boxes(file) if image.format in ("AVIF", "HEIF") else Colours()
+    return found if found != Colours() else of_exif(image.info.get("exif") or b"")
 
 
 def reduced(image: Image.Image, factor: int) -> Image.Image:

@@ -6,7 +6,7 @@ Read here and not by Pillow, which would decode a whole PNG for it, and warns on
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, Literal
 
 from PIL import Image
 
@@ -41,20 +41,34 @@ def exif_orientation(exif: bytes) -> int | None:
     """Return the value of the tag, 0 where it is no integer; None where there is none."""
     while exif.startswith(EXIF_MARK):
         exif = exif[len(EXIF_MARK) :]
-    if exif[:2] not in (b"II", b"MM"):
+    if not (entry := exif_entry(exif, TAG)):
         return None
-    order = "little" if exif[:2] == b"II" else "big"
+    order = byte_order(exif)
+    kind, count, place = (int.from_bytes(entry[start:end], order) for start, end in ((2, 4), (4, 8), (8, 12)))
+    length, signed = INTEGERS.get(kind, (0, False))
+    # Values that do not fit stand elsewhere, and the first counts.
+    values = entry[8:] if length * count <= 4 else exif[place:]
+    return int.from_bytes(values[:length], order, signed=signed)
 
-    def integer(start: int, length: int, signed: bool = False) -> int:
-        return int.from_bytes(exif[start : start + length], order, signed=signed)
 
-    first = integer(4, 4)
-    for entry in range(first + 2, min(first + 2 + 12 * integer(first, 2), len(exif) - 11), 12):
-        if integer(entry, 2) == TAG:
-            length, signed = INTEGERS.get(integer(entry + 2, 2), (0, False))
-            is_inline = length * integer(entry + 4, 4) <= 4  # else its values stand elsewhere, and the first counts
-            return integer(entry + 8 if is_inline else integer(entry + 8, 4), length, signed)
-    return None
+def byte_order(exif: bytes) -> Literal["little", "big"]:
+    return "little" if exif[:2] == b"II" else "big"
+
+
+def exif_entry(exif: bytes, *tags: int) -> bytes:
+    """Return the 12 bytes of a tag, which is found over those of the directories that it is in; empty if not there."""
+    if exif[:2] not in (b"II", b"MM"):
+        return b""
+    order, entry, place = byte_order(exif), b"", exif[4:8]
+    for tag in tags:
+        first = int.from_bytes(place, order)
+        count = int.from_bytes(exif[first : first + 2], order)
+        starts = range(first + 2, min(first + 2 + 12 * count, len(exif) - 11), 12)
+        found = (exif[start : start + 12] for start in starts if int.from_bytes(exif[start : start + 2], order) == tag)
+        if not (entry := next(found, b"")):
+            return b""
+        place = entry[8:]
+    return entry
 
 
 def turned_upright(image: Image.Image, orientation: int) -> Image.Image:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from PIL import Image
 
+from simpletuner.data.images.colour_codes import HDR
 from simpletuner.data.images.images import DOUBT, MAX_PIXELS, ImageHeader, open_image, read_orientation, to_rgb
 from simpletuner.data.images.orientation import turned_upright
 from simpletuner.data.images.video_formats import demuxer_of, is_webp
@@ -191,7 +192,7 @@ class DecodedFilm:
             image = image.resize(size, Image.Resampling.LANCZOS)
         image = image.rotate(frame.rotation, expand=True) if frame.rotation else image
         is_hdr = frame.color_trc in HDR_CURVES
-        image.info[DOUBT] = "its brightness is coded for HDR screens, and it looks pale without" if is_hdr else ""
+        image.info[DOUBT] = HDR if is_hdr else ""
         return image
 
     def _gif_rate(self, time_base: Fraction) -> Fraction | None:
