@@ -52,7 +52,7 @@ LEAST_GAMMA, LARGEST, LEAST_VOLUME = 0.1, 10.0, 0.01
 
 @dataclass(frozen=True)
 class Colours:
-    """What a file says of its colours: an ICC profile, empty for sRGB, and what may be wrong."""
+    """The colours that a file names: an ICC profile, empty for sRGB, and what may be wrong."""
 
     profile: bytes = b""
     """Of RGB; `grey_profile` is for pixels of one channel."""
