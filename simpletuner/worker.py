@@ -22,6 +22,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import silence_libraries
 from simpletuner.models.opening.checked import note_checked
 from simpletuner.models.opening.loading import load_family
+from simpletuner.models.opening.unused_packages import leave_out_unused
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precision
@@ -31,7 +32,6 @@ from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, repor
 from simpletuner.preparation.plan import Plan, samples_by_shape
 from simpletuner.preparation.prepare import fit_to_model, folders_of, plan_data, prepare
 from simpletuner.preparation.same_folder import verify_same_folders
-from simpletuner.private_api.of_diffusers import leave_out_peft
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
@@ -137,8 +137,7 @@ def recorded_status(stop: StopRequest, activity: Activity) -> Iterator[StatusWri
 def run(session: Session, notifier: Notifier, mirror: RunMirror | None) -> None:
     """Train from the newest checkpoint that is not damaged, or from the base model; then export and upload."""
     silence_libraries()
-    if session.settings.model.model_type != "lora":
-        leave_out_peft()
+    leave_out_unused(session.settings)
     for warning in session.loaded.warnings:
         session.report.warn(warning)
     output = session.settings.training.output_dir
@@ -200,6 +199,7 @@ def train(
     session.world.activity.begin("reading the base model", watched=False)
     with no_collection():  # the classes of the model are imported here
         family = load_family(session.settings, session.world, session.stop.check, skips_checked=True)
+        _ = family.meta_denoiser
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     session.world.activity.begin("proving the pipeline", watched=False)
     plan, sampled = fit_to_model(session, plan, family)

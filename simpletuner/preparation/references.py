@@ -18,7 +18,7 @@ def with_first_frames(plan: Plan, family: ModelFamily) -> Plan:
 
     Raises SettingsError where they do not agree.
     """
-    pipeline, mode = family.pipeline_class.__name__, family.image_to_video
+    pipeline, mode = family.pipeline_name, family.image_to_video
     for part in plan.samples.parts:
         dataset, asked = part.dataset, part.dataset.clips.is_i2v if part.dataset.clips else False
         if asked and mode == "never":
@@ -44,7 +44,7 @@ def check_references(
     family: ModelFamily, settings: Settings, datasets: Sequence[ImageDataset], prompts: Sequence[ValidationPrompt]
 ) -> None:
     """Raise SettingsError for more or fewer references than the pipeline takes."""
-    pipeline, least, taken = family.pipeline_class.__name__, family.least_references, family.most_references
+    pipeline, least, taken = family.pipeline_name, family.least_references, family.most_references
     given = [(f"dataset `{dataset.id}`", len(dataset.encoded) - 1, taken) for dataset in datasets]
     first = 0 if family.image_to_video == "never" else 1
     given += [("validation_images", len(prompt.images), max(taken, first)) for prompt in prompts if prompt.images]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -13,14 +15,21 @@ def context_parallel_splits(model: Any) -> Any:
     return model._cp_plan
 
 
-def leave_out_peft() -> None:
-    """Keep diffusers' models from importing peft where it is installed: 0.4 CPU s of a start that trains no LoRA."""
+def leave_out(packages: Iterable[str]) -> None:
+    """Keep diffusers, transformers and accelerate from importing packages because they are installed.
+
+    They look for them with importlib.util.find_spec, which finds none where sys.modules has None under the name; an
+    import of one raises ModuleNotFoundError from here on. diffusers has looked for all when it was imported.
+    """
     from diffusers import utils
 
-    utils.import_utils._peft_available = False
-    modules: Any = (utils, utils.constants, utils.peft_utils)
-    for module in modules:
-        module.USE_PEFT_BACKEND = False
+    for package in packages:
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+        setattr(utils.import_utils, f"_{package}_available", False)
+        if package == "peft":
+            modules: Any = (utils, utils.constants, utils.peft_utils)
+            for module in modules:
+                module.USE_PEFT_BACKEND = False
 
 
 def blocks_by_name(model: Any) -> list[set[str]]:

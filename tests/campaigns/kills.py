@@ -352,7 +352,6 @@ READERS: dict[str, Callable[[Path], str]] = {
     "log.txt": lambda path: "",
     "status.json": how_it_ended,
     "durations.json": lambda path: "",
-    "memory.json": lambda path: "",
     "README.md": lambda path: "",  # a model card, with samples per second
     "state.json": without_checksums,
     "simpletuner.json": without_checksums,

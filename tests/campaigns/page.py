@@ -43,7 +43,6 @@ OWN_FILES = (
     "console.start.txt",
     "durations.json",
     ".lock",
-    "memory.json",
     "sample_losses.jsonl",
 )
 

@@ -102,7 +102,7 @@ class Hostile:
             (run / name).write_text(f"WARNING {path}\n")
         (images := run / "validation" / "step-000002").mkdir(parents=True)
         (images / "trained-00.png").symlink_to(path)
-        for name in ("report.html", "comparison.html", "durations.json", "memory.json", "wandb.json"):
+        for name in ("report.html", "comparison.html", "durations.json", "wandb.json"):
             (run / name).write_text(json.dumps({"id": path, "url": "http://127.0.0.1:9/", "file": path}))
 
     @property

@@ -24,7 +24,6 @@ KINDS: dict[str, Callable[[Path], None]] = {
 DERIVED = (
     "settings.json",
     "durations.json",
-    "memory.json",
     "wandb.json",
     "trackio.json",
     "swanlab.json",

@@ -25,7 +25,7 @@ from simpletuner.settings.values.shape import Shape
 def family(least: int = 0, most: int = 0, image_to_video: str = "never") -> Any:
     """Return what is asked of a family here."""
     return SimpleNamespace(
-        pipeline_class=Shape, least_references=least, most_references=most, image_to_video=image_to_video
+        pipeline_name="Shape", least_references=least, most_references=most, image_to_video=image_to_video
     )
 
 

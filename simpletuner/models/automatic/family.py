@@ -76,6 +76,10 @@ class AutomaticFamily(ModelFamily):
     def pipeline_class(self) -> Any:
         return pipeline_class_of(self.index)
 
+    @property
+    def pipeline_name(self) -> str:
+        return self.pipeline_class.__name__
+
     def optional_encoders(self) -> tuple[str, ...]:
         optional = getattr(self.pipeline_class, "_optional_components", ())
         return tuple(name for name in optional if name.startswith("text_encoder"))

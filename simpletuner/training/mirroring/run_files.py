@@ -28,7 +28,7 @@ CHECKPOINTS = "checkpoints"
 FOLDERS = ("validation", "logs", "profile", "data_listings")
 NAMES = frozenset(
     {
-        *(LOG, CURVE, STATUS, METRICS, SAMPLE_LOSSES, DURATIONS, "report.html", "memory.json"),
+        *(LOG, CURVE, STATUS, METRICS, SAMPLE_LOSSES, DURATIONS, "report.html"),
         *(
             "settings.json",
             "settings_history.jsonl",

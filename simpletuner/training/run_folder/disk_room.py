@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from simpletuner.parallel.devices.memory import FLOAT32_BYTES
 from simpletuner.preparation.plan import Plan, samples_by_shape
 from simpletuner.preparation.prepare import folders_of
 from simpletuner.session import Session
+from simpletuner.settings.values.shape import SampleShape
 from simpletuner.system.files.cache_files import SHARD_SUFFIX
 from simpletuner.training.optimizers import trained_weights
 
@@ -30,8 +32,16 @@ def check_room(session: Session, plan: Plan, family: ModelFamily, step: int, ste
     room = room_of(settings, usage, step, steps)
     if room.problem is not None:
         raise room.problem
-    caches = bytes_to_encode(session, plan, family, room.output)
-    if room.free_bytes is not None and caches > room.free_bytes - room.need_bytes:
+    if room.free_bytes is None:
+        return
+    left, channels = room.free_bytes - room.need_bytes, family.exported_config().get("in_channels", 0)
+    # A latent cell covers a pixel or more. How many is asked for only where one for each would not fit: the classes of
+    # VAEs take 0.2 CPU s to import, and a start with warm caches needs none.
+    most = bytes_to_encode(session, plan, family, room.output, lambda shape: channels * shape.pixels)
+    if channels and most <= left:
+        return
+    caches = bytes_to_encode(session, plan, family, room.output, lambda shape: latent_values(family, shape))
+    if caches > left:
         session.report.warn(
             f"{room.output} has {decimal(room.free_bytes)} free: caches of up to {decimal(caches)} may not fit beside "
             f"{decimal(room.need_bytes)} of checkpoints and pipelines",
@@ -39,8 +49,13 @@ def check_room(session: Session, plan: Plan, family: ModelFamily, step: int, ste
         )
 
 
-def bytes_to_encode(session: Session, plan: Plan, family: ModelFamily, output: Path) -> int:
-    """Return at most how many bytes caches of latents and captions have yet to take on the disk of `output`."""
+def bytes_to_encode(
+    session: Session, plan: Plan, family: ModelFamily, output: Path, values_of: Callable[[SampleShape], int]
+) -> int:
+    """Return at most how many bytes caches of latents and captions have yet to take on the disk of `output`.
+
+    `values_of` returns the numbers in the latents of a sample.
+    """
     data, folders = session.settings.data, folders_of(session.settings, plan)
     own = [folder for folder in folders if device_of(folder) == device_of(output)]
     value = {"fp32": FLOAT32_BYTES, "bf16": 2}[data.vae_cache_dtype]
@@ -48,11 +63,14 @@ def bytes_to_encode(session: Session, plan: Plan, family: ModelFamily, output: P
     with suppress(SettingsError):  # a family of one's own need not know how wide its captions are
         conditioning = sum(map(prod, family.conditioning_shapes().values()))
         for shape, count in samples_by_shape(plan).items():
-            shapes = family.input_shapes(shape.target, shape.references, shape.has_first_frame)
-            latents += count * prod(shapes["latents"]) * value * (not data.vae_cache_disable)
+            latents += count * values_of(shape) * value * (not data.vae_cache_disable)
             texts += count * conditioning * FLOAT32_BYTES * (not data.text_cache_disable)
     present = sum(path.stat().st_size for folder in own for path in folder.rglob(f"*{SHARD_SUFFIX}"))
     return max(0, latents + texts - present) if own else 0
+
+
+def latent_values(family: ModelFamily, shape: SampleShape) -> int:
+    return prod(family.input_shapes(shape.target, shape.references, shape.has_first_frame)["latents"])
 
 
 def device_of(folder: Path) -> int:

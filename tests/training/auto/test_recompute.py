@@ -14,7 +14,7 @@ from simpletuner.system.numbers import format_gib
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.training.auto.memory_estimate import estimate_training
 from simpletuner.training.auto.recompute import (
-    NOTE,
+    NOTES,
     USABLE,
     choices,
     choose_recomputation,
@@ -79,10 +79,13 @@ def test_as_little_is_recomputed_as_fits():
             assert 0.5 * kept < sizes[0] - sizes[-1] < kept, "one block's activations come back while it is recomputed"
 
 
-def test_bytes_that_an_earlier_start_has_counted_are_not_counted_again(tmp_path):
+def test_bytes_that_an_earlier_start_has_counted_are_not_counted_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMPLETUNER_HOME", str(tmp_path / "home"))
     flags = {"model_family": "pixart_sigma", "model_flavour": "tiny", "use_cpu": True, "output_dir": tmp_path}
     settings = load(flags, None, complete=False).settings
-    longer = load({**flags, "max_train_steps": 7}, None, complete=False).settings
+    longer = load(
+        {**flags, "max_train_steps": 7, "learning_rate": 1e-3, "output_dir": tmp_path / "next"}, None, complete=False
+    ).settings
     other = load({**flags, "train_batch_size": 1}, None, complete=False).settings
     with opened_family(settings, Report(quiet=True)) as family:
 
@@ -96,7 +99,8 @@ def test_bytes_that_an_earlier_start_has_counted_are_not_counted_again(tmp_path)
         assert was_counted and chosen == {"gradient_checkpointing": False}
         assert start(longer) == (chosen, needed, False)
         assert start(longer, limit=0)[0] == {"gradient_checkpointing": True}, "the limit is today's"
-        assert start(other)[1:] == (pytest.approx(needed, rel=0.9), True) and start(settings)[2]
-        for damaged in ("", "[]", '{"bytes": 3}', (tmp_path / NOTE).read_text().replace(str(needed), '"a"')):
-            (tmp_path / NOTE).write_text(damaged)
+        assert start(other)[1:] == (pytest.approx(needed, rel=0.9), True) and not start(settings)[2]
+        (note,) = [each for each in (tmp_path / "home" / NOTES).iterdir() if str(needed) in each.read_text()]
+        for damaged in ("", "[]", '{"bytes": 3}', note.read_text().replace(str(needed), '"a"')):
+            note.write_text(damaged)
             assert start(settings) == (chosen, needed, True)
