@@ -113,7 +113,9 @@ def replace_export(
     hidden = unfinished_path(target)
 
     def finish() -> None:
-        write_json(hidden / FINISHED, with_checksum({"steps": steps, "files": file_sizes(hidden), "checksums": sums}))
+        write_json(
+            hidden / FINISHED, with_checksum({"steps": steps, "files": file_sizes(hidden, sums), "checksums": sums})
+        )
         keep_foreign_files(target, hidden)
         # Before the rename: a start after a kill finds the pipeline finished and would never write the card. After the
         # marker: people may change a card, and it would not be whole any more.

@@ -12,9 +12,10 @@ checkpoint's name is never half written.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,7 +23,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
-from simpletuner.system.files.atomic import remove, restore_replaced, unfinished_path
+from simpletuner.system.files.atomic import (
+    is_being_removed,
+    is_left_over,
+    move_folder,
+    remove,
+    remove_in_place,
+    restore_replaced,
+    unfinished_path,
+)
 from simpletuner.system.files.checksums import is_intact
 from simpletuner.system.files.regular_files import read_file
 
@@ -96,7 +105,9 @@ class Checkpoint:
         return int(self.state["step"])
 
     def files(self, group: str) -> list[Path]:
-        return sorted((self.folder / group).glob("*.safetensors"))
+        """Return the files that its state names: a network file system may list fewer for a while."""
+        names = (name for name in self.state["files"] if name.endswith(".safetensors"))
+        return sorted(self.folder / name for name in names if Path(name).parent == Path(group))
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
@@ -141,6 +152,7 @@ def is_complete(folder: Path) -> bool:
 def list_checkpoints(root: Path) -> list[Path]:
     """Return the checkpoint folders of a run, complete or not, newest first."""
     folders = [path for path in root.glob("checkpoint-*") if NAME.fullmatch(path.name) and path.is_dir()]
+    folders = [path for path in folders if not is_being_removed(path)]
     return sorted(folders, key=lambda path: -parse_step(path))
 
 
@@ -182,19 +194,21 @@ def all_damaged_error(root: Path | str, problems: Sequence[str]) -> EnvironmentN
     )
 
 
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Return every file below a folder with its size in bytes."""
-    return {
-        path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+def file_sizes(folder: Path, names: Iterable[str] = ()) -> dict[str, int]:
+    """Return every file below a folder, or those of these names, with its size in bytes. Raises OSError."""
+    listed = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return {name: (folder / name).stat().st_size for name in sorted(names or listed)}
 
 
 def clear_unfinished(root: Path) -> None:
     """Remove what a killed save left behind; a checkpoint that was being replaced gets its name back."""
-    for path in root.glob(".checkpoint-*.unfinished"):
+    for path in [*root.glob(".checkpoint-*.unfinished"), *(root / SET_ASIDE).glob(".checkpoint-*.unfinished")]:
         remove(path)
-    for path in root.glob(".checkpoint-*.old"):
-        restore_replaced(root / path.name.removeprefix(".").removesuffix(".old"))
+    for path in [*root.glob(".checkpoint-*.old"), *root.glob(".checkpoint-*.new")]:
+        restore_replaced(root / path.stem.removeprefix("."))
+    for path in root.glob("checkpoint-*"):
+        if is_left_over(path):
+            remove(path)
 
 
 def prune_checkpoints(root: Path, keep: int) -> None:
@@ -207,7 +221,12 @@ def remove_checkpoint(folder: Path) -> None:
     hidden = unfinished_path(folder)
     remove(hidden)
     # Renamed first: a process killed while it removes files must not leave a checkpoint that looks complete.
-    folder.rename(hidden)
+    try:
+        folder.rename(hidden)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        remove_in_place(folder)
     remove(hidden)
 
 
@@ -223,5 +242,5 @@ def set_aside(root: Path, step: int) -> list[str]:
         target, number = root / SET_ASIDE / folder.name, 2
         while target.exists():
             target, number = target.with_name(f"{folder.name}-{number}"), number + 1
-        folder.rename(target)
+        move_folder(folder, target)
     return [folder.name for folder in later]

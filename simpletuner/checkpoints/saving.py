@@ -108,6 +108,6 @@ def make_empty_folder(folder: Path) -> None:
 
 def write_state(hidden: Path, state: Mapping[str, Any], sums: Mapping[str, str]) -> None:
     """Write state.json, which makes a folder a checkpoint, so it must be written last."""
-    write_json(
-        hidden / STATE, with_checksum({**state, "files": file_sizes(hidden), "checksums": dict(sorted(sums.items()))})
-    )
+    # Of the files that ranks have named: the folder may be listed late by a network file system.
+    files = file_sizes(hidden, sums)
+    write_json(hidden / STATE, with_checksum({**state, "files": files, "checksums": dict(sorted(sums.items()))}))

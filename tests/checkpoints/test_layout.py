@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 from checkpoint_states import state_of
 from disk_calls import recorded_calls
+from real_mounts import or_skipped, overlay
 
 from simpletuner.checkpoints.layout import (
     checkpoint_folder,
     clear_unfinished,
     file_sizes,
     find_resume_folders,
+    is_complete,
     list_checkpoints,
     load_checkpoint,
     prune_checkpoints,
+    set_aside,
 )
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import unfinished_path, write_json
@@ -165,3 +168,22 @@ def test_prune_never_removes_the_newest_complete_checkpoint(tmp_path):
     checkpoint(tmp_path, 150)
     prune_checkpoints(tmp_path, 1)
     assert (tmp_path / "checkpoint-000150").is_dir()
+
+
+def test_checkpoints_of_a_lower_layer_are_pruned_and_set_aside(tmp_path):
+    """A run in a container whose image has its checkpoints: rename(2) of their folders is EXDEV."""
+    for step in (100, 200, 300, 400):
+        checkpoint(tmp_path / "lower", step, f"weights {step}")
+    with or_skipped(), overlay(tmp_path) as root:
+        prune_checkpoints(root, 3)
+        assert set_aside(root, 300) == ["checkpoint-000400"]
+        assert names(root) == ["checkpoint-000200", "checkpoint-000300", "set-aside"]
+        assert names(root / "set-aside") == ["checkpoint-000400"]
+        moved = root / "set-aside" / "checkpoint-000400"
+        assert is_complete(moved) and (moved / "model" / "a.safetensors").read_text() == "weights 400"
+        (root / "checkpoint-000200" / ".removing").touch()  # killed while its files were removed
+        assert [path.name for path in list_checkpoints(root)] == ["checkpoint-000300"]
+        (root / "set-aside" / ".checkpoint-000300.copy.unfinished").mkdir()  # killed while one was copied
+        clear_unfinished(root)
+        assert names(root) == ["checkpoint-000300", "set-aside"]
+        assert names(root / "set-aside") == ["checkpoint-000400"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -19,6 +20,9 @@ from simpletuner.system.files.regular_files import open_regular
 # Linux reads no more than its read-ahead window for one request, by default 128 KiB (mm/readahead.c).
 READ_AHEAD_BYTES = 128 << 10
 
+REMOVING = ".removing"
+"""A file in a folder that is being removed in place."""
+
 
 def unfinished_path(folder: Path) -> Path:
     """Return the hidden sibling to which a file or folder is written before it is renamed to its final name."""
@@ -26,15 +30,81 @@ def unfinished_path(folder: Path) -> Path:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Sync `new` and rename it to `folder`. The previous folder is removed only once the new one is in place."""
-    old = folder.with_name(f".{folder.name}.old")
+    """Sync `new` and rename it to `folder`. The previous folder is removed only once the new one is in place.
+
+    Where the previous one cannot be renamed, `new` waits as `.NAME.new` while that is removed in place.
+    """
+    old, waiting = (folder.with_name(f".{folder.name}.{state}") for state in ("old", "new"))
     flush_tree(new)
     remove(old)
-    if os.path.lexists(folder):
-        folder.rename(old)
-    new.rename(folder)
+    try:
+        if os.path.lexists(folder):
+            folder.rename(old)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        remove(waiting)
+        move_folder(new, waiting)
+        flush_to_disk(folder.parent)
+        remove_in_place(folder)
+        new = waiting
+    move_folder(new, folder)
     flush_to_disk(folder.parent)
     remove(old)
+
+
+def move_folder(folder: Path, target: Path) -> None:
+    """Rename a folder; where that cannot be done it is copied, synced, and removed in place. Raises OSError.
+
+    rename(2) answers EXDEV for a folder in a lower layer of an overlay, which every folder of a committed container
+    image is, and where mergerfs keeps source and target on different disks.
+    """
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        copy = target.with_name(f".{target.name.lstrip('.')}.copy.unfinished")
+        remove(copy)
+        try:
+            copy_folder(folder, copy)
+            flush_tree(copy)
+            copy.rename(target)
+        except OSError:
+            remove(copy)
+            raise
+        flush_to_disk(target.parent)
+        remove_in_place(folder)
+
+
+def copy_folder(folder: Path, copy: Path) -> None:
+    """Copy regular files, links and folders with their times and rights. Raises the first OSError, unlike copytree."""
+    for root, folders, files in os.walk(folder):
+        target = copy / Path(root).relative_to(folder)
+        target.mkdir()
+        for source in (Path(root, name) for name in [*files, *folders]):
+            if stat.S_IFMT(source.lstat().st_mode) in (stat.S_IFREG, stat.S_IFLNK):
+                shutil.copy2(source, target / source.name, follow_symlinks=False)
+
+
+def remove_in_place(folder: Path) -> None:
+    """Remove a folder that cannot be renamed first; what a kill leaves of it is known by a mark (`is_left_over`)."""
+    mark = folder / REMOVING
+    create_new(mark).close()
+    flush_to_disk(folder)
+    for path in folder.iterdir():
+        if path != mark:
+            remove(path)
+    remove(folder)
+
+
+def is_being_removed(folder: Path) -> bool:
+    return os.path.lexists(folder / REMOVING)
+
+
+def is_left_over(folder: Path) -> bool:
+    """Return whether a kill has left this of a folder that was being removed in place: at last it is empty."""
+    return folder.is_dir() and (is_being_removed(folder) or not any(folder.iterdir()))
 
 
 def remove(path: Path) -> None:
@@ -47,10 +117,12 @@ def remove(path: Path) -> None:
 
 def restore_replaced(folder: Path) -> None:
     """Finish an interrupted `replace_folder`, or undo it if the new folder was not in place yet."""
-    old = folder.with_name(f".{folder.name}.old")
-    if old.is_dir() and not old.is_symlink() and not folder.exists():
-        old.rename(folder)
-    remove(old)
+    old, waiting = (folder.with_name(f".{folder.name}.{state}") for state in ("old", "new"))
+    for kept in (waiting, old):  # a whole one each; a new one waits only while the previous one is being removed
+        if kept.is_dir() and not kept.is_symlink() and (not folder.exists() or is_left_over(folder)):
+            remove(folder)
+            move_folder(kept, folder)
+        remove(kept)
 
 
 @contextmanager

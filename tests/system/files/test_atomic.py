@@ -1,22 +1,30 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import mmap
 import os
+import shutil
+import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from disk_calls import recorded_calls
 from patience import PATIENCE
+from real_mounts import or_skipped, overlay, tree_of
 
 from simpletuner.system.files.atomic import (
+    move_folder,
     read_ahead,
     replace_file,
     replace_folder,
+    restore_replaced,
     unfinished_path,
     write_file,
     write_json,
@@ -85,6 +93,59 @@ def test_replace_folder_loses_nothing_when_the_new_one_cannot_be_renamed(tmp_pat
     with pytest.raises(FileNotFoundError):
         replace_folder(tmp_path / "never written", tmp_path / "pipeline")
     assert [path.read_text() for path in tmp_path.rglob("weights")] == ["trained"]
+
+
+def fill(folder: Path, content: str) -> None:
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "weights").write_text(content)
+    (folder / "link").symlink_to("inner/weights")
+    os.mkfifo(folder / "fifo")
+
+
+def test_folders_of_a_lower_layer_are_moved_and_replaced_and_a_kill_at_any_call_leaves_one_whole(tmp_path):
+    """rename(2) of them is EXDEV: a container whose image has results."""
+    for name in ("moved", "replaced", *(f"killed-{number}" for number in range(16))):
+        fill(tmp_path / "lower" / name, "old")
+    with or_skipped(), overlay(tmp_path) as root:
+        root.joinpath("target").mkdir()
+        with pytest.raises(OSError, match="cross-device"):
+            (root / "moved").rename(root / "target" / "moved")
+        move_folder(root / "moved", root / "target" / "moved")
+        assert tree_of(root / "target" / "moved") == {"inner/weights": b"old", "link": b"old"}
+        assert (root / "target" / "moved" / "link").is_symlink()
+        fill(root / "new", "new")
+        replace_folder(root / "new", root / "replaced")
+        assert tree_of(root / "replaced") == {"inner/weights": b"new", "link": b"new"}
+        assert not {"new", "moved", ".replaced.new", ".replaced.old"} & set(names(root))
+        seen = set()
+        for number in range(16):
+            folder = root / f"killed-{number}"
+            fill(root / "new", "new")
+            killed = killed_at_call(number, partial(replace_folder, root / "new", folder))
+            restore_replaced(folder)
+            left = tree_of(folder)["inner/weights"]
+            assert tree_of(folder) == {"inner/weights": left, "link": left}, number
+            assert not [name for name in names(root) if name.startswith(f".{folder.name}")]
+            seen.add((killed, left))
+            shutil.rmtree(root / "new", ignore_errors=True)
+        assert seen == {(True, b"old"), (True, b"new"), (False, b"new")}
+
+
+def killed_at_call(number: int, action: Callable[[], None]) -> bool:
+    """Run an action in a process that is killed before that call of it that renames or removes; return whether."""
+    if pid := os.fork():
+        return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    before = itertools.count(-number)
+
+    def kill(event: str, _: tuple) -> None:
+        if event in ("os.rename", "os.remove", "os.rmdir") and next(before) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    try:
+        action()
+    finally:
+        os._exit(0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from simpletuner.checkpoints.layout import Checkpoint
+from simpletuner.checkpoints.layout import Checkpoint, file_sizes
 from simpletuner.training.run_folder.resuming import find_misfit
 
 SHAPES = {"a": (2, 3), "b": (4,)}
@@ -27,5 +27,6 @@ SHAPES = {"a": (2, 3), "b": (4,)}
 def test_a_checkpoint_fits_a_model_of_the_same_weights_neither_fewer_nor_more(held, said, tmp_path):
     (tmp_path / "model").mkdir()
     save_file({name: torch.zeros(shape) for name, shape in held.items()}, tmp_path / "model" / "w.safetensors")
-    found = find_misfit(Checkpoint(tmp_path, {}), SimpleNamespace(trained_shapes=lambda: SHAPES))
+    checkpoint = Checkpoint(tmp_path, {"files": file_sizes(tmp_path)})
+    found = find_misfit(checkpoint, SimpleNamespace(trained_shapes=lambda: SHAPES))
     assert said in found and bool(found) == bool(said)
