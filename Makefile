@@ -22,9 +22,10 @@ demo: install demo/pictures
 	$(BIN)/simpletuner train --config examples/shapes/demo.toml
 
 # Completion is tested in the real shells, launching in network namespaces (ip) and by MPI, offloading to files with what
-# DeepSpeed compiles. Root, as in CI, gets what is missing.
+# DeepSpeed compiles; file systems are mounted through FUSE. Root, as in CI, gets what is missing.
 TOOLS := zsh:zsh fish:fish ip:iproute2 mpirun:openmpi-bin c++:g++ ccache:ccache /usr/include/libaio.h:libaio-dev \
-  /usr/share/fonts-droid-fallback:fonts-droid-fallback /usr/share/fonts/truetype/noto/NotoColorEmoji.ttf:fonts-noto-color-emoji chromium:chromium
+  /usr/share/fonts-droid-fallback:fonts-droid-fallback /usr/share/fonts/truetype/noto/NotoColorEmoji.ttf:fonts-noto-color-emoji chromium:chromium \
+  bindfs:bindfs sshfs:sshfs /usr/lib/openssh/sftp-server:openssh-sftp-server
 tools:
 	@is_there() { command -v $$1 >/dev/null || test -e $$1; }; \
 	missing=$$(for tool in $(TOOLS); do is_there $${tool%%:*} || echo $${tool##*:}; done); \

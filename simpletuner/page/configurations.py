@@ -23,6 +23,7 @@ from simpletuner.settings.declared.errors import shorten
 from simpletuner.settings.editors.editing import change_text, setting_of
 from simpletuner.settings.files.formats import FORMATS, read_entries, suffix_of
 from simpletuner.system.files.atomic import save
+from simpletuner.system.files.regular_files import read_file
 from simpletuner.tools.config_files import new_config, own_output_dir
 
 # Bounds of a search that may begin in a home folder.
@@ -174,7 +175,7 @@ def copy(request: Request) -> Response:
     changes = {"output_dir": output}
     if mirror := str(values.get("mirror_output") or ""):  # else the copy would go on from the other's checkpoints there
         changes["mirror_output"] = f"{mirror.rstrip('/').rpartition('/')[0]}/{Path(output).name}"
-    return write_new(request, target, change_text(target, source.read_bytes().decode("utf-8"), changes))
+    return write_new(request, target, change_text(target, read_file(source).decode("utf-8"), changes))
 
 
 def free_output_dir(request: Request, target: Path) -> str:

@@ -52,3 +52,11 @@ def or_skipped() -> Iterator[None]:
 def tree_of(folder: Path) -> dict[str, bytes]:
     """Return all files below a folder with their content."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def bindfs(base: Path) -> Iterator[Path]:
+    """Mount `base/below` once more through FUSE, where a file that is being replaced cannot be opened for a moment."""
+    (base / "below").mkdir(exist_ok=True)
+    with mounted(base / "fuse", "bindfs", str(base / "below"), str(base / "fuse")) as point:
+        yield point

@@ -16,6 +16,7 @@ from simpletuner.caches.store.shards import ShardReader
 from simpletuner.system.files.atomic import write_file
 from simpletuner.system.files.cache_files import COMPLETE, is_plain_file
 from simpletuner.system.files.checksums import is_intact, with_checksum
+from simpletuner.system.files.regular_files import read_file
 
 # Of runs that share a folder.
 MOST_DIGESTS = 64
@@ -43,7 +44,7 @@ def read_digests(reader: ShardReader) -> dict[str, dict[str, str]]:
     """Return the digests of a note about just these shards; none where it is missing, damaged or about others."""
     path, note = reader.folder / COMPLETE, dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        note = json.loads(path.read_bytes()) if is_plain_file(path) else {}
+        note = json.loads(read_file(path)) if is_plain_file(path) else {}
     if not isinstance(note, dict) or not is_intact(note):
         return {}
     return note["digests"] if note["shards"] == identity(reader) else {}

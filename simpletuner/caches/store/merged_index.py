@@ -23,6 +23,7 @@ from simpletuner.caches.store.records import RecordLocation, record_keys
 from simpletuner.caches.store.shard_index import IndexEntry, read_index
 from simpletuner.system.files.atomic import write_file
 from simpletuner.system.files.cache_files import INDEX_SUFFIX, MERGED_INDEX, SHARD_SUFFIX, index_of, is_plain_file
+from simpletuner.system.files.regular_files import open_regular
 
 FORMAT = 1
 PREFIX_BYTES = 24
@@ -177,7 +178,8 @@ def load(path: Path) -> MergedIndex:
 
     if not is_plain_file(path):  # opening a FIFO would block
         raise FileNotFoundError(path)
-    content = np.asarray(np.memmap(path, np.uint8, "r"))  # a memmap takes ten times as long to index
+    with open_regular(path) as file:
+        content = np.asarray(np.memmap(file, np.uint8, "r"))  # a memmap takes ten times as long to index
     if content[:16].tobytes() != xxhash.xxh3_128_digest(content[16:].data):
         raise ValueError("its checksum does not match")
     start = PREFIX_BYTES + int(content[16:PREFIX_BYTES].view("<u8")[0])

@@ -13,6 +13,7 @@ from typing import Any
 
 from simpletuner.caches.store.records import RecordLocation
 from simpletuner.system.files.cache_files import INDEX_SUFFIX, is_plain_file, shard_of
+from simpletuner.system.files.regular_files import open_regular
 
 CHECKSUM = re.compile(r"xxh3:[0-9a-f]{32}")
 
@@ -43,7 +44,7 @@ def read_index_from(index: Path, start: int) -> tuple[Iterator[IndexEntry], int]
     """Return the valid lines after the first `start` bytes, and where the next line will begin."""
     if not (is_plain_file(index) and is_plain_file(shard_of(index))):
         return iter(()), start
-    with index.open("rb") as file:
+    with open_regular(index) as file:
         file.seek(start)
         content = file.read()
     end = content.rfind(b"\n") + 1  # what follows the last newline is a torn line, or one that is being written
@@ -54,7 +55,7 @@ def parse_lines(lines: bytes, shard: Path) -> Iterator[IndexEntry]:
     if not lines:
         return
     # After the lines were read: their records were written before them. Opening it makes NFS ask for the size.
-    with shard.open("rb") as file:
+    with open_regular(shard) as file:
         size = os.fstat(file.fileno()).st_size
     for line in lines.split(b"\n")[:-1]:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError, AttributeError):

@@ -27,6 +27,7 @@ from simpletuner.settings.resolving.loading import canonical_name
 from simpletuner.settings.showing.export import toml_value
 from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.files.atomic import replace_file
+from simpletuner.system.files.regular_files import read_file
 
 BOM = "\ufeff"
 
@@ -55,7 +56,7 @@ def edit_text(path: Path, name: str, value: Any) -> str | None:
 def text_of(path: Path) -> str:
     """Return the text of a config file, its byte order mark included. Raises SettingsError where it does not parse."""
     read_entries(path)
-    return path.read_bytes().decode("utf-8")
+    return read_file(path).decode("utf-8")
 
 
 def change_text(path: Path, text: str, changes: Mapping[str, Any]) -> str:

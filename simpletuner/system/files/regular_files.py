@@ -10,14 +10,24 @@ import errno
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from simpletuner.system.files.paths import descriptor_of
 
 MAX_BYTES = 256 << 20
 """The largest file that is read whole where the caller names no other limit; state.json of 12B weights takes 2 MiB."""
+
+REPLACED_SECONDS = 2.0
+"""Longest time for which a file that is just being replaced is tried again: GlusterFS answers ESTALE for up to 1 s."""
+RETRY_SECONDS = 0.001
+MISSES = 5
+"""Attempts after which a file that stat(2) does not find, either, is missing."""
+
+T = TypeVar("T")
 
 
 def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
@@ -25,7 +35,7 @@ def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
 
     Raises OSError also for a folder, a FIFO, a socket, a device, and a file above `max_bytes`.
     """
-    file = open_any(path)
+    file = retry_while_replaced(path, lambda: open_any(path))
     try:
         refuse_other(file, path, max_bytes)
     except OSError:
@@ -44,6 +54,10 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
     Raises OSError as `open_regular` does, also for a pipe that gives more than `max_bytes`.
     """
+    return retry_while_replaced(path, lambda: read_whole(path, max_bytes))
+
+
+def read_whole(path: Path, max_bytes: int) -> bytes:
     with open_any(path) as file:
         status = os.fstat(file.fileno())
         pipe = descriptor_of(path) if stat.S_ISFIFO(status.st_mode) else None
@@ -88,6 +102,35 @@ def open_any(path: Path) -> BufferedReader:
         raise not_regular(path) from None
     os.set_blocking(file.fileno(), True)
     return file
+
+
+def retry_while_replaced(path: Path, action: Callable[[], T]) -> T:
+    """Open or read a file, and try again for a while where it is just being replaced by a rename. Raises OSError.
+
+    On FUSE the node that open(2) or stat(2) was sent for may be gone by then: of 7,020 reads on bindfs 60 found no file
+    (https://github.com/libfuse/libfuse/issues/637). ESTALE is what GlusterFS and NFS answer for a file that another
+    client has replaced.
+    """
+    end, missing = time.monotonic() + REPLACED_SECONDS, 0
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > end:
+                raise
+            if error.errno == errno.ENOENT and not os.path.exists(path):  # noqa: PTH110 - Path.exists raises ESTALE
+                missing += 1
+                if missing == MISSES or has_own_device(path.parent):
+                    raise
+        time.sleep(RETRY_SECONDS)
+
+
+def has_own_device(folder: Path) -> bool:
+    """Return whether a folder is missing, or on a local disk, which replaces at once; FUSE and NFS have major 0."""
+    try:
+        return os.major(folder.stat().st_dev) > 0
+    except OSError:
+        return True
 
 
 def open_at_once(path: str, flags: int) -> int:

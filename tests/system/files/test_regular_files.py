@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
+from real_mounts import bindfs, or_skipped
 
-from simpletuner.system.files.regular_files import check_regular, open_regular, read_end, read_file
+from simpletuner.system.files.regular_files import MISSES, check_regular, open_regular, read_end, read_file
 
 
 def make_socket(path: Path) -> None:
@@ -77,3 +83,56 @@ def test_a_pipe_that_a_shell_hands_over_is_read_up_to_the_limit(size):
     else:
         assert read() == read() == b"1" * size, "a second reader finds it there, too"
     os.close(reader)
+
+
+REPLACING = """
+import os, sys
+for number in range(10**9):
+    with open(sys.argv[1] + ".new", "wb") as file:
+        file.write(b"%09d" % number * 500)
+    os.replace(sys.argv[1] + ".new", sys.argv[1])
+"""
+
+
+def test_a_file_that_another_process_replaces_on_fuse_is_always_read_whole(tmp_path):
+    """As https://github.com/libfuse/libfuse/issues/637 describes."""
+    with or_skipped(), bindfs(tmp_path) as folder:
+        path, missed, end = folder / "status.json", 0, time.monotonic() + PATIENCE
+        path.write_bytes(bytes(9) * 500)
+        with subprocess.Popen([sys.executable, "-c", REPLACING, str(path)]) as replacing:
+            try:
+                while missed < 5:
+                    assert time.monotonic() < end, "no reader missed the file: is it so on FUSE any more?"
+                    try:
+                        path.open("rb").close()
+                    except FileNotFoundError:
+                        missed += 1
+                    for content in (read_file(path), read_end(path, 4500)):
+                        assert content == content[:9] * 500
+            finally:
+                replacing.kill()
+
+
+def test_a_stale_handle_is_tried_again_within_a_bound_and_a_missing_file_is_missing_at_once(tmp_path, monkeypatch):
+    path, answers, opened = tmp_path / "file", [], []
+    path.write_bytes(b"content")
+
+    def stale(*given, real=os.open, **more):
+        opened.append(given)
+        if answers:
+            raise OSError(answers.pop(), "not now")
+        return real(*given, **more)
+
+    monkeypatch.setattr(os, "open", stale)
+    for number in (errno.ESTALE, errno.ENOENT):  # GlusterFS and NFS; FUSE
+        answers[:] = [number] * 3
+        assert read_file(path) == b"content" and not answers
+    answers[:], opened[:] = [errno.ESTALE] * 10**6, []
+    monkeypatch.setattr("simpletuner.system.files.regular_files.REPLACED_SECONDS", 0.05)
+    with pytest.raises(OSError, match="not now"):
+        open_regular(path)
+    assert len(opened) < 100
+    answers[:], opened[:] = [], []
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "missing")
+    assert len(opened) <= MISSES
