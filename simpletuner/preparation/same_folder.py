@@ -7,14 +7,15 @@ import json
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
+from simpletuner.system.files.late_files import find_late
 from simpletuner.system.files.locks import is_locked, lock_file
+from simpletuner.system.files.promises import sync
 
 VISIBLE_SECONDS = 3.0
 """Longest delay until an NFS client shows a new file although the folder is listed again and again."""
@@ -44,7 +45,9 @@ def verify_same_folders(
         world.store_barrier(f"{place}/marked", stop)
         probes = json.loads(world.store.get(f"{place}/marks"))
         missing = [
-            number for number, (_, folder) in enumerate(folders) if not wait_until_visible(folder, probes[number], stop)
+            number
+            for number, (_, folder) in enumerate(folders)
+            if probes[number] and find_late(folder, {probes[number]: 0}, stop, VISIBLE_SECONDS)
         ]
         world.store_barrier(f"{place}/looked", stop)  # the probes are removed only after all have looked
         results = world.gather_texts(json.dumps([socket.gethostname(), *missing[:1]]))
@@ -66,9 +69,9 @@ def create_probe(folder: Path) -> Iterator[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_stale_probes(folder)
-        descriptor = lock_file(
-            path, exclusive=True, needed=False
-        )  # the lock tells it from one that a killed run has left
+        # The lock tells it from one that a killed run has left.
+        descriptor = lock_file(path, exclusive=True, needed=False)
+        sync(descriptor)  # s3fs has no object before
     except OSError as error:
         if error.errno not in READ_ONLY or not folder.is_dir():
             raise EnvironmentNotReady(
@@ -87,24 +90,3 @@ def remove_stale_probes(folder: Path) -> None:
     for path in folder.glob(f"{PROBE}*"):
         if is_locked(path) is False:
             path.unlink(missing_ok=True)
-
-
-def wait_until_visible(folder: Path, name: str, stop: Callable[[], None]) -> bool:
-    """Return whether a file is in a folder, looking repeatedly since caches of NFS may be late."""
-    end = time.monotonic() + VISIBLE_SECONDS
-    while name and not is_visible(folder, name):
-        if time.monotonic() > end:
-            return False
-        stop()
-        time.sleep(0.1)
-    return True
-
-
-def is_visible(folder: Path, name: str) -> bool:
-    try:
-        # The parent, too: a client that has looked before remembers, for a while, that `folder` is not there.
-        for listed in (folder.parent, folder):
-            list(listed.iterdir())  # opening a folder makes an NFS client ask its server for changes
-    except OSError:
-        return False
-    return (folder / name).exists()

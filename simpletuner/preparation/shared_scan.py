@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -35,9 +35,9 @@ from simpletuner.data.tables.table_files import table_of
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.parallel.world import World
 from simpletuner.preparation.same_data import Listed, verify_same_data
-from simpletuner.preparation.same_folder import wait_until_visible
 from simpletuner.report import Report
 from simpletuner.system.files.atomic import remove
+from simpletuner.system.files.late_files import wait_for_files
 from simpletuner.system.numbers import count_noun
 
 # Each chunk costs a round trip to the store, which all ranks ask.
@@ -198,9 +198,9 @@ class SharedScan:
         new = needed.filter(pc.is_null(match_rows(needed, self._known())))
         return {"kept": "", "rows": len(new), "name": write_table(self.folder, "task", new)}
 
-    def _known(self) -> pa.Table:
-        """Return what this scan and earlier ones have found."""
-        paths = [path for kind in ("scan", "part") for path in intact_files(self.folder, self._kind(kind))]
+    def _known(self, parts: Iterable[str] = ()) -> pa.Table:
+        """Return what this scan, whose files may not be listed yet, and earlier ones have found."""
+        paths = [path for kind in ("scan", "part") for path in intact_files(self.folder, self._kind(kind), parts)]
         tables = [open_table(path)[0] for path in paths]
         # The empty table, since Arrow cannot join none. Other columns are those of another version.
         return pa.concat_tables([SCANNED.empty_table(), *(each for each in tables if each.schema == SCANNED)])
@@ -217,7 +217,8 @@ class SharedScan:
         with report.progress(f"reading {self.dataset.noun} headers", rows) as progress:
             parts = [write_table(self.folder, self._kind("part"), part) for part in self._parts(files, progress.update)]
             self.world.wait_for_count(f"{self.place}/rows", rows, self.stop, progress.update)
-        self.world.store.set(f"{self.place}/parts/{self.world.rank}", json.dumps(parts))
+        sizes = {name: (self.folder / name).stat().st_size for name in parts}
+        self.world.store.set(f"{self.place}/parts/{self.world.rank}", json.dumps(sizes))
         self.world.store_barrier(f"{self.place}/scanned", self.stop)
 
     def _parts(self, files: pa.Table, show: Callable[[int], object]) -> Iterator[pa.Table]:
@@ -236,11 +237,11 @@ class SharedScan:
 
     def _merge(self, files: FileList, described: Callable[[], Described | None], ranks: int) -> str:
         """Put what the first `ranks` have scanned, and what was known, into the order of the files; return its name."""
-        # Ranks of other machines wrote these, and a client of NFS may see new files late.
-        for rank in range(ranks):
-            for name in json.loads(self.world.store.get(f"{self.place}/parts/{rank}")):
-                wait_until_visible(self.folder, name, self.stop)
-        known, others = self._known(), files.others
+        # Ranks of other machines wrote these, and a network file system may show new files late, or not list them.
+        texts = [self.world.store.get(f"{self.place}/parts/{rank}") for rank in range(ranks)]
+        parts = {name: size for text in texts for name, size in json.loads(text).items()}
+        wait_for_files(self.folder, parts, self.stop)
+        known, others = self._known(parts), files.others
         table = known.take(match_rows(files.table, known))
         if found := described():
             table, remarks = with_described(self.dataset, files.table, table, found)
@@ -253,7 +254,7 @@ class SharedScan:
         return name
 
     def _open(self, name: str) -> tuple[pa.Table, dict[str, Any]]:
-        wait_until_visible(self.folder, name, self.stop)
+        wait_for_files(self.folder, {name: 0}, self.stop)
         return open_table(self.folder / name)
 
     def _from_first(self, key: str, make: Callable[[], Any]) -> Any:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import ranks
+
+SFTP_SERVER = "/usr/lib/openssh/sftp-server"
+CLONE_NEWNS = 0x20000  # sched.h
 
 
 class CannotMount(Exception):
@@ -60,3 +66,28 @@ def bindfs(base: Path) -> Iterator[Path]:
     (base / "below").mkdir(exist_ok=True)
     with mounted(base / "fuse", "bindfs", str(base / "below"), str(base / "fuse")) as point:
         yield point
+
+
+@contextmanager
+def sshfs_views(base: Path, *options: str, count: int = 2) -> Iterator[list[Path]]:
+    """Mount `base/below` by sshfs several times, each as one machine does: no view hears of what others change."""
+    (base / "below").mkdir(exist_ok=True)
+    server = base / "ssh"
+    server.write_text(f"#!/bin/sh\nexec {SFTP_SERVER}\n")
+    server.chmod(0o755)
+    given = [f"-o{option}" for option in (f"ssh_command={server}", *options)]
+    with ExitStack() as stack:
+        points = [base / f"view{number}" for number in range(count)]
+        yield [
+            stack.enter_context(mounted(each, "sshfs", *given, f"none:{base / 'below'}", str(each))) for each in points
+        ]
+
+
+def in_own_view(views: list[str], share: str, arguments: list[str]) -> None:
+    """Run the command line as a rank of a machine that has its own mount of `share`, in a mount namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", views[int(os.environ["RANK"])], share], check=True)
+    ranks.command_line(arguments)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,9 +20,12 @@ from simpletuner.caches.fill.jobs import CacheJob, CacheRequest, Item, Loaded
 from simpletuner.caches.fill.workers import make_missing
 from simpletuner.caches.store.completion_note import read_note, write_note
 from simpletuner.caches.store.keys import KeyParts, changed_parts, short_hash
+from simpletuner.caches.store.merged_index import Source, list_sources
 from simpletuner.caches.store.records import record_keys
 from simpletuner.caches.store.shard_index import read_indexes
 from simpletuner.caches.store.shards import ShardReader
+from simpletuner.system.files.cache_files import index_of
+from simpletuner.system.files.late_files import wait_for_files
 
 if TYPE_CHECKING:
     from simpletuner.parallel.world import World
@@ -68,21 +72,39 @@ def fill_missing(
     if world.is_first:
         report_missing(job, missing, report)
     world.store_barrier(f"{place}/read", stop)  # all see the same queue only if none writes before all have read
-    make_missing(job, missing, place, world, report, stop)
-    reader = open_on_all_ranks(job, f"{place}/filled", world, stop)
+    written = make_missing(job, missing, place, world, report, stop)
+    reader = open_on_all_ranks(job, f"{place}/filled", world, stop, written)
     left, broken = look_up(reader, (job.request_at(position) for position in np.flatnonzero(missing)))
     assert not left.any(), f"{left.sum()} records are not in {job.folder} after filling it"
     return reader, broken
 
 
-def open_on_all_ranks(job: CacheJob[Item, Loaded], place: str, world: World, stop: Callable[[], None]) -> ShardReader:
-    """Open a cache once all ranks have closed what they wrote. The first one merges its indexes for the others."""
+def open_on_all_ranks(
+    job: CacheJob[Item, Loaded],
+    place: str,
+    world: World,
+    stop: Callable[[], None],
+    written: Mapping[str, int] = MappingProxyType({}),
+) -> ShardReader:
+    """Open a cache once all ranks have closed what they wrote, `written`. The first one merges its indexes for the
+    others, and tells them the shards: a network file system may list others to each machine (sshfs: for 20 s)."""
+    world.store.set(f"{place}/written/{world.rank}", json.dumps(dict(written)))
     world.store_barrier(f"{place}/closed", stop)
-    if world.is_first and job.mirror:
-        job.mirror.synchronize(stop)
-    reader = ShardReader(job.folder, job.mirror) if world.is_first else None
+    if world.is_first:
+        if job.mirror:
+            job.mirror.synchronize(stop)
+        texts = [world.store.get(f"{place}/written/{rank}") for rank in range(world.size)]
+        named = {name: size for text in texts for name, size in json.loads(text).items()}
+        wait_for_files(job.folder, named, stop)
+        reader = ShardReader(job.folder, job.mirror, list_sources(job.folder, named))
+        world.store.set(f"{place}/sources", json.dumps(reader.index.sources))
+        world.store_barrier(f"{place}/merged", stop)
+        return reader
     world.store_barrier(f"{place}/merged", stop)
-    return reader or ShardReader(job.folder, job.mirror)
+    sources: list[Source] = [tuple(each) for each in json.loads(world.store.get(f"{place}/sources"))]
+    sizes = {name: size for name, _, _, size in sources}
+    wait_for_files(job.folder, sizes | {index_of(Path(name)).name: size for name, size, *_ in sources}, stop)
+    return ShardReader(job.folder, job.mirror, sources)
 
 
 def look_up(reader: ShardReader, requests: Iterable[CacheRequest]) -> tuple[NDArray[np.bool_], dict[str, str]]:

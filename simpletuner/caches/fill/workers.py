@@ -33,8 +33,11 @@ def make_missing(
     world: World,
     report: Report,
     stop: Callable[[], None],
-) -> None:
-    """Take chunks and write what is missing of them, until all ranks together have written all of it."""
+) -> dict[str, int]:
+    """Take chunks and write what is missing of them, until all ranks together have written all of it.
+
+    Return the files that this rank has written, with their sizes.
+    """
     world.activity.begin(f"encoding {job.title}")
     chunks, count = chunks_to_make(job, missing), int(missing.sum())
     with report.progress(f"encoding {job.title}", count) as progress:
@@ -46,6 +49,7 @@ def make_missing(
                     write_result(writer, request, result)
                 progress.update(world.add_progress(place, len(wanted)))
         world.wait_for_count(place, count, stop, progress.update)
+    return writer.written
 
 
 def open_writer(job: CacheJob[Item, Loaded], rank: int) -> AbstractContextManager[ShardWriter]:

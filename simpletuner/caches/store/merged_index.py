@@ -81,9 +81,12 @@ class MergedIndex:
         return RecordLocation(shard, offset, length, name, parts, self.reason(row), checksum, row)
 
 
-def open_index(folder: Path) -> MergedIndex:
-    """Return the merged index of a cache folder, merging it first unless it is current."""
-    sources, path = list_sources(folder), folder / MERGED_INDEX
+def open_index(folder: Path, sources: list[Source] | None = None) -> MergedIndex:
+    """Return the merged index of a cache folder, merging it first unless it is current.
+
+    `sources` are those that another process has found, where a network file system may list others for a while.
+    """
+    sources, path = list_sources(folder) if sources is None else sources, folder / MERGED_INDEX
     old = MergedIndex()
     with contextlib.suppress(OSError, ValueError):
         old = load(path)
@@ -96,12 +99,15 @@ def open_index(folder: Path) -> MergedIndex:
     return merged
 
 
-def list_sources(folder: Path) -> list[Source]:
+def list_sources(folder: Path, named: Iterable[str] = ()) -> list[Source]:
+    """Return the shards that have an index; `named` are files that another machine has written and may not be listed
+    yet. Raises OSError where one of those is missing."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:  # others are not looked at: a note that rank 0 writes may be gone meanwhile
         sources = [entry for entry in entries if entry.name.endswith((SHARD_SUFFIX, INDEX_SUFFIX))]
         found = {entry.name: entry.stat() for entry in sources if entry.is_file(follow_symlinks=False)}
+    found |= {name: (folder / name).lstat() for name in named}
     shards = sorted(name for name in found if name.endswith(SHARD_SUFFIX))
     indexes = {shard: found.get(shard.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX) for shard in shards}
     return [(name, s.st_size, s.st_mtime_ns, found[name].st_size) for name, s in indexes.items() if s is not None]

@@ -24,7 +24,7 @@ import torch
 
 from simpletuner.caches.store.compression import compress_record, decompress_record
 from simpletuner.caches.store.keys import KeyParts
-from simpletuner.caches.store.merged_index import open_index
+from simpletuner.caches.store.merged_index import Source, open_index
 from simpletuner.caches.store.records import ALIGNMENT_BYTES, RecordLocation, record_keys
 from simpletuner.caches.store.serialization import parse_tensors, serialize
 from simpletuner.caches.store.shard_index import read_indexes
@@ -62,6 +62,8 @@ class ShardWriter:
         # A number is used once: a mirror may just be replacing a shard that this writer has closed.
         self.numbers = itertools.count(first_number)
         self.files: tuple[BinaryIO, BinaryIO] | None = None
+        self.written: dict[str, int] = {}
+        """Sizes of the shards and indexes that are closed."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> ShardWriter:
@@ -132,6 +134,7 @@ class ShardWriter:
             for file in files:
                 file.flush()
                 sync(file.fileno())
+                self.written[Path(file.name).name] = file.tell()
         except OSError as error:
             raise self._write_error(error) from None
         finally:
@@ -155,9 +158,9 @@ class ShardWriter:
 class ShardReader:
     """Find and read records by name and parts; a snapshot of what was in the folder when it was opened."""
 
-    def __init__(self, folder: Path, mirror: Mirror | None = None) -> None:
+    def __init__(self, folder: Path, mirror: Mirror | None = None, sources: list[Source] | None = None) -> None:
         self.folder, self.mirror = folder, mirror
-        self.index = open_index(folder)
+        self.index = open_index(folder, sources)
         self._verified = np.zeros(len(self.index.rows), bool)
         self._map = lru_cache(MAPS)(map_shard)
         if mirror is not None:

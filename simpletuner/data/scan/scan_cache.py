@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,11 @@ def open_table(path: Path) -> tuple[pa.Table, dict[str, Any]]:
     return table.replace_schema_metadata(), json.loads(table.schema.metadata[META])
 
 
-def intact_files(folder: Path, kind: str) -> list[Path]:
-    """Return the files of a kind whose content has the checksum in their name."""
-    intact = []
-    for path in sorted(folder.glob(f"{kind}-*{SUFFIX}")):
+def intact_files(folder: Path, kind: str, others: Iterable[str] = ()) -> list[Path]:
+    """Return the files of a kind whose content has the checksum in their name; `others` may not be listed yet."""
+    intact, names = [], {path.name for path in folder.glob(f"{kind}-*{SUFFIX}")}
+    names |= {name for name in others if name.startswith(f"{kind}-")}
+    for path in (folder / name for name in sorted(names)):
         with contextlib.suppress(OSError):
             if path.is_file() and not path.is_symlink() and named(kind, path) == path.name:
                 intact.append(path)
