@@ -21,7 +21,7 @@ SHORTER_CACHES = {
     "fuse.gcsfuse": "mount with `gcsfuse --metadata-cache-ttl-secs=5`",
     "fuse.glusterfs": "mount with `-o attribute-timeout=0,entry-timeout=0`",
 }
-"""How a file system that shows files late is mounted to show them sooner, by its type in /proc/mounts."""
+"""The way to mount a file system so that it shows files sooner, by its type in /proc/mounts."""
 
 
 def wait_for_files(folder: Path, sizes: Mapping[str, int], stop: Callable[[], None]) -> None:
