@@ -13,8 +13,7 @@ import random
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 from buckets_here import bucket_server  # noqa: E402
 from conftest import Starter  # noqa: E402
-from kills import HELD_OUT, ON_DEMAND, VALIDATION, Campaign, Kind, contents, fixtures, run_campaigns  # noqa: E402
+from kills import HELD_OUT, ON_DEMAND, VALIDATION, Campaign, Kind, contents, doing, fixtures, run_campaigns  # noqa: E402
 from s3_server import BUCKET, Fault, Proxy  # noqa: E402
 
 from simpletuner.checkpoints.layout import load_checkpoint  # noqa: E402
@@ -30,7 +29,6 @@ from simpletuner.data.config.object_store_keys import mirror_place  # noqa: E402
 from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket  # noqa: E402
 from simpletuner.system.files.checksums import file_checksum  # noqa: E402
 
-MOST_KILLS = 8
 BUCKET_KINDS = {
     "one": Kind(("--use_ema", *HELD_OUT, *ON_DEMAND), ranks=1),
     "lora": Kind(("--model_type=lora", "--lora_rank=4", *HELD_OUT, *VALIDATION), ranks=1),
@@ -56,32 +54,28 @@ class BucketCampaign(Campaign):
     def address(self) -> str:
         return f"s3://{BUCKET}/{self.prefix}"
 
-    def run(self, kills: int, first: int = 0, note: Callable[[int, int], None] = lambda number, kills: None) -> None:
-        number, began = first, time.monotonic()
-        self.prefix = f"{self.folder.name}/undisturbed"
-        wanted = self.undisturbed()
-        longest = time.monotonic() - began
-        while (left := kills - self.killed.total()) > 0:
-            draw = random.Random(f"{self.seed} {number}")
-            self.prefix, self.newest = f"{self.folder.name}/run{number}", -1
-            count = min(left, draw.randint(1, MOST_KILLS))
-            for start in range(count):
-                output = self.folder / f"run{number}-{start}"
-                refused = Fault("checkpoints/", 503, "SlowDown", times=draw.randint(1, 6))
-                self.proxy.faults = [refused] if number % 3 == 2 else []
-                self.kill_ranks(output, draw.uniform(0.05, longest), "group")
-                self.killed["group"] += 1
-                self.proxy.faults = []
-                self.look(f"run {number}, kill {start}")
-                shutil.rmtree(output, ignore_errors=True)
-            output = self.folder / f"run{number}-last"
-            self.finish(output)
-            self.compare(wanted, self.fetched(), output)
+    def kill_run(
+        self, number: int, kills: int, longest: dict[str, float], wanted: dict[str, str], draw: random.Random
+    ) -> list[tuple[str, str]]:
+        killed = list[tuple[str, str]]()
+        self.prefix, self.newest = f"{self.folder.name}/run{number}", -1
+        for start in range(kills):
+            output = self.folder / f"run{number}-{start}"
+            refused = Fault("checkpoints/", 503, "SlowDown", times=draw.randint(1, 6))
+            self.proxy.faults = [refused] if number % 3 == 2 else []
+            if self.kill_ranks(output, draw.uniform(0.05, longest["group"]), "group"):
+                killed.append(("group", doing(output)))
+            self.proxy.faults = []
+            self.look(f"run {number}, kill {start}")
             shutil.rmtree(output, ignore_errors=True)
-            note(number, count)
-            number += 1
+        output = self.folder / f"run{number}-last"
+        self.finish(output)
+        self.compare(wanted, self.fetched(), output)
+        shutil.rmtree(output, ignore_errors=True)
+        return killed
 
     def undisturbed(self) -> dict[str, str]:
+        self.prefix = f"{self.folder.name}/undisturbed"
         output = self.folder / "undisturbed"
         self.finish(output)
         assert not self.problems, self.problems

@@ -6,7 +6,7 @@
 A disk or its inodes are full, memory is limited, /dev/shm is missing, HOME cannot be written, clocks jump, a rank is
 stopped for a minute, or the network is cut for a while. No run may hang, call it a bug or end without a sentence, and
 the same command must then end with the files of an undisturbed run. Needs root, for mounts and namespaces, and
-libfaketime of Debian for clocks. `tests/end_to_end/test_campaigns.py` runs a sample.
+libfaketime of Debian and gcc for clocks. `tests/end_to_end/test_campaigns.py` runs a sample.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,9 +40,21 @@ from results import add_result, read_results  # noqa: E402
 CODES = frozenset({0, 3, 5})
 """Exit codes of ranks: they went on, or said that something is missing, or that another rank has ended."""
 GOOD = ("went on", "refused", "crashed in a library")
+STEPS = 12
+"""Enough for a clock that jumps, a rank that stops and a network that is cut to come before the last one."""
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of unshare(2)
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
-JUMPS = ("+400d", "-400d", "+1h", "-2h", "-30s")
+JUMPS = ("+0", "+400d", "-400d", "+1h", "-2h", "-30s")
+SLEEP = """
+#include <errno.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_nanosleep(clockid_t clock, int flags, const struct timespec *until, struct timespec *left) {
+    return syscall(SYS_clock_nanosleep, clock, flags, until, left) ? errno : 0;
+}
+"""
+"""libfaketime 0.9.10 answers EINVAL to each `time.sleep` of Python 3.11 where it leaves the monotonic clock alone."""
 
 
 @dataclass
@@ -74,6 +86,8 @@ class Conditions:
             if folder.is_mount():
                 subprocess.run(["mount", "-o", "remount,size=2g,nr_inodes=200k", str(folder)], check=True)
             self.campaign.finish(output)
+            for path in output.glob("flight_recorder_rank_*"):  # for whoever looks for the reason of a stall
+                path.unlink()
             self.campaign.compare(self.wanted, contents(output), output)
         row = {"condition": condition, "seed": seed, "verdict": verdict, "said": sentence_of(said)}
         return {**row, "problems": self.problems[told:]}
@@ -97,18 +111,22 @@ class Conditions:
     def launched(
         self, folder: Path, disturb: Callable[[psutil.Popen], None], *before: str, **variables: str
     ) -> tuple[list[int], str]:
-        """Start the real command and its ranks, and call `disturb` once they train."""
+        """Start the real command and its ranks, and call `disturb`."""
         program = [str(Path(sys.executable).with_name("simpletuner")), "train"]
         command = [*before, *program, *self.campaign.command(folder / "run"), "--num_processes=2"]
         log = folder / "launched.log"
         with log.open("wb") as file:
             launcher = psutil.Popen(command, stdout=file, stderr=file, env={**os.environ, **variables})
-        end = time.monotonic() + HANG_SECONDS
-        while not (folder / "run" / "metrics.jsonl").exists() and launcher.poll() is None and time.monotonic() < end:
-            time.sleep(0.02)
-        if launcher.poll() is None:
-            disturb(launcher)
+        disturb(launcher)
         return [launcher.wait(HANG_SECONDS)], log.read_text(errors="replace")
+
+
+def trains(launcher: psutil.Popen, folder: Path) -> bool:
+    """Wait for the first checkpoint; return False if the run has ended before."""
+    end = time.monotonic() + HANG_SECONDS
+    while not any(folder.glob("run/checkpoints/checkpoint-*")) and launcher.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    return launcher.poll() is None
 
 
 def judge(codes: list[int], said: str) -> str:
@@ -193,24 +211,32 @@ def locked_home(trial: Conditions, folder: Path, _: random.Random) -> tuple[list
 
 
 def jumping_clock(trial: Conditions, folder: Path, draw: random.Random) -> tuple[list[int], str]:
+    """The wall clock jumps from start to end; the monotonic one does not, as on a machine whose clock is set."""
     (clock := folder / "clock").write_text("+0")
-    faked = {"LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_NO_CACHE": "1"}
+    (source := folder / "sleep.c").write_text(SLEEP)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(folder / "sleep.so"), str(source)], check=True)
+    preload = f"{folder / 'sleep.so'} {FAKETIME}"
+    faked = {"LD_PRELOAD": preload, "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_NO_CACHE": "1"}
 
     def jump(launcher: psutil.Popen) -> None:
-        for jump in draw.sample(JUMPS, 3):
-            clock.write_text(jump)
+        while launcher.poll() is None:
+            (new := folder / "new").write_text(draw.choice(JUMPS))
+            new.replace(clock)  # never an empty file
             time.sleep(0.3)
 
-    return trial.launched(folder, jump, **faked, FAKETIME_DONT_FAKE_MONOTONIC="1", DONT_FAKE_MONOTONIC="1")
+    return trial.launched(folder, jump, **faked, FAKETIME_DONT_FAKE_MONOTONIC="1")
 
 
 def stopped_rank(trial: Conditions, folder: Path, draw: random.Random) -> tuple[list[int], str]:
     def stop(launcher: psutil.Popen) -> None:
-        if ranks := [each for each in launcher.children(recursive=True) if is_rank(each)]:
+        if trains(launcher, folder) and (
+            ranks := [each for each in launcher.children(recursive=True) if is_rank(each)]
+        ):
             rank = draw.choice(ranks)
             rank.send_signal(signal.SIGSTOP)
             time.sleep(trial.stop_seconds)
-            rank.send_signal(signal.SIGCONT)
+            with suppress(psutil.NoSuchProcess):  # the others took it for dead
+                rank.send_signal(signal.SIGCONT)
 
     return trial.launched(folder, stop)
 
@@ -220,10 +246,12 @@ def cut_network(trial: Conditions, folder: Path, draw: random.Random) -> tuple[l
     seconds = draw.uniform(1, 20)
 
     def cut(launcher: psutil.Popen) -> None:
-        for state in ("down", "up"):
-            command = ["nsenter", "--net", f"--target={launcher.pid}", "ip", "link", "set", "lo", state]
-            if subprocess.run(command, capture_output=True).returncode == 0 and state == "down":
-                time.sleep(seconds)
+        assert trains(launcher, folder)
+        link = ["nsenter", "--net", f"--target={launcher.pid}", "ip", "link", "set", "lo"]
+        subprocess.run([*link, "down"], check=True)
+        time.sleep(seconds)
+        if launcher.poll() is None:
+            subprocess.run([*link, "up"], check=True)
 
     return trial.launched(folder, cut, "unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 
@@ -259,7 +287,7 @@ def main() -> None:
             if (media := KINDS[kind].media) not in made:
                 made[media] = FIXTURES[media](Path(name), starter)
             (folder := Path(name) / kind).mkdir()
-            trial = Conditions(Campaign(starter, made[media], folder, KINDS[kind], steps=4))
+            trial = Conditions(Campaign(starter, made[media], folder, KINDS[kind], steps=STEPS))
             done = {(row["condition"], row["seed"]) for row in read_results(results) if row["kind"] == kind}
             for condition in conditions:
                 for seed in range(given.seed, given.seed + each):

@@ -4,9 +4,10 @@
     .venv/bin/python tests/campaigns/kills.py --count=20 --kind=zero3 --seed=1
 
 Who is killed is drawn, too: all ranks at once, one rank, whose launcher must then end the others, the launcher, whose
-ranks must then end by themselves, or the page that started the run, which must then go on. With `--results`, what is
-found is appended there, and a campaign that was stopped goes on where it was. `tests/end_to_end/test_campaigns.py` runs
-a sample.
+ranks must then end by themselves, or the page that started the run, which must then go on. Kinds take turns; a kill
+that came after the end of its run is none. With `--results`, what is found is appended there, and a campaign that was
+stopped goes on where it was. On a folder in memory (`TMPDIR=/dev/shm/kills`) nothing waits for a disk.
+`tests/end_to_end/test_campaigns.py` runs a sample.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from operator import itemgetter
 from pathlib import Path
 
@@ -44,7 +47,7 @@ from results import add_result, read_results  # noqa: E402
 from video_files import film_entry, write_films  # noqa: E402
 
 from simpletuner.caches.store.shards import ShardReader  # noqa: E402
-from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint  # noqa: E402
+from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint, parse_step  # noqa: E402
 from simpletuner.run_log import CONSOLE, START_CONSOLE  # noqa: E402
 
 HANG_SECONDS = 900
@@ -53,8 +56,8 @@ OLDEST_SECONDS = 15
 """How long a process of a killed run may live on."""
 STOPPED = (0, 143, -signal.SIGTERM)
 """Exit codes of a run that was asked to stop; the last of one that did not listen yet."""
-MOST_KILLS = 8
-"""Of one run, before it may end."""
+MOST_KILLS = 12
+"""Of one run, before it may end: kills are cheaper than ends, which are compared."""
 TIMINGS = {"samples_per_second", "seconds", "data_seconds", "tflops_per_second"}
 COMMON = ("--train_batch_size=2", "--vae_batch_size=3", "--checkpoint_step_interval=2", "--checkpoints_total_limit=3")
 VALIDATION = ("--validation_prompt=a red circle", "--validation_step_interval=4", "--validation_num_inference_steps=1")
@@ -71,7 +74,8 @@ class Kind:
     ranks: int = 2
     media: str = "images"
     """Or another one of FIXTURES."""
-    victims: Mapping[str, float] = field(default_factory=lambda: {"group": 0.65, "one rank": 0.15, "launcher": 0.2})
+    victims: Mapping[str, float] = field(default_factory=lambda: {"group": 0.92, "one rank": 0.04, "launcher": 0.04})
+    """Warm ranks cost 2 CPU seconds a kill; a launcher and its ranks, which import torch, 12."""
     least: int = 1
     """Kills of one run."""
 
@@ -112,21 +116,38 @@ class Campaign:
     problems: list[str] = field(default_factory=list)
     killed: Counter[str] = field(default_factory=Counter)
 
-    def run(self, kills: int, first: int = 0, note: Callable[[int, int], None] = lambda number, kills: None) -> None:
-        """Kill that often, spread over runs that are numbered from `first` on; `note` is told of each."""
-        began, number = time.monotonic(), first
+    def run(self, kills: int) -> None:
+        """Kill that often."""
+        for _ in self.runs(kills):
+            pass
+
+    def runs(self, kills: int, first: int = 0) -> Iterator[dict[str, object]]:
+        """Kill that often, spread over runs that are numbered from `first` on; yield what came of each."""
+        began = time.monotonic()
         wanted = self.undisturbed()
         # a real launcher and its ranks import torch first, which warm ranks do not
-        longest = {"group": time.monotonic() - began, "launched": 3 * (time.monotonic() - began) + 15}
-        while (left := kills - self.killed.total()) > 0:
-            draw, output = random.Random(f"{self.seed} {number}"), self.folder / f"run{number}"
-            count = min(left, draw.randint(self.kind.least, MOST_KILLS))
-            self.killed.update(self.kill_once(output, longest, draw) for _ in range(count))
-            self.finish(output)
-            self.compare(wanted, contents(output), output)
-            shutil.rmtree(output, ignore_errors=True)
-            note(number, count)
-            number += 1
+        longest = {"group": time.monotonic() - began, "launched": 3 * (time.monotonic() - began) + 3}
+        end = self.killed.total() + kills
+        for number in count(first):
+            if (left := end - self.killed.total()) <= 0:
+                return
+            draw, told = random.Random(f"{self.seed} {number}"), len(self.problems)
+            killed = self.kill_run(number, min(left, draw.randint(self.kind.least, MOST_KILLS)), longest, wanted, draw)
+            self.killed += Counter(victim for victim, _ in killed)
+            new = self.problems[told:]
+            yield {"seed": self.seed, "run": number, "kills": len(killed), "killed": killed, "problems": new}
+
+    def kill_run(
+        self, number: int, kills: int, longest: dict[str, float], wanted: dict[str, str], draw: random.Random
+    ) -> list[tuple[str, str]]:
+        """Kill one run up to that often, and let it end; return who was killed, and what the run was doing."""
+        output, killed = self.folder / f"run{number}", list[tuple[str, str]]()
+        while len(killed) < kills and (victim := self.kill_once(output, longest, draw)):
+            killed.append((victim, doing(output)))
+        self.finish(output)
+        self.compare(wanted, contents(output), output)
+        shutil.rmtree(output, ignore_errors=True)
+        return killed
 
     def undisturbed(self) -> dict[str, str]:
         """Return what a run leaves that nothing disturbed."""
@@ -149,23 +170,28 @@ class Campaign:
             self.problems.append(f"{output.name} ended with {codes}:\n{run.said}")
 
     def kill_once(self, output: Path, longest: dict[str, float], draw: random.Random) -> str:
-        """Start the command, kill at a random moment, and look at what is left; return who was killed."""
+        """Start the command, kill at a random moment, and look at what is left; return who was killed, if anyone."""
         victims = self.victims or self.kind.victims
         victim = draw.choices(list(victims), list(victims.values()))[0]
         if victim in ("group", "stop"):
-            left = self.kill_ranks(output, draw.uniform(0.05, longest["group"]), victim)
+            left = self.kill_ranks(output, draw.uniform(0.05, longest["group"] * self.share_left(output)), victim)
         else:
-            left = self.kill_launched(output, draw.uniform(0.5, longest["launched"]), victim, draw)
+            victim, left = self.kill_launched(output, draw.uniform(0.5, longest["launched"]), victim, draw)
         if late := survivors(left):
             doing = self.abort(late, output)
             self.problems.append(f"{output.name}: {victim} killed, {len(late)} live {OLDEST_SECONDS} s on:\n{doing}")
             print(self.problems[-1], flush=True)
         for checkpoint in list_checkpoints(output / "checkpoints"):
             load_checkpoint(checkpoint)  # raises when one that can be seen is not whole
-        return victim
+        return victim if left else ""
+
+    def share_left(self, output: Path) -> float:
+        """Return how much longer a run takes, of what a whole one takes: a third of that is its start and its end."""
+        saved = max(map(parse_step, list_checkpoints(output / "checkpoints")), default=0)
+        return (1 + 2 * (1 - saved / self.steps)) / 3
 
     def kill_ranks(self, output: Path, after: float, victim: str) -> list[psutil.Process]:
-        """Kill all warm ranks, or ask them to stop; return them."""
+        """Kill all warm ranks, or ask them to stop; return those that had not ended."""
         run = self.starter.train(self.kind.ranks, *self.command(output))
         end = time.monotonic() + after
         while time.monotonic() < end and any(process.is_alive() for process in run.processes):
@@ -179,23 +205,25 @@ class Campaign:
         run.wait()
         return ranks
 
-    def kill_launched(self, output: Path, after: float, victim: str, draw: random.Random) -> list[psutil.Process]:
-        """Kill a real launcher, one of its ranks, or the page; return all processes that should end then."""
+    def kill_launched(
+        self, output: Path, after: float, victim: str, draw: random.Random
+    ) -> tuple[str, list[psutil.Process]]:
+        """Kill a real launcher, one of its ranks, or the page; return which, and all processes that should end then."""
         start = self.started_on_page if "page" in self.kind.victims else self.launched
         with start(output) as (launcher, parent):
             end = time.monotonic() + after
             while time.monotonic() < end and is_alive(launcher):
                 time.sleep(0.01)
-            if victim == "page":
+            processes = [launcher, *launcher.children(recursive=True)] if is_alive(launcher) else []
+            if victim == "page" and processes:
                 parent.kill()
         if victim == "page":
             self.expect_end(launcher, output)
-        if not is_alive(launcher):
-            return []
-        processes = [launcher, *launcher.children(recursive=True)]
-        ranks = [process for process in processes if is_rank(process)]
-        (launcher if victim == "launcher" or not ranks else draw.choice(ranks)).kill()
-        return processes
+        elif processes:
+            ranks = [process for process in processes if is_rank(process)] if victim == "one rank" else []
+            victim = "one rank" if ranks else "launcher"
+            (draw.choice(ranks) if ranks else launcher).kill()
+        return victim, processes
 
     @contextmanager
     def launched(self, output: Path) -> Iterator[tuple[psutil.Process, psutil.Process]]:
@@ -272,6 +300,15 @@ def is_alive(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def doing(output: Path) -> str:
+    """Return what a killed run says that it was doing, without its numbers; up to a second old."""
+    try:
+        status = json.loads((output / "status.json").read_text())
+    except FileNotFoundError:
+        return "starting"
+    return re.sub(r"\d+", "N", status["doing"]) or status["state"]
 
 
 def survivors(processes: list[psutil.Process], seconds: float = OLDEST_SECONDS) -> list[psutil.Process]:
@@ -452,13 +489,19 @@ def run_campaigns(
     with tempfile.TemporaryDirectory() as name:
         results = given.results or Path(name) / "results.jsonl"
         starter = Starter(fork_server_context(), Path(name))
+        turns = dict[str, Iterator[dict[str, object]]]()
         for kind in chosen:
             done = [row for row in read_results(results) if row["kind"] == kind and row["seed"] == given.seed]
-            left = given.count // len(chosen) - sum(row["kills"] for row in done)
-            if left > 0:
+            if (left := given.count // len(chosen) - sum(row["kills"] for row in done)) > 0:
                 (folder := Path(name) / kind).mkdir()
-                campaign = campaign_of(starter, kind, folder, given.seed)
-                campaign.run(left, len(done), Recorder(campaign, results, kind))
+                turns[kind] = campaign_of(starter, kind, folder, given.seed).runs(left, len(done))
+        while turns:
+            for kind, runs in list(turns.items()):
+                if row := next(runs, None):
+                    add_result(results, row := {"kind": kind, **row})
+                    print(json.dumps(row), flush=True)
+                else:
+                    del turns[kind]
         rows = read_results(results)
     for kind in kinds:
         print(f"{kind}: {sum(row['kills'] for row in rows if row['kind'] == kind)} kills")
@@ -476,22 +519,6 @@ def main() -> None:
         return Campaign(starter, made[media], folder, KINDS[kind], seed)
 
     run_campaigns(__doc__, KINDS, 300, campaign_of)
-
-
-@dataclass
-class Recorder:
-    """Append each run of a campaign, with the problems that are new, to a file of JSON lines."""
-
-    campaign: Campaign
-    file: Path
-    kind: str
-    told: int = 0
-
-    def __call__(self, number: int, kills: int) -> None:
-        new, self.told = self.campaign.problems[self.told :], len(self.campaign.problems)
-        row = {"kind": self.kind, "seed": self.campaign.seed, "run": number, "kills": kills, "problems": new}
-        print(json.dumps(row), flush=True)
-        add_result(self.file, row)
 
 
 if __name__ == "__main__":
