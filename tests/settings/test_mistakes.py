@@ -78,6 +78,7 @@ CASES: tuple[Case, ...] = (
     file("c.toml", "output_dir = 2024\nrevision = 1.10\nmain_process_port = 70000\n"),
     file("c.yaml", "seed: 1\ncrop: [1\nrepeats: 2\n"),
     file("c.yaml", "seed: -1\nmixed-precision: fp8\nresolution:\ninstance_prompt: 2020-01-01\n"),
+    Case(f"train {ENOUGH} --mixed_precision=fp16 --fp8_base"),
     file("c.yaml", "just words"),
     Case(f"train {ENOUGH}", {"config/config.env": "TRAIN_BATCH_SIZE=4\nSEED=$RANDOM\n"}),
     Case(f"train {ENOUGH}", {"config/config.env": "OUTPUT_DIR=$SCRATCH/out\n"}),
@@ -93,7 +94,7 @@ CASES: tuple[Case, ...] = (
     Case(f"train {ENOUGH}", {"a.yaml": "seed: 1\n"}, {"ACCELERATE_CONFIG_FILE": "a.yaml"}),
     Case(
         f"train {ENOUGH} --accelerate_config=a.yaml",
-        {"a.yaml": "distributed_type: FSDP\nmixed_precision: fp16\nfsdp_config:\n  fsdp_version: 3\ntpu_name: x\n"},
+        {"a.yaml": "distributed_type: FSDP\nmixed_precision: fp8\nfsdp_config:\n  fsdp_version: 3\ntpu_name: x\n"},
     ),
     file("c.yaml", "checkpointing_steps: 5\ncheckpoint_step_interval: 6\n"),
     file("c.toml", "num_processes = 8\nnum_machines = 3\n", f"train {ENOUGH} --main_process_ip=10.0.0.1 --config={{}}"),
@@ -156,7 +157,11 @@ CASES += (
     zero('{"zero_optimization": {"stage": true}, "zero_optimization.stage": 2, "bf16": {"loss_scale": 0}}'),
     zero("null"),
     file("c.yaml", "zero_stage: true"),
-    zero("{" + ZERO + ', "fp16": {"enabled": true}, "amp": {"enabled": true}, "gradient_clipping": -1}'),
+    zero(
+        "{"
+        + ZERO
+        + ', "fp16": {"enabled": true}, "amp": {"enabled": true}, "float8": {"a": 1}, "gradient_clipping": -1}'
+    ),
     zero("{" + ZERO + ', "optimizer": {"type": "AdmaW", "params": {"lr": 1e-4}}}'),
     zero("{" + ZERO + ', "optimizer": {"type": "MuSGD"}, "scheduler": {"type": "LRRangeTest"}}'),
     zero("{" + ZERO + ', "optimizer": {"type": "Lion", "params": {"eps": 1e-8, "betas": 0.9, "lr": "high"}}}'),

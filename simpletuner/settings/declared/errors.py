@@ -33,7 +33,11 @@ TYPES = {
     dict: "a JSON object",
 }
 BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+FLOAT8 = "float8 is float8=true (whole models) or base_model_precision=float8 (a LoRA's frozen base), over bf16"
+FP16_NEEDS = "fp16 would need its loss scaled, bf16 does not"
 REASONS = {
+    **dict.fromkeys((("mixed_precision", name) for name in ("fp8", "float8")), FLOAT8),
+    **dict.fromkeys((("mixed_precision", name) for name in ("fp16", "float16", "half", "16")), FP16_NEEDS),
     ("lr_scheduler", "sine"): "no schedule rises again",
     ("lr_scheduler", "cosine_with_restarts"): "no schedule rises again: cosine falls once",
     **dict.fromkeys(

@@ -6,6 +6,8 @@ guess by letters would lead astray: `class_data_dir` is most like `instance_data
 
 from __future__ import annotations
 
+from simpletuner.settings.declared.errors import FLOAT8
+
 RENAMED = {
     "output_dir": "path folder dir output training_folder",
     "instance_data_dir": "images image_dir data_dir train_data_dir dataset_dir folder_path",
@@ -78,6 +80,7 @@ ANSWERS = {
     "set optimizer=adamw with state_layout=split, which has moments of 8 bits (whole models)": (
         "use_8bit_adam use_8bit use_bnb"
     ),
+    FLOAT8: "fp8 fp8_base fp8_base_unet fp8_scaled use_fp8 enable_fp8 fp8_training",
     "multiply learning_rate by the effective batch size yourself": "scale_lr",
     "set lora_type (lora, dora, loha, lokr, oft)": "network_module network_type adapter_type",
     "attention is torch's own, which needs as little memory: see attention_backend": (
@@ -116,4 +119,9 @@ def meaning_of(name: str) -> str:
     for ours, theirs in RENAMED.items():
         if name in theirs.split():
             return f"did you mean `{ours}`?"
+    return answer_to(name)
+
+
+def answer_to(name: str) -> str:
+    """Return what to do instead of a name that has no setting; empty for one that is not known."""
     return next((answer for answer, names in ANSWERS.items() if name in names.split()), "")

@@ -44,6 +44,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "int8_torchao": "int8",
         "int8_quanto": "int8",
         "fp8_torchao": "float8",
+        "fp8": "float8",
         "none": "no_change",
     },
     "resume_from_checkpoint": {"latest": "latest", "none": "none"},

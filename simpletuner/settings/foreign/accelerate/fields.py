@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.declared.errors import nearest
+from simpletuner.settings.declared.errors import FLOAT8, nearest
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.files.file_entries import FileEntry
 from simpletuner.settings.files.formats import read_entries
@@ -72,13 +72,6 @@ def read_strategy(value: Any) -> bool:
 def read_resharding(value: Any) -> Any:
     """Convert whether weights are freed, or a strategy in its place; what is neither is left to validation."""
     return RESHARDS.get(strategy_name(value), value)
-
-
-def read_precision(value: Any) -> Any:
-    """Refuse fp8, which is another setting here."""
-    if normalize_name(value) == "fp8":
-        raise ValueError("set mixed_precision = bf16 and float8 = true, which computes in float8 with torchao")
-    return value
 
 
 DYNAMO: dict[str, Rule] = {
@@ -165,7 +158,7 @@ RULES: dict[str, Rule] = {
     "main_process_ip": Maps("main_process_ip", write=lambda address: address or None, export_if=on_many_machines),
     # 0 asks accelerate for any free port.
     "main_process_port": Maps("main_process_port", neutral=(0,)),
-    "mixed_precision": Maps("mixed_precision", read=read_precision),
+    "mixed_precision": Maps("mixed_precision"),
     "fp16": Maps("mixed_precision", read=lambda value: "fp16", neutral=OFF, export_if=never),
     "use_cpu": Maps("use_cpu"),
     "gpu_ids": Maps("gpu_ids"),
@@ -177,7 +170,7 @@ RULES: dict[str, Rule] = {
     "enable_cpu_affinity": Ignores("start with `numactl` to pin processes"),
     **dict.fromkeys(("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm"), TPU),
     **dict.fromkeys(("tpu_env", "command_file", "commands"), TPU),
-    "fp8_config": Ignores("set float8 = true, which computes in float8 with torchao"),
+    "fp8_config": Ignores(FLOAT8),
     "megatron_lm_config": Ignores("Megatron-LM is not supported"),
     "mpirun_config": Ignores("`simpletuner train` starts the ranks of each machine"),
     "ipex_config": Ignores("IPEX is not supported"),

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from simpletuner.settings.declared.errors import FP16_NEEDS
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.foreign.key_table import (
     Convert,
@@ -135,9 +136,7 @@ BF16: dict[str, Rule] = {
     "bf16_optimizer_states": Refuses(FLOAT32),
 }
 FP16: dict[str, Rule] = {
-    "enabled": Refuses(
-        'fp16 would need its loss scaled, bf16 does not: write "bf16": {"enabled": true} in the place of fp16'
-    ),
+    "enabled": Refuses(f'{FP16_NEEDS}: write "bf16": {{"enabled": true}} in the place of fp16'),
     **dict.fromkeys(("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"), ANYWAY),
     **dict.fromkeys(("consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads"), ANYWAY),
 }
