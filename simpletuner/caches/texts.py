@@ -14,12 +14,13 @@ from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.fill.fill import fill_cache
 from simpletuner.caches.fill.jobs import CacheJob, CacheRequest
 from simpletuner.caches.fill.write_through import GrowingCache, open_growing
-from simpletuner.caches.store.keys import folder_fingerprint, short_hash, text_parts
+from simpletuner.caches.store.keys import KeyParts, folder_fingerprint, short_hash, text_parts
 from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.shards import ShardReader
 from simpletuner.data.samples.caption_column import different_captions
 from simpletuner.data.samples.samples import DatasetSamples
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.clip_text import has_clip, is_cleaned
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.folder.diffusers_io import text_folders
 from simpletuner.parallel.world import World
@@ -47,6 +48,7 @@ class TextCache:
         self.encoder, self.family, self.world, self.mirror, self.writers = encoder, family, world, mirror, writers
         encoders = folder_fingerprint(text_folders(family.folder))
         self.parts = {**text_parts(encoders, str(dtype), family.max_length), **family.cache_facts}
+        self.has_clip = has_clip(family.index)
         self.reader: ShardReader | None = None
         self.growing: GrowingCache[str, str] | None = None
 
@@ -61,7 +63,7 @@ class TextCache:
         job = CacheJob(
             title="captions",
             folder=self.folder,
-            digest=short_hash([contents, list(self.prompts), self.parts]),
+            digest=short_hash([contents, list(self.prompts), self.parts, self.has_clip]),
             chunk=chunk,
             items=lambda: self.captions,
             request=self.request,
@@ -81,7 +83,11 @@ class TextCache:
         return map(self.request, self.captions)
 
     def request(self, caption: str) -> CacheRequest:
-        return CacheRequest(short_hash(caption), self.parts)
+        return CacheRequest(short_hash(caption), self.parts_of(caption))
+
+    def parts_of(self, caption: str) -> KeyParts:
+        # Earlier commits have cached what CLIP's tokenizer makes of these texts without cleaning them.
+        return self.parts | ({"cleaning": "CLIP's"} if self.has_clip and is_cleaned(caption) else {})
 
     def read(self, caption: str) -> Conditioning:
         """Return a caption's embedding, without a batch axis."""
@@ -90,7 +96,7 @@ class TextCache:
             assert not isinstance(made, str), "only images can be broken"
             return dict(made)
         assert self.reader is not None
-        location = self.reader.find(short_hash(caption), self.parts)
+        location = self.reader.find(short_hash(caption), self.parts_of(caption))
         assert location is not None, f"{caption!r} is not in {self.folder} after filling it"
         return self.reader.read(location)
 

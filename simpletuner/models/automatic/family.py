@@ -34,6 +34,7 @@ from simpletuner.models.automatic.proof import Proof
 from simpletuner.models.automatic.study import Study
 from simpletuner.models.automatic.text import LENGTHS
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.clip_text import clean_texts
 from simpletuner.models.family.objectives import Objective, diffusion, flow_matching, samples_by_diffusion
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
@@ -265,3 +266,4 @@ class AutomaticTextEncoder(TextEncoder):
     def __init__(self, family: AutomaticFamily, device: torch.device, dtype: torch.dtype) -> None:
         self.family = family
         self.pipeline = open_pipeline(family, device, dtype, None)
+        clean_texts(self.pipeline.pipeline)

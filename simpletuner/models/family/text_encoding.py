@@ -10,6 +10,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.family.clip_text import clean_texts
 from simpletuner.models.folder.malformed import CHECK_COPY, reason
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class TextEncoder:
     def __init__(self, family: ModelFamily, device: torch.device, dtype: torch.dtype) -> None:
         self.family = family
         self.pipeline = family.load_pipeline(vae=None, dtype=dtype, with_text=True).to(device)
+        clean_texts(self.pipeline)
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str], references: Sequence[Image] = ()) -> Conditioning:
