@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.system.processes.signals import handle_stop_signals
+from simpletuner.tools.nfs import visibility
 from simpletuner.tools.nfs.check import check
 from simpletuner.tools.nfs.rendezvous import Node
 
@@ -51,6 +52,7 @@ def main(wish: dict[str, Any]) -> None:
         os.setgroups([])
         os.setgid(user)
         os.setuid(user)
+    visibility.LATE_SECONDS = wish.pop("late_seconds", visibility.LATE_SECONDS)
     paths = {name: Path(wish.pop(name)) for name in ("path", "mountinfo") if name in wish}
     node = Node(**paths, **wish, clock=lambda: time.time() + ahead, flock=LOCKS[locks])
     with handle_stop_signals() as stop:

@@ -5,7 +5,7 @@ results      what a check found: pass, warn or fail, and the fix; what an errno 
 workspace    the folder of the check, removed again even after SIGKILL; a key-value store in it
 rendezvous   how nodes find each other there, exchange values, and notice who has gone
 mounts       check `mount`: which filesystem a path lies on, and what its options mean for a run
-posix_semantics   checks `write`, `rename`, `exclusive`, `lock`, `delete`
+posix_semantics   checks `write`, `rename`, `lock`
 visibility   checks `see`, `identity`, `clock`
-resources    checks `space`, `speed`, `port`
+resources    checks `space`, `port`
 """

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import ExitCode
+from simpletuner.system.files.late_files import SHORTER_CACHES
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.nfs import mounts, posix_semantics, resources, visibility
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous, RendezvousError
@@ -102,11 +103,18 @@ def attempt(name: str, make: Check, peers: Rendezvous) -> Finding:
         finding = failed(name, f"cannot meet: {sentence}" if is_meeting else sentence, fix)
     except RendezvousError as error:
         if is_meeting:
-            finding = failed(name, str(error), *peers.node.commands(error.ranks))
+            finding = failed(name, str(error), *peers.node.commands(error.ranks), *listed_late(peers.node))
         else:
             finding = failed(name, f"not finished: {error}", "see the report of that node")
     peers.post_failure()
     return finding
+
+
+def listed_late(node: Node) -> list[str]:
+    """Return how a filesystem that shows new files late is mounted to show nodes that were started; else nothing."""
+    fstype = mounts.fstype_of(node)
+    is_late = fstype in SHORTER_CACHES and fstype not in mounts.NFS  # a heartbeat makes NFS ask its server
+    return [f"where they were started, this mount shows their files late: {SHORTER_CACHES[fstype]}"] if is_late else []
 
 
 def share(findings: Iterable[Finding], peers: Rendezvous) -> dict[int, tuple[Finding, ...]]:

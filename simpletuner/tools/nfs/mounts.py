@@ -24,6 +24,9 @@ SHARED = (
     | {"cifs": "SMB", "smb3": "SMB", "fuse.sshfs": "sshfs", **OBJECT_STORES}
 )
 """Filesystems whose files all machines see, with their common names."""
+OVER_OTHERS = {"fuse": "FUSE (bindfs or another)", "fuse.bindfs": "bindfs", "fuse.mergerfs": "mergerfs"}
+OVER_OTHERS |= {"fuse.gocryptfs": "gocryptfs", "fuse.encfs": "EncFS", "fuse.cryfs": "CryFS"}
+"""Filesystems over others, whose files are shared if those below are, with their names."""
 LOCAL = (
     *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "fuse.fuse-overlayfs"),
     *("tmpfs", "ramfs", "rootfs", "devtmpfs", "squashfs", "erofs", "iso9660"),
@@ -32,7 +35,7 @@ LOCAL = (
 OBJECTS = "keeps files as objects: rename is no single step there, and locks and appends may be missing"
 ON_THIS_HOST = "keeps files on the host of this virtual machine: shared only between machines on that host"
 UNSUITABLE = {
-    "fuse.sshfs": "keeps locks on one node only, and is slow for checkpoints",
+    "fuse.sshfs": "keeps locks on one node only, lists files up to 20 s late, and is slow for checkpoints",
     **dict.fromkeys(OBJECT_STORES, OBJECTS),
     **dict.fromkeys(("9p", "virtiofs"), ON_THIS_HOST),
 }
@@ -46,6 +49,15 @@ RISKY_OPTIONS = (
     (("cifs", "smb3"), ("nobrl",), LOCAL_LOCKS, ""),
 )
 """Filesystems; options, of which the first that is set is reported; what it does; the option to mount with instead."""
+LOCKS_FIXES = (
+    dict.fromkeys(NFS, "mount without `nolock` and `local_lock` (NFS 3 also needs: sudo systemctl start rpc-statd)")
+    | {"lustre": "mount with `flock`"}
+    | dict.fromkeys(("cifs", "smb3"), "mount without `nobrl`")
+    | dict.fromkeys(
+        ("fuse.sshfs", *OBJECT_STORES), f"its locks hold on one node only, however it is mounted: {OTHER_FILESYSTEM}"
+    )
+)
+"""The way to locks that all nodes share, by filesystem."""
 NEGOTIATED = re.compile(r"(addr|clientaddr|mountaddr|mountport|mountproto|mountvers|local_lock|namlen|port)=")
 """Options that the client negotiates with the server, not those of /etc/fstab."""
 EFS_SOURCE = re.compile(r"(fs-[0-9a-f]+)(\.efs\.[a-z0-9.-]+)?:/")
@@ -66,7 +78,7 @@ def mount_of_node(node: Node) -> Mount | None:
 def name_of(mount: Mount) -> str:
     """Return the common name of a mount's filesystem, with the version of NFS."""
     if mount.fstype not in NFS:
-        return SHARED.get(mount.fstype, mount.fstype)
+        return (SHARED | OVER_OTHERS).get(mount.fstype, mount.fstype)
     version = mount.value_of("vers") or ("3" if mount.fstype == "nfs" else "4")
     through_tunnel = mount.source.startswith("127.0.0.1:/") and mount.value_of("port")  # of EFS's mount helper
     is_efs = through_tunnel or EFS_SOURCE.match(mount.source)
@@ -79,8 +91,21 @@ def reach_of(mount: Mount | None) -> Reach:
 
 
 def server_of(mount: Mount) -> str:
-    """Return the machine that serves a mount; empty where there is none."""
-    return mount.source.partition(":")[0] if ":" in mount.source else ""
+    """Return the machine that serves a mount; empty where there is none. mergerfs names its disks: `/disk1:/disk2`."""
+    is_served = mount.fstype in SHARED.keys() - OBJECT_STORES.keys() and ":" in mount.source
+    return mount.source.partition(":")[0] if is_served else ""
+
+
+def fstype_of(node: Node) -> str:
+    mount = mount_of_node(node)
+    return mount.fstype if mount is not None else ""
+
+
+def locks_fix(fstype: str) -> tuple[str, ...]:
+    """Return how a filesystem gets locks that all nodes share."""
+    if fstype in LOCKS_FIXES:
+        return (LOCKS_FIXES[fstype],)
+    return (f"NFS: {LOCKS_FIXES['nfs']}", f"Lustre: {LOCKS_FIXES['lustre']}. Others: {OTHER_FILESYSTEM}")
 
 
 def cautions(mount: Mount) -> Iterator[tuple[str, str]]:
@@ -147,6 +172,9 @@ def check_mount(node: Node, mount: Mount | None, others: Mapping[int, str]) -> F
     if found := list(cautions(mount)):
         why = f"{sentence}; " + "; ".join(reason for reason, _ in found)
         return warned("mount", why, *dict.fromkeys(fix for _, fix in found), **values)
+    if mount.fstype in OVER_OTHERS and node.nodes > 1:
+        why = f"{sentence}, a filesystem over another one, shared if that is: trust the checks below"
+        return warned("mount", why, f"findmnt -T {node.path}", **values)
     if reach is Reach.UNKNOWN and node.nodes > 1:
         why = f"{sentence}, a filesystem that this check does not know: trust the checks below"
         return warned("mount", why, f"findmnt -T {node.path}", **values)

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from simpletuner.system.files.late_files import SHORTER_CACHES
 from simpletuner.system.numbers import count_noun
+from simpletuner.tools.nfs.mounts import NFS, fstype_of, locks_fix
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
 from simpletuner.tools.nfs.results import (
     OTHER_FILESYSTEM,
@@ -24,14 +26,23 @@ from simpletuner.tools.nfs.results import (
     passed,
     warned,
 )
-from simpletuner.tools.nfs.workspace import write_atomically
+from simpletuner.tools.nfs.workspace import GONE, write_atomically
 
-RENAMING_SECONDS = 0.25
+RENAMING_SECONDS, RENAMING_LIMIT_SECONDS = 0.25, 20.0
+REPLACEMENTS = 30
+"""Fewest replacements that are judged: s3fs made one in 0.25 s, during which nothing went wrong."""
 LINES = 512
+FILES = 4
+"""Files of the folder that is renamed."""
 RELEASE_SECONDS = 5.0
-LOCKS_FIX = (
-    "NFS: mount without `nolock` and `local_lock` (NFS 3 also needs: sudo systemctl start rpc-statd)",
-    "Lustre: mount with `flock`. Others: use NFS 4, Lustre or CephFS for output_dir",
+READ_AGAIN = "nothing to do: runs read such a file again, for up to 2 s"
+STALE_FIXES: dict[str, str] = {
+    **dict.fromkeys(NFS, f"{READ_AGAIN}; NFS 4.1 or newer is better at this: vers=4.2 in /etc/fstab"),
+    "fuse.glusterfs": f"{READ_AGAIN}; GlusterFS keeps a file for 1 s: {SHORTER_CACHES['fuse.glusterfs']} against that",
+}
+PARTS_FIX = (
+    "a checkpoint appears file by file there, and is taken for one when all of its files have their sizes: "
+    f"{OTHER_FILESYSTEM} where nodes may be killed"
 )
 REFUSED = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -56,28 +67,67 @@ def check_write(peers: Rendezvous) -> Finding:
 
 
 def check_rename(peers: Rendezvous) -> Finding:
-    """Check `rename`: replace a file again and again while all nodes read each other's."""
-    node, seen, closed, versions = peers.node, Counter[str](), threading.Event(), [0]
-    own = peers.workspace.file(node.rank, "renamed")
-
-    def keep_replacing() -> None:
-        while not closed.wait(0.001):
-            versions.append(versions[-1] + 1)
-            replace_with(own, versions[-1])
-
-    replace_with(own, 0)
+    """Check `rename`: replace a file and rename a folder again and again while all nodes read each other's, and own."""
+    renamer, seen, folders = Renamer(peers), Counter[str](), Counter[str]()
     peers.gather("start")
-    writer = threading.Thread(target=keep_replacing, daemon=True)
-    writer.start()
-    ends = time.monotonic() + RENAMING_SECONDS
-    while time.monotonic() < ends:
-        for other in node.others or [node.rank]:
-            seen[read_state(peers.workspace.file(other, "renamed"))] += 1
-        peers.pause(0)
-    closed.set()
-    writer.join()
+    renamer.thread.start()
+    try:
+        while renamer.thread.is_alive():
+            for rank in (*peers.node.others, peers.node.rank):
+                seen[read_state(peers.workspace.file(rank, "renamed"))] += 1
+                folders.update(filter(None, map(read_folder, folder_names(peers, rank))))
+            peers.pause(0)
+    finally:
+        renamer.closed.set()
+        renamer.thread.join()
     peers.gather("end")
-    return judge_rename(seen, versions[-1])
+    if renamer.error is not None:
+        raise renamer.error
+    return judge_rename(seen, folders, renamer.replaced, fstype_of(peers.node))
+
+
+class Renamer:
+    """A thread that replaces a file and renames a folder of this node: REPLACEMENTS times, and for RENAMING_SECONDS."""
+
+    def __init__(self, peers: Rendezvous) -> None:
+        self.file = peers.workspace.file(peers.node.rank, "renamed")
+        self.folders = folder_names(peers, peers.node.rank)
+        self.limit = min(RENAMING_LIMIT_SECONDS, peers.node.timeout_seconds / 2)
+        self.replaced, self.closed = 0, threading.Event()
+        self.error: OSError | None = None
+        replace_with(self.file, 0)
+        self.folders[0].mkdir(exist_ok=True)
+        for number in range(FILES):
+            write_atomically(self.folders[0] / f"{number}", "")
+        self.thread = threading.Thread(target=self._run, name="renaming", daemon=True)
+
+    def _run(self) -> None:
+        began, (here, there) = time.monotonic(), self.folders
+        try:
+            while not self.closed.wait(0.001):
+                passed_seconds = time.monotonic() - began
+                if passed_seconds > (RENAMING_SECONDS if self.replaced >= REPLACEMENTS else self.limit):
+                    return
+                replace_with(self.file, self.replaced + 1)
+                here.rename(there)
+                here, there = there, here
+                self.replaced += 1
+        except OSError as error:
+            self.error = error
+
+
+def folder_names(peers: Rendezvous, rank: int) -> tuple[Path, Path]:
+    return peers.workspace.file(rank, "folder-a"), peers.workspace.file(rank, "folder-b")
+
+
+def read_folder(path: Path) -> str:
+    """List a folder that is being renamed; return `whole` or `part`, or nothing where it has its other name."""
+    try:
+        return "whole" if len(list(path.iterdir())) == FILES else "part"
+    except OSError as error:
+        if error.errno in GONE:
+            return ""
+        raise
 
 
 def replace_with(path: Path, version: int) -> None:
@@ -98,15 +148,25 @@ def read_state(path: Path) -> str:
     return "whole" if len(lines) == LINES and len(set(lines)) == 1 else "half"
 
 
-def judge_rename(seen: Counter[str], replaced: int) -> Finding:
-    values = {word: seen[word] for word in ("whole", "missing", "half", "stale")}
+def judge_rename(seen: Counter[str], folders: Counter[str], replaced: int, fstype: str) -> Finding:
+    """Judge by what reads of files and of folders found, and how often each was replaced meanwhile."""
+    values: dict[str, int] = {word: seen[word] for word in ("whole", "missing", "half", "stale")}
+    values |= {"replaced": replaced, "folder_parts": folders["part"]}
     counts = f"{count_noun(seen.total(), 'read')} while this node's file was replaced {replaced} times"
-    if seen["missing"] or seen["half"]:
+    is_fuse = fstype.startswith("fuse")
+    if seen["half"] or (seen["missing"] and not is_fuse):
         sentence = f"{counts}: {seen['missing']} found no file, {seen['half']} half of one"
         return failed("rename", sentence, OTHER_FILESYSTEM, **values)
-    if seen["stale"]:
-        fix = "harmless for runs, which read again; NFS 4.1 or newer is better at this: vers=4.2 in /etc/fstab"
-        return warned("rename", f"{counts}: {seen['stale']} met a stale file handle (ESTALE)", fix, **values)
+    remarks = {
+        f"{seen['missing']} found no file, as FUSE answers while one is being replaced": READ_AGAIN,
+        f"{seen['stale']} met a stale file handle (ESTALE)": STALE_FIXES.get(fstype, READ_AGAIN),
+        f"{folders['part']} of {folders.total()} listings found a part of a folder that was renamed": PARTS_FIX,
+        f"fewer than {REPLACEMENTS} replacements in the time, too few to judge": "give the check more --timeout",
+    }
+    counted = (seen["missing"], seen["stale"], folders["part"], max(0, REPLACEMENTS - replaced))
+    found = {remark: fix for (remark, fix), count in zip(remarks.items(), counted, strict=True) if count}
+    if found:
+        return warned("rename", f"{counts}: {'; '.join(found)}", *found.values(), **values)
     return passed("rename", f"{counts}: never missing, never half", **values)
 
 
@@ -123,7 +183,11 @@ def check_lock(peers: Rendezvous) -> Finding:
     with path.open("r+b") as first, path.open("r+b") as second:
         held = peers.gather("held", try_lock(node, first.fileno(), keep=True) if node.rank == 0 else 0)[0]
         if held in REFUSED:
-            return failed("lock", "node 0 could not take a lock on a new file: another process holds it", *LOCKS_FIX)
+            return failed(
+                "lock",
+                "node 0 could not take a lock on a new file: another process holds it",
+                *locks_fix(fstype_of(node)),
+            )
         if held:
             return judge_lock(node, path, {0: held}, {})
         contends = node.is_alone or node.rank != 0
@@ -157,16 +221,16 @@ def seconds_until_locked(peers: Rendezvous, descriptor: int) -> float | None:
 
 def judge_lock(node: Node, path: Path, tried: Mapping[int, int], seconds: Mapping[int, float | None]) -> Finding:
     """Judge by what trying returned while node 0 held the lock, and by how soon after its release it was obtained."""
-    values = {"obtained_seconds": seconds.get(node.rank)}
+    values, fstype = {"obtained_seconds": seconds.get(node.rank)}, fstype_of(node)
     if unable := {rank: number for rank, number in tried.items() if number not in (0, *REFUSED)}:
         rank, number = min(unable.items())
         sentence, fix = explain_errno(OSError(number, os.strerror(number)), path.parent.parent)
         return failed("lock", f"node {rank}: {sentence}", fix, **values)
     if ignored := [rank for rank, number in tried.items() if number == 0]:
         sentence = f"{format_ranks(ignored)} got the lock that node 0 was holding: locks are not shared"
-        return failed("lock", sentence, *LOCKS_FIX, **values)
+        return failed("lock", sentence, *locks_fix(fstype), **values)
     if late := [rank for rank, waited in seconds.items() if waited is None]:
         sentence = f"{format_ranks(late)} did not get the lock within {RELEASE_SECONDS:g} s of its release"
-        return failed("lock", sentence, *LOCKS_FIX, **values)
+        return failed("lock", sentence, *locks_fix(fstype), **values)
     who = "a second opener was" if node.is_alone else "the others were"
     return passed("lock", f"flock held by node 0: {who} refused, and obtained it after its release", **values)

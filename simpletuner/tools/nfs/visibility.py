@@ -17,8 +17,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from simpletuner.system.files.late_files import SHORTER_CACHES
 from simpletuner.system.numbers import count_noun
-from simpletuner.tools.nfs.mounts import mount_of_node, reach_of
+from simpletuner.tools.nfs.mounts import fstype_of, mount_of_node, reach_of
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous, RendezvousError
 from simpletuner.tools.nfs.results import (
     Finding,
@@ -29,12 +30,13 @@ from simpletuner.tools.nfs.results import (
     skipped,
     warned,
 )
-from simpletuner.tools.nfs.workspace import invalidate_dir_cache, read_bytes, write_atomically
+from simpletuner.tools.nfs.workspace import GONE, invalidate_dir_cache, read_bytes, write_atomically
 
 LATE_SECONDS = 5.0
 """Time for which the client's caches are relied on; after it they are invalidated, and the finding is a warning."""
 ROUNDS = 2
-SLOW_CACHE_FIX = "mount with shorter caches: add `lookupcache=positive,acdirmax=5` to the options in /etc/fstab"
+LISTED_SECONDS = 30.0
+"""Longest wait for a change in a folder that was listed before: sshfs keeps a listing for 20 s."""
 CLOCK_WARN_SECONDS, CLOCK_FAIL_SECONDS = 1.0, 60.0
 CLOCK_FIX = "on every node: sudo timedatectl set-ntp true; timedatectl timesync-status"
 
@@ -60,9 +62,59 @@ def check_see(peers: Rendezvous) -> Finding:
     folder.mkdir(exist_ok=True)
     folder.chmod(0o777)  # others, perhaps as other users, write their pongs into it
     peers.rounds = [exchange_pings(peers, number) for number in range(ROUNDS)]
+    listings = measure_listings(peers)
     peers.gather("end")
     peers.reaches = reaches
-    return judge_see(peers.node, peers.rounds)
+    return judge_see(peers.node, peers.rounds, listings)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Seconds until a listing had the file that another node added, and not the one that it removed; None: never."""
+
+    rank: int
+    added_seconds: float | None
+    removed_seconds: float | None
+
+
+def measure_listings(peers: Rendezvous) -> list[Listing]:
+    """List every other node's folder, which that node then changes, and again until the change shows."""
+    folders = {rank: peers.workspace.file(rank, "listed") for rank in range(peers.node.nodes)}
+    own = folders.pop(peers.node.rank)
+    own.mkdir(exist_ok=True)
+    write_atomically(own / "old", "")
+    peers.gather("list")
+    for folder in folders.values():
+        names_in(folder)
+    peers.gather("listed")
+    write_atomically(own / "new", "")
+    (own / "old").unlink()
+    peers.gather("changed")
+    added, removed = dict[int, float](), dict[int, float]()
+    for waited in peers.polls(listed_limit(peers.node)):
+        for rank, folder in folders.items():
+            names = names_in(folder)
+            if "new" in names:
+                added.setdefault(rank, waited)
+            if "old" not in names:
+                removed.setdefault(rank, waited)
+        if len(added) == len(removed) == len(folders):
+            break
+    return [Listing(rank, added.get(rank), removed.get(rank)) for rank in folders]
+
+
+def listed_limit(node: Node) -> float:
+    return min(LISTED_SECONDS, node.timeout_seconds / 2)  # the others wait meanwhile
+
+
+def names_in(folder: Path) -> set[str]:
+    """List a folder; of one that is not visible yet return nothing."""
+    try:
+        return {path.name for path in folder.iterdir()}
+    except OSError as error:
+        if error.errno in GONE:
+            return set()
+        raise
 
 
 def ping_folder(peers: Rendezvous, rank: int) -> Path:
@@ -124,8 +176,8 @@ def measure(other: int, sent: float, returned: float, pong: Mapping[str, Any]) -
     return Pong(other, returned - sent, offset, max(uncertainty, 0.0), pong["uid"])
 
 
-def judge_see(node: Node, rounds: Sequence[Sequence[Pong]]) -> Finding:
-    """Judge how soon files are visible, by the first round."""
+def judge_see(node: Node, rounds: Sequence[Sequence[Pong]], listings: Sequence[Listing] = ()) -> Finding:
+    """Judge how soon files are visible by name, by the first round, and in folders that were listed before."""
     if node.is_alone:
         return skipped("see", "one node: nobody else has to see its files")
     slowest = max(rounds[0], key=lambda pong: pong.round_trip_seconds)
@@ -134,9 +186,29 @@ def judge_see(node: Node, rounds: Sequence[Sequence[Pong]]) -> Finding:
         f"{count_noun(len(node.others), 'other node')} saw this node's file and answered; "
         f"the slowest round trip took {format_duration(seconds)} (node {slowest.rank})"
     )
+    added, removed = (slowest_of(times) for times in zip(*map(times_of, listings), strict=True)) if listings else (0, 0)
+    values = {"round_trip_seconds": seconds, "listed_seconds": added, "removed_seconds": removed}
+    fix = SHORTER_CACHES.get(fstype_of(node), f"mount with shorter caches; for NFS: {SHORTER_CACHES['nfs']}")
     if seconds > LATE_SECONDS:
-        return warned("see", f"{sentence}: above {LATE_SECONDS:g} s", SLOW_CACHE_FIX, round_trip_seconds=seconds)
-    return passed("see", sentence, round_trip_seconds=seconds)
+        return warned("see", f"{sentence}: above {LATE_SECONDS:g} s", fix, **values)
+    late = [
+        f"{what} {f'more than {listed_limit(node):.0f}' if time is None else f'{time:.1f}'} s"
+        for what, time in (("a new file was not listed for", added), ("a removed one was still listed for", removed))
+        if time is None or time > LATE_SECONDS
+    ]
+    if late:
+        return warned("see", f"{sentence}; in a folder that was listed before, {' and '.join(late)}", fix, **values)
+    return passed("see", sentence, **values)
+
+
+def times_of(listing: Listing) -> tuple[float | None, float | None]:
+    return listing.added_seconds, listing.removed_seconds
+
+
+def slowest_of(times: Sequence[float | None]) -> float | None:
+    """Return the longest time; None where one has no end."""
+    ended = [time for time in times if time is not None]
+    return max(ended) if len(ended) == len(times) else None
 
 
 def check_clock(peers: Rendezvous) -> Finding:

@@ -8,10 +8,12 @@ import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from nfs_recorded import NFS3_NOLOCK
 from patience import PATIENCE
+from real_mounts import bindfs, or_skipped, sshfs_views
 
 from simpletuner.tools.nfs.results import CHECKS
 
@@ -305,6 +307,40 @@ def test_a_file_that_is_away_for_a_moment_while_it_is_replaced_is_seen(nodes):
     assert told["rename"]["status"] == "fail"
     assert told["rename"]["values"]["missing"] > 0
     assert "use NFS 4, Lustre or CephFS" in told["rename"]["fix"][0]
+
+
+def own_view(view: Path, share: Path) -> tuple[str, ...]:
+    """Return what starts a command in a mount namespace in which `share` is a machine's own mount."""
+    inside = f'mount --make-rprivate / && mount --bind "{view}" "{share}" && exec "$@"'
+    return ("unshare", "-m", "sh", "-c", inside, "sh")
+
+
+def test_two_views_of_sshfs_list_late_and_have_locks_of_their_own(nodes, tmp_path):
+    late = [f"dcache_{what}timeout=3" for what in ("", "stat_", "dir_", "link_")]
+    nodes.path.mkdir()
+    with or_skipped(), sshfs_views(tmp_path, *late) as views:
+        given = {"mountinfo": "/proc/self/mountinfo", "late_seconds": 1}
+        started = [nodes.start(rank, before=own_view(view, nodes.path), **given) for rank, view in enumerate(views)]
+        both = list(map(nodes.end, started))
+        for node in both:
+            assert node["see"]["status"] == "warn", node.result
+            assert "in a folder that was listed before, a new file was not listed for" in node["see"]["seen"]
+            assert 1 < node["see"]["values"]["listed_seconds"] < PATIENCE
+            assert node["see"]["fix"] == ["mount with `sshfs -o dir_cache=no`"]
+            assert "sshfs keeps locks on one node only" in node["mount"]["seen"]
+            assert node["lock"]["status"] == "fail" and "however it is mounted" in node["lock"]["fix"][0]
+            assert node["rename"]["status"] in ("pass", "warn") and node["rename"]["values"]["half"] == 0
+            assert node["rename"]["values"]["replaced"] >= 30
+
+
+def test_fuse_over_a_local_disk_is_named_for_what_it_is_and_suits_a_run(nodes, tmp_path):
+    with or_skipped(), bindfs(tmp_path) as nodes.path:
+        for node in nodes.check({}, {}, mountinfo="/proc/self/mountinfo"):
+            assert node["rename"]["status"] in ("pass", "warn"), "a run reads again what it misses"
+            assert node["rename"]["values"]["replaced"] >= 30
+            assert "FUSE (bindfs or another)" in node["mount"]["seen"]
+            assert node["lock"]["status"] == "pass"
+    assert list((tmp_path / "below").iterdir()) == []
 
 
 def test_a_read_only_folder_is_told_and_left_as_it_was(nodes, mounted, tmp_path):

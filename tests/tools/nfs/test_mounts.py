@@ -14,6 +14,7 @@ from simpletuner.tools.nfs.mounts import (
     cautions,
     check_mount,
     fstab_line,
+    locks_fix,
     mount_of_node,
     name_of,
     reach_of,
@@ -47,6 +48,11 @@ def recorded(line: str, path: str = str(PATH)) -> Mount:
         ("GPFS", "IBM Storage Scale (GPFS)", Reach.SHARED, ""),
         ("SMB", "SMB", Reach.SHARED, ""),
         ("S3FS", "s3fs", Reach.SHARED, ""),
+        ("RCLONE", "rclone", Reach.SHARED, ""),
+        ("GLUSTER", "GlusterFS", Reach.SHARED, "server"),
+        ("BINDFS", "FUSE (bindfs or another)", Reach.UNKNOWN, ""),
+        ("MERGERFS", "mergerfs", Reach.UNKNOWN, ""),
+        ("GOCRYPTFS", "gocryptfs", Reach.UNKNOWN, ""),
         ("OVERLAY", "overlay", Reach.LOCAL, ""),
         ("TMPFS", "tmpfs", Reach.LOCAL, ""),
         ("XFS", "xfs", Reach.LOCAL, ""),
@@ -80,6 +86,8 @@ def test_every_filesystem_is_known_by_its_recorded_line(line, name, reach, serve
         ("BEEGFS", "pass", "BeeGFS"),
         ("VIRTIOFS", "warn", "host of this virtual machine"),
         ("UNHEARD_OF", "warn", "does not know"),
+        ("BINDFS", "warn", "FUSE (bindfs or another) from /srv/output, rw, a filesystem over another one"),
+        ("MERGERFS", "warn", "shared if that is"),
         ("XFS", "fail", "2 nodes cannot share it"),
         ("TMPFS", "fail", "2 nodes cannot share it"),
         ("BIND_OF_EXT4", "fail", "(its folder /srv/output)"),
@@ -90,6 +98,22 @@ def test_two_nodes_are_told_what_a_mount_means_for_them(line, status, words):
     assert finding.status == status
     assert words in finding.seen
     assert bool(finding.fix) == (status != "pass")
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "others"),
+    [
+        ("NFS4", "nolock", "Lustre"),
+        ("LUSTRE", "`flock`", "NFS"),
+        ("SSHFS", "however it is mounted: use NFS 4", "nolock"),
+        ("S3FS", "however it is mounted: use NFS 4", "nolock"),
+        ("SMB", "nobrl", "NFS"),
+    ],
+)
+def test_locks_are_mended_by_what_the_mount_is(line, words, others):
+    fixes = " ".join(locks_fix(recorded(getattr(nfs_recorded, line)).fstype))
+    assert words in fixes and others not in fixes
+    assert {"NFS:", "Lustre:"} <= set(" ".join(locks_fix("newfs")).split())
 
 
 @pytest.mark.parametrize("line", ["XFS", "TMPFS", "OVERLAY", "BIND_OF_EXT4"])

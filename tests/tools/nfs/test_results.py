@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from nfs_recorded import S3FS, SSHFS
 
 from simpletuner.checkpoints.disk_usage import DiskUsage, estimate_disk_usage
 from simpletuner.parallel.moments import TrainedWeights
@@ -65,11 +66,22 @@ def test_an_unknown_error_keeps_its_own_words():
 
 
 @pytest.mark.parametrize(
-    ("seen", "status"),
-    [({"whole": 9}, "pass"), ({"whole": 9, "stale": 1}, "warn"), ({"missing": 1}, "fail"), ({"half": 1}, "fail")],
+    ("fstype", "seen", "parts", "replaced", "status", "words"),
+    [
+        ("nfs4", {"whole": 9}, 0, 30, "pass", "never missing"),
+        ("nfs4", {"whole": 9, "stale": 1}, 0, 30, "warn", "vers=4.2"),
+        ("fuse.glusterfs", {"whole": 9, "stale": 1}, 0, 30, "warn", "attribute-timeout=0"),
+        ("nfs4", {"missing": 1}, 0, 30, "fail", "use NFS 4"),
+        ("fuse", {"whole": 213, "missing": 8}, 0, 30, "warn", "runs read such a file again"),
+        ("fuse.s3fs", {"whole": 42, "half": 1}, 0, 30, "fail", "use NFS 4"),
+        ("fuse.s3fs", {"whole": 42}, 24, 30, "warn", "file by file"),
+        ("fuse.s3fs", {"whole": 2}, 0, 1, "warn", "--timeout"),
+    ],
 )
-def test_what_readers_saw_decides_about_rename(seen, status):
-    assert posix_semantics.judge_rename(Counter(seen), 3).status == status
+def test_what_readers_saw_decides_about_rename(fstype, seen, parts, replaced, status, words):
+    found = posix_semantics.judge_rename(Counter(seen), Counter(whole=9, part=parts), replaced, fstype)
+    assert found.status == status and words in " ".join([found.seen, *found.fix])
+    assert "NFS 4.1" not in " ".join(found.fix) or fstype.startswith("nfs")
 
 
 def test_half_a_file_is_told_from_a_whole_one(tmp_path):
@@ -98,6 +110,24 @@ def test_a_late_sight_is_a_warning_with_the_mount_option():
     assert late.status == "warn"
     assert "6.5 s (node 1)" in late.seen
     assert "lookupcache" in late.fix[0]
+
+
+@pytest.mark.parametrize(
+    ("times", "status", "words"),
+    [
+        ([(0.1, 0.2), (0.3, 4.9)], "pass", "round trip"),
+        ([(20.7, 0.1), (0.1, 21.3)], "warn", "not listed for 20.7 s and a removed one was still listed for 21.3 s"),
+        ([(0.1, 0.1), (None, 0.1)], "warn", "a new file was not listed for more than 30 s"),
+    ],
+)
+def test_a_folder_that_was_listed_before_is_judged_by_its_slowest_node(times, status, words, tmp_path):
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(f"{SSHFS.format(path=tmp_path)}\n")
+    listings = [visibility.Listing(rank, *each) for rank, each in enumerate(times, 1)]
+    pongs = [[visibility.Pong(rank, 0.1, 0, 0, 0) for rank in (1, 2)]]
+    found = visibility.judge_see(Node(tmp_path, nodes=3, mountinfo=mountinfo), pongs, listings)
+    assert found.status == status and words in found.seen
+    assert status == "pass" or "dir_cache=no" in found.fix[0]
 
 
 @pytest.mark.parametrize(("uid", "status", "words"), [(0, "warn", "root_squash"), (1000, "fail", "idmapd")])
@@ -144,6 +174,10 @@ def test_room_is_compared_with_what_the_run_writes(tmp_path):
     unknown = check_space(Node(tmp_path))
     assert unknown.status == "pass"
     assert "an unknown amount" in unknown.seen
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(f"{S3FS.format(path=tmp_path)}\n")  # it answers 18.4 EB, rclone 1.1 PB and no inodes
+    store = check_space(Node(tmp_path, mountinfo=mountinfo, disk_usage=DiskUsage(1, "counted", 1, 1000, 0, 0)))
+    assert (store.status, "s3fs does not say" in store.seen, store.values["need_bytes"]) == ("skip", True, 1000)
 
 
 def test_what_is_there_already_is_not_needed_again(tmp_path):
