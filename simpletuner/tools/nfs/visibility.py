@@ -69,7 +69,7 @@ def check_see(peers: Rendezvous) -> Finding:
 
 
 @dataclass(frozen=True)
-class Listing:
+class ListingDelay:
     """Seconds until a listing had the file that another node added, and not the one that it removed; None: never."""
 
     rank: int
@@ -77,7 +77,7 @@ class Listing:
     removed_seconds: float | None
 
 
-def measure_listings(peers: Rendezvous) -> list[Listing]:
+def measure_listings(peers: Rendezvous) -> list[ListingDelay]:
     """List every other node's folder, which that node then changes, and again until the change shows."""
     folders = {rank: peers.workspace.file(rank, "listed") for rank in range(peers.node.nodes)}
     own = folders.pop(peers.node.rank)
@@ -100,7 +100,7 @@ def measure_listings(peers: Rendezvous) -> list[Listing]:
                 removed.setdefault(rank, waited)
         if len(added) == len(removed) == len(folders):
             break
-    return [Listing(rank, added.get(rank), removed.get(rank)) for rank in folders]
+    return [ListingDelay(rank, added.get(rank), removed.get(rank)) for rank in folders]
 
 
 def listed_limit(node: Node) -> float:
@@ -176,7 +176,7 @@ def measure(other: int, sent: float, returned: float, pong: Mapping[str, Any]) -
     return Pong(other, returned - sent, offset, max(uncertainty, 0.0), pong["uid"])
 
 
-def judge_see(node: Node, rounds: Sequence[Sequence[Pong]], listings: Sequence[Listing] = ()) -> Finding:
+def judge_see(node: Node, rounds: Sequence[Sequence[Pong]], listings: Sequence[ListingDelay] = ()) -> Finding:
     """Judge how soon files are visible by name, by the first round, and in folders that were listed before."""
     if node.is_alone:
         return skipped("see", "one node: nobody else has to see its files")
@@ -201,7 +201,7 @@ def judge_see(node: Node, rounds: Sequence[Sequence[Pong]], listings: Sequence[L
     return passed("see", sentence, **values)
 
 
-def times_of(listing: Listing) -> tuple[float | None, float | None]:
+def times_of(listing: ListingDelay) -> tuple[float | None, float | None]:
     return listing.added_seconds, listing.removed_seconds
 
 

@@ -123,7 +123,7 @@ def test_a_late_sight_is_a_warning_with_the_mount_option():
 def test_a_folder_that_was_listed_before_is_judged_by_its_slowest_node(times, status, words, tmp_path):
     mountinfo = tmp_path / "mountinfo"
     mountinfo.write_text(f"{SSHFS.format(path=tmp_path)}\n")
-    listings = [visibility.Listing(rank, *each) for rank, each in enumerate(times, 1)]
+    listings = [visibility.ListingDelay(rank, *each) for rank, each in enumerate(times, 1)]
     pongs = [[visibility.Pong(rank, 0.1, 0, 0, 0) for rank in (1, 2)]]
     found = visibility.judge_see(Node(tmp_path, nodes=3, mountinfo=mountinfo), pongs, listings)
     assert found.status == status and words in found.seen
