@@ -46,9 +46,9 @@ QUESTIONS = {
 }
 
 
-def answer(folder: str, question: Question, *python: str) -> str:
-    """Ask in a fresh process, and return what it says."""
-    command = [sys.executable, *python, "-m", "simpletuner", *question.arguments]
+def answer(folder: str, question: Question, *python: str, program: str = sys.executable) -> str:
+    """Ask in a fresh process of a Python, with flags of it, and return what it says."""
+    command = [program, *python, "-m", "simpletuner", *question.arguments]
     environment = {**os.environ, **question.environment}
     done = subprocess.run(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

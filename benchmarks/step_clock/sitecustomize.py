@@ -1,5 +1,7 @@
 """Note wall and CPU time after each step of any optimizer of torch, in the file that STEP_CLOCK names.
 
+Beside it, `.modules` has the modules that were imported before the first step.
+
 Python imports this module at its start where PYTHONPATH has its folder. It imports nothing of torch itself: the
 program that is measured decides when that happens.
 """
@@ -32,6 +34,9 @@ class AfterImport:
 
 def note(*_):
     """Write the seconds since the epoch, and the CPU seconds of this process and of the one that started it."""
+    if not os.path.exists(os.environ["STEP_CLOCK"]):  # noqa: PTH110
+        with open(os.environ["STEP_CLOCK"] + ".modules", "w") as file:  # noqa: PTH123
+            file.write("\n".join(sorted(name for name, module in sys.modules.items() if module is not None)))
     with open(os.environ["STEP_CLOCK"], "a") as file:  # noqa: PTH123  as little as possible is imported
         file.write(f"{time.time()} {time.process_time() + starter_seconds()}\n")
 

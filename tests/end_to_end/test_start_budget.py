@@ -1,0 +1,43 @@
+"""What a start imports, counted: these numbers only fall. A raise needs a reason beside it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import start_budget
+
+UNUSED = {"torchao", "deepspeed", "peft", "boto3", "matplotlib", "pandas", "scipy", "datasets"}
+"""Packages that a run does without which quantizes and shards nothing, trains all weights and reads files."""
+
+LATER = {
+    "diffusers.models.autoencoders.autoencoder_kl",
+    "diffusers.pipelines.pipeline_utils",
+    "transformers.models.clip.modeling_clip",
+}
+"""Modules that nothing needs before the first step where everything has been encoded."""
+
+MOST_OF_OURS, MOST_MODULES = 445, 3460
+MOST_OF_OURS_FOR_HELP, MOST_MODULES_FOR_HELP = 127, 440
+
+
+@pytest.mark.long
+def test_a_start_imports_what_it_uses(tmp_path):
+    start_budget.make_inputs(tmp_path)
+    start_budget.new_run(tmp_path, sys.executable)  # encodes
+    modules = start_budget.new_run(tmp_path, sys.executable).modules
+    packages = start_budget.count_by_package(modules)
+    assert not UNUSED & packages.keys()
+    assert not LATER & modules
+    assert packages["simpletuner"] <= MOST_OF_OURS
+    assert packages.total() <= MOST_MODULES
+
+
+def test_help_imports_the_command_line_alone(tmp_path):
+    packages = start_budget.count_by_package(start_budget.modules_of_answer(str(tmp_path), "--help"))
+    assert packages["simpletuner"] <= MOST_OF_OURS_FOR_HELP
+    assert packages.total() <= MOST_MODULES_FOR_HELP
