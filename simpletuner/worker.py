@@ -17,6 +17,7 @@ from simpletuner.launch.launcher_connection import connect_to_launcher
 from simpletuner.launch.node_info import check_local_ranks, node_info
 from simpletuner.launch.preemption import check_of_machine, watch_preemption
 from simpletuner.launch.rendezvous import Group, verify_same_config
+from simpletuner.launch.started_tasks import stop_advice
 from simpletuner.launch.store import MessageStore, TorchStore, message_signer
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import silence_libraries
@@ -140,6 +141,8 @@ def run(session: Session, notifier: Notifier, mirror: RunMirror | None) -> None:
     leave_out_unused(session.settings)
     for warning in session.loaded.warnings:
         session.report.warn(warning)
+    if advice := stop_advice(os.environ, session.settings.launch.preemption_grace_seconds):
+        session.report.say(advice)
     output = session.settings.training.output_dir
     # First: ranks that see another folder would find other checkpoints in it.
     verify_same_folders([("output_dir", output)], session.world, session.stop.check, "output")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,10 +45,18 @@ def nfs_check(
     config: Path | None,
     *,
     path: Annotated[Path | None, path_option("--path", "Folder to check; empty: output_dir.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes in all; empty: num_machines.")] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", min=1, help="Nodes in all; empty: tasks of srun or mpirun, else num_machines."),
+    ] = None,
     node_rank: Annotated[
         int | None,
-        typer.Option("--node-rank", "--node_rank", min=0, help="Which node this is, from 0; empty: machine_rank."),
+        typer.Option(
+            "--node-rank",
+            "--node_rank",
+            min=0,
+            help="Which node this is, from 0; empty: as srun or mpirun says, else machine_rank.",
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for the other nodes.")] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -72,12 +81,16 @@ def nfs_check(
 
 
 def node_of(settings: Settings, path: Path | None, nodes: int | None, rank: int | None, timeout: float) -> Node:
-    """Combine the command's options with the settings, which are the defaults."""
+    """Combine the command's options with what srun, mpirun or torchrun says, or else with the settings."""
+    from simpletuner.launch.started_tasks import started_number
     from simpletuner.tools.nfs.rendezvous import Node
 
     launch = settings.launch
-    count = launch.num_machines if nodes is None else nodes
-    number = launch.machine_rank if rank is None else rank
+    started = started_number(os.environ) if nodes is None and rank is None else None
+    number, count = started or (
+        launch.machine_rank if rank is None else rank,
+        launch.num_machines if nodes is None else nodes,
+    )
     if number >= count:
         raise SettingsError(
             f"node rank {number}, but nodes = {count}: ranks go from 0 to {count - 1}",

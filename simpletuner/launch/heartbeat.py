@@ -105,6 +105,20 @@ class PeerMonitor:
         lost = self.lost_contact or self.cut_off or any(beat.lost_contact for beat, _ in self.received.values())
         return self.suspect_seconds if lost else self.timeout_seconds
 
+    def first_silent_since(self, asked: float) -> Termination | None:
+        """Wait for a heartbeat of every machine later than a time; return the termination for one that sends none.
+
+        None also where the run ends for a reason that is known meanwhile.
+        """
+        self.lost_contact = True  # so that it takes no longer than `suspect_seconds`
+        while not all(beat.state == "left" or at > asked for beat, at in self.received.values()):
+            if self.termination is not None:
+                return None
+            if silent := self.find_silent():
+                return silent
+            time.sleep(0.05)
+        return None
+
     def others_are(self, *states: str) -> bool:
         """Return whether the last heartbeat of every other machine had one of these states."""
         return all(beat.state in states for beat, _ in self.received.values())
@@ -117,6 +131,7 @@ class PeerMonitor:
     def leave(self, timeout_seconds: float) -> None:
         """Publish that this machine has finished. Machine 0, which serves the store, waits for all others to leave."""
         self.state = "left"
+        self.lost_contact = True  # a machine that is still there sends heartbeats, also while it saves
         self._wait(lambda: self.has_left, ANSWER_SECONDS)
         if self.here == 0:
             self._wait(lambda: self.others_are("left") or self.find_silent(), timeout_seconds)

@@ -62,6 +62,7 @@ class LauncherConnection:
             status = {name: getattr(now, name) for name in names}
             if self._is_broken(json.dumps({"status": status}).encode()):
                 self._exit_without_launcher()
+                return
             # woken early when `unsaved` changes, so that the launcher confirms Ctrl-C correctly
             now.changed.wait(HEARTBEAT_SECONDS)
             now.changed.clear()
@@ -73,10 +74,11 @@ class LauncherConnection:
     def _is_asked(self) -> bool:
         """Return whether the launcher has sent something; it only ever asks for a dump."""
         assert self.connection is not None
-        if self.connection.fileno() < 0:  # closed meanwhile: the run has ended
-            return False
         poll = select.poll()
-        poll.register(self.connection, select.POLLIN)
+        try:
+            poll.register(self.connection, select.POLLIN)
+        except ValueError:  # closed meanwhile: the run has ended
+            return False
         return any(events & select.POLLIN for _, events in poll.poll(0)) and bool(self.connection.recv(1))
 
     def _is_broken(self, message: bytes) -> bool:

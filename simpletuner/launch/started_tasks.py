@@ -7,10 +7,15 @@ alone in silence.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import socket
+import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
+from pathlib import Path
 
 from simpletuner.errors import SettingsError
 from simpletuner.launch.plan import LOOPBACK, is_rank
@@ -19,6 +24,7 @@ from simpletuner.settings.declared.sections import Launch
 SPECIAL_STEPS = 0xFFFFFFF0
 """Ids from here on are SLURM's batch script (...FB), interactive shell (...FA) and the like, which run once."""
 
+SCONTROL_SECONDS = 10
 # Below the ports that Linux gives to outgoing connections, 32768 and above.
 FIRST_PORT, PORTS = 20_000, 10_000
 
@@ -86,16 +92,35 @@ def rank_variables(launch: Launch, environment: Mapping[str, str]) -> dict[str, 
     task = started_task(environment)
     if is_rank(environment) or task is None or task.count in (1, launch.num_machines):
         return {}
-    if task.rank is None:
-        raise unknown_rank(task, "nothing says which of them this is", "set RANK, LOCAL_RANK and WORLD_SIZE for each")
+    rank = number_among(task, "set RANK, LOCAL_RANK and WORLD_SIZE for each")
     known = {"LOCAL_RANK": task.local_rank, "LOCAL_WORLD_SIZE": task.local_count, "GROUP_RANK": task.machine}
     return {
-        "RANK": str(task.rank),
+        "RANK": str(rank),
         "WORLD_SIZE": str(task.count),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or meeting_address(task, launch),
         "MASTER_PORT": environment.get("MASTER_PORT") or meeting_port(task, launch),
         **{name: str(value) for name, value in known.items() if value is not None},
     }
+
+
+def started_number(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the number of this process, from 0, and the count of all that torchrun, srun or mpirun started alike.
+
+    None where it is alone. Raises SettingsError where nothing says its number.
+    """
+    if is_rank(environment):
+        return int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    task = started_task(environment)
+    if task is None or task.count == 1:
+        return None
+    return number_among(task, "set RANK and WORLD_SIZE for each"), task.count
+
+
+def number_among(task: Task, hint: str) -> int:
+    """Return the rank of a task. Raises SettingsError where nothing says it."""
+    if task.rank is None:
+        raise unknown_rank(task, "nothing says which of them this is", hint)
+    return task.rank
 
 
 def meeting_address(task: Task, launch: Launch) -> str:
@@ -104,11 +129,24 @@ def meeting_address(task: Task, launch: Launch) -> str:
     if task.local_count == task.count:
         return LOOPBACK
     if task.first_machine:
-        return task.first_machine
+        return reachable(task.first_machine)
     hint = (
         f"set --main_process_ip to the address of the machine of rank 0, or MASTER_ADDR in {task.program}'s environment"
     )
     raise unknown_rank(task, "nothing says where the machine of rank 0 is", hint)
+
+
+def reachable(node: str) -> str:
+    """Return the name of a node of SLURM where it is that of a host, else the address that SLURM itself uses."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            asked = ["scontrol", "show", "node", node]
+            said = subprocess.run(asked, capture_output=True, text=True, timeout=SCONTROL_SECONDS).stdout
+            if found := re.search(r"\bNodeAddr=(\S+)", said):
+                return found[1]
+    return node
 
 
 def meeting_port(task: Task, launch: Launch) -> str:
@@ -129,8 +167,7 @@ def unknown_rank(task: Task, why: str, hint: str) -> SettingsError:
 def started_task(environment: Mapping[str, str]) -> Task | None:
     """Return this task of what starts the command several times, if anything does; a shell in a SLURM job does not."""
     step = number_of(environment, "SLURM_STEP_ID", "SLURM_STEPID")
-    is_shell = "SLURM_PTY_PORT" in environment  # of `srun --pty bash`: only the first task has a terminal
-    if step is not None and step < SPECIAL_STEPS and not is_shell:
+    if step is not None and step < SPECIAL_STEPS and not is_typed(environment):
         return task_of_slurm(environment, step)
     for names in MPI:
         if count := number_of(environment, names.count):
@@ -144,6 +181,51 @@ def started_task(environment: Mapping[str, str]) -> Task | None:
                 job=environment.get("PMIX_NAMESPACE", "") or environment.get("PALS_APID", ""),
             )
     return None
+
+
+def stop_advice(environment: Mapping[str, str], save_seconds: float) -> str:
+    """Return how a run is stopped whose launcher, asked to stop itself, kills it within `save_seconds`; else nothing.
+
+    As seen on Slurm 22.05.8 and Open MPI 4.1.4; docs/many-machines.md has a table of launchers.
+    """
+    task = started_task(environment)
+    if task is not None and task.program == "srun":
+        asked = "srun kills its tasks at once when it is asked to stop itself (Ctrl-C, SIGTERM)"
+        return f"{asked}: `scancel --signal=TERM {task.job}` saves and stops this run"
+    if task is not None and task.variable.startswith("OMPI_"):
+        grace = number_of(environment, "OMPI_MCA_odls_base_sigkill_timeout")
+        if (seconds := 1 if grace is None else grace) < save_seconds:
+            asked = f"mpirun kills its tasks {seconds} s after it has passed on SIGTERM"
+            save = f"`kill -TERM {os.getpid()}` on {socket.gethostname()} saves and stops this run"
+            return f"{asked}: {save}, and `--mca odls_base_sigkill_timeout 60` would give it 60 s"
+    return ""
+
+
+def is_typed(environment: Mapping[str, str]) -> bool:
+    """Return whether this command was started in the shell of `srun --pty bash`, and not by srun itself.
+
+    SLURM_PTY_PORT does not tell: `srun` and `sbatch` inherit it where they are typed in such a shell. The shell is a
+    task with a terminal, and gives each command a process group of its own; a task of a plain srun has no terminal, and
+    a command or script that `srun --pty` starts itself stays in the group of its task.
+    """
+    if "SLURM_PTY_PORT" not in environment:
+        return False
+    own = group_and_terminal("self")
+    task = group_and_terminal(environment.get("SLURM_TASK_PID", ""))
+    group, terminal = task or own or (0, 0)
+    return terminal != 0 and (task is None or own is None or own[0] != group)
+
+
+def group_and_terminal(pid: str) -> tuple[int, int] | None:
+    """Return the process group of a process and the device of its terminal, 0 for none; None if there is no such one.
+
+    From /proc/PID/stat: proc(5).
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[2]), int(fields[4])
 
 
 def task_of_slurm(environment: Mapping[str, str], step: int) -> Task:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from simpletuner.errors import EnvironmentNotReady, SimpleTunerError
+from simpletuner.errors import SIGNAL_CODES, EnvironmentNotReady, SimpleTunerError
 from simpletuner.launch.flight_recorder import dumps_at, prefix_in, where_dumps_are
 from simpletuner.launch.heartbeat import PeerMonitor
 from simpletuner.launch.node_info import NodeInfo, check_addresses, node_info
@@ -180,6 +180,9 @@ def find_termination(run: SupervisedRun) -> Termination | None:
         return peers.termination
     if failure := ranks.first_failure():
         ranks.receive()  # the reason that it sent just before it exited
+        # No launcher was asked to stop, so the ranks of one that died may have stopped all others with them.
+        if failure.code in SIGNAL_CODES and (silent := peers.first_silent_since(time.monotonic())):
+            return peers.terminate(silent)
         return peers.terminate(rank_failed(here, failure).with_reason(ranks.reason))
     if ranks.reason and time.monotonic() - ranks.failed_at > EXIT_SECONDS:
         return peers.terminate(rank_hangs_after_failing(here, ranks.reason))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from simpletuner.errors import EnvironmentNotReady, ExitCode, SimpleTunerError, Stopped, TrainingError
 from simpletuner.launch.launcher_connection import LauncherConnection
 from simpletuner.parallel.cards import agree_on_devices, view_of_rank
+from simpletuner.parallel.lost_ranks import find_lost, join_problem, record_process
 from simpletuner.private_api import of_torch
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import StopRequest
@@ -199,6 +200,7 @@ def joined_world(
     try:
         machine = int(environment.get("GROUP_RANK", 0))
         shared = dist.PrefixStore("simpletuner", store)
+        record_process(shared, rank)
         local_size = int(environment.get("LOCAL_WORLD_SIZE", 1))
         yield World(rank, size, local_rank, device, shared, machine, activity or Activity(), local_size)
     except Stopped:  # raised on all ranks, after the last collective
@@ -236,11 +238,8 @@ def joined(
         return results[0]
     if results and isinstance(results[0], SimpleTunerError):  # all ranks have the same
         raise results[0] if rank == 0 else SystemExit(int(results[0].exit_code))
-    reason = (str(results[0]).splitlines() or [type(results[0]).__name__])[0] if results else "see above"
-    raise EnvironmentNotReady(
-        f"rank {rank} cannot join the other ranks: {reason}",
-        "look at the output of the other ranks, and at the network",
-    )
+    reason, hint = join_problem(str(results[0]) if results else "", rank, os.environ, JOIN_SECONDS)
+    raise EnvironmentNotReady(f"rank {rank} cannot join the other ranks: {reason}", hint)
 
 
 def abort(device: torch.device) -> None:
@@ -283,21 +282,19 @@ def report_first_failure(world: World, stop: StopRequest, launcher: LauncherConn
         # A collective fails on all survivors when one rank dies. Only the launcher knows which, so they wait
         # for it rather than print a dozen stack traces of gloo or NCCL.
         if world.size > 1 and lost_a_peer(error):
-            if was_told_to_end(stop, launcher):
+            # Our launcher, or torchrun's agent, ends this rank once another one died: then it prints why.
+            launcher.send(lost_contact=True)
+            tells = launcher.connection is not None or "TORCHELASTIC_RUN_ID" in os.environ
+            is_told = (lambda: stop.signal_number > 0) if tells else None
+            if not (lost := find_lost(world.store, world.rank, world.size, LAUNCHER_SECONDS, is_told)):
                 raise SystemExit(int(ExitCode.TRAINING)) from None
-            raise TrainingError(f"rank {world.rank} lost contact to another rank: {error}") from None
+            raise TrainingError(
+                f"rank {world.rank} lost contact to {lost}",
+                "what started it (srun, mpirun, torchrun) says how its process ended; the same command goes on",
+            ) from None
         if is_first_failure(world, launcher, SimpleTunerError(f"{type(error).__name__}: {error}")):
             raise
         raise SystemExit(int(ExitCode.BUG)) from None
-
-
-def was_told_to_end(stop: StopRequest, launcher: LauncherConnection) -> bool:
-    """Wait for the launcher to end this rank, as it does once another one died: then the launcher prints why."""
-    launcher.send(lost_contact=True)
-    end = time.monotonic() + LAUNCHER_SECONDS
-    while not stop.signal_number and time.monotonic() < end:
-        time.sleep(0.05)
-    return bool(stop.signal_number)
 
 
 def is_first_failure(world: World, launcher: LauncherConnection, error: SimpleTunerError) -> bool:

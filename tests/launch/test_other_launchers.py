@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,9 +21,10 @@ from conftest import SMALL
 from patience import PATIENCE
 
 from simpletuner.app import main
+from simpletuner.commands.nfs import node_of
 from simpletuner.errors import SettingsError
 from simpletuner.launch.started_tasks import first_host, rank_variables, tasks_per_machine
-from simpletuner.settings.declared.sections import Launch
+from simpletuner.settings.declared.sections import Launch, Settings
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -159,7 +162,6 @@ def test_a_command_that_is_started_several_times_is_refused_where_its_ranks_coul
         (SHELL, Launch()),
         (SHELL | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, Launch()),
         (SHELL | {"SLURM_STEP_ID": "4294967291"}, Launch()),
-        (STEP | {"SLURM_PTY_PORT": "40001"}, Launch()),
         (STEP | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, Launch(num_processes=8)),
         (STEP, Launch(num_processes=64, num_machines=8)),
         (STEP | {"RANK": "1", "WORLD_SIZE": "8"}, Launch()),
@@ -169,6 +171,69 @@ def test_a_command_that_is_started_several_times_is_refused_where_its_ranks_coul
 )
 def test_shells_of_a_job_one_task_per_machine_and_ranks_are_left_as_they_are(environment, launch):
     assert rank_variables(launch, environment) == {}
+
+
+SAY_RANK = f"""{sys.executable} -c '
+import os
+from simpletuner.launch.started_tasks import rank_variables
+from simpletuner.settings.declared.sections import Launch
+print("rank", rank_variables(Launch(), os.environ).get("RANK"))'"""
+
+
+def said_in_a_terminal(script: str) -> list[str]:
+    """Run a script as the task of `srun --pty` that bash is there, and return the ranks that it prints."""
+    said, pid, terminal = b"", *pty.fork()
+    if not pid:
+        environment = {**os.environ, **STEP, "SLURM_PTY_PORT": "40001", "SLURM_TASK_PID": str(os.getpid())}
+        os.execve("/bin/bash", ["bash", "-c", script], environment)
+    with suppress(OSError):  # EIO once all have ended
+        while part := os.read(terminal, 4096):
+            said += part
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    return re.findall(r"rank (\w+)", said.decode())
+
+
+def test_a_shell_of_srun_is_told_from_what_is_started_in_it():
+    """As on Slurm 22.05: `srun`, and `sbatch`, typed in `srun --pty bash` inherit SLURM_PTY_PORT."""
+    typed = f"set -m; {SAY_RANK}; setsid --wait {SAY_RANK}"
+    assert said_in_a_terminal(typed) == ["None", "None"]
+    assert said_in_a_terminal(f"exec {SAY_RANK}") == ["1"]
+    assert said_in_a_terminal(f"{SAY_RANK}\n:") == ["1"], "a script that srun --pty starts"
+    inner = f"export SLURM_TASK_PID=$$; . /dev/stdin' <<'EOF'\n{SAY_RANK}\nEOF"
+    started = f"set -m; SLURM_STEP_ID=1 setsid --wait bash -c '{inner}"
+    assert said_in_a_terminal(started) == ["1"], "srun starts tasks without a terminal"
+    assert (
+        rank_variables(Launch(), STEP | {"SLURM_PTY_PORT": "40001", "SLURM_TASK_PID": str(os.getpid())})["RANK"] == "1"
+    )
+
+
+def test_a_node_that_is_no_host_has_the_address_that_slurm_uses(tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        '#!/bin/sh\n[ "$*" = "show node no-host-3" ] && echo "NodeName=no-host-3\n   NodeAddr=10.9.8.7 Port=6818"'
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    nodes = STEP | TWO_NODES
+    assert rank_variables(Launch(), nodes | {"SLURM_STEP_NODELIST": "no-host-[3-4]"})["MASTER_ADDR"] == "10.9.8.7"
+    assert rank_variables(Launch(), nodes | {"SLURM_STEP_NODELIST": "localhost,b"})["MASTER_ADDR"] == "localhost"
+    assert rank_variables(Launch(), nodes | {"SLURM_STEP_NODELIST": "no-host-[7-8]"})["MASTER_ADDR"] == "no-host-7"
+
+
+def test_a_task_is_a_node_of_the_check_of_a_folder(monkeypatch, tmp_path):
+    settings = Settings(launch=Launch(num_machines=2, num_processes=2))
+
+    def node(nodes: int | None = None, rank: int | None = None, **variables: str) -> tuple[int, int]:
+        monkeypatch.setattr(os, "environ", variables)
+        found = node_of(settings, tmp_path, nodes, rank, 1)
+        return found.rank, found.nodes
+
+    assert node() == (0, 2) and node(rank=1) == (1, 2)
+    assert node(**STEP | TWO_NODES) == (5, 8) and node(**OPEN_MPI) == (3, 4)
+    assert node(RANK="2", WORLD_SIZE="3") == (2, 3)
+    assert node(nodes=2, rank=1, **STEP) == (1, 2), "as docs/nfs.md said"
+    assert node(**SHELL) == (0, 2)
 
 
 def test_train_refuses_before_anything_is_written(monkeypatch, capsys, tmp_path):
@@ -189,6 +254,8 @@ def test_tasks_of_mpirun_are_the_ranks_of_one_run(sdxl_flags, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2], "one run, not two"
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["num_processes"] == 2
+    said = re.findall(r"mpirun kills its tasks 1 s after it has passed on SIGTERM: `kill -TERM \d+` on", done.stderr)
+    assert len(said) == 1, done.stderr
 
 
 def test_tasks_of_srun_are_the_ranks_of_one_run(starter, sdxl_flags, tmp_path):
@@ -201,7 +268,9 @@ def test_tasks_of_srun_are_the_ranks_of_one_run(starter, sdxl_flags, tmp_path):
         )
         for rank in range(2)
     ]
+    said = f"(Ctrl-C, SIGTERM): `scancel --signal=TERM {os.getpid()}.0` saves and stops this run"
     assert [each.wait() for each in started] == [[0], [0]], "".join(each.said for each in started)
+    assert "".join(each.said for each in started).count(said) == 1
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 
 from patience import PATIENCE
 from torch.distributed import HashStore
@@ -45,3 +46,26 @@ def test_survivors_of_a_killed_rank_are_not_given_the_time_of_one_that_reports_w
         assert ranks.processes[0].poll() == -signal.SIGKILL
         peers.leave(0)
     assert took < EXIT_SECONDS - 5
+
+
+def test_a_stop_that_no_launcher_was_asked_for_comes_from_one_that_died():
+    """Ranks of a dead launcher stop, and all others with them: 143 and "stopped by SIGTERM" would be of nobody."""
+    store, names = HashStore(), ["machine 0 (a)", "machine 1 (b)"]
+    messages = MessageStore(TorchStore(store), message_signer(None, {}))
+    for is_alive in (False, True):
+        ranks = Ranks(os.environ)
+        with (
+            PeerMonitor(messages, 0, names, 1000, suspect_seconds=30 if is_alive else 0.5) as peers,
+            PeerMonitor(messages, 1, names, 1000) if is_alive else nullcontext(),
+            ranks.started([sys.executable, "-c", "raise SystemExit(143)"], {0: {}}),
+        ):
+            termination = supervise(SupervisedRun(ranks, peers, StopRequest(), StallDetector(ranks, 50)))
+            assert termination is not None
+            if is_alive:
+                assert (termination.exit_code, termination.sentence) == (143, f"{ranks.first_failure()}")
+            else:
+                assert termination.exit_code == 5
+                assert termination.sentence.startswith("machine 1 (b) has been silent for ")
+                peers.leave(1000)  # returns although that machine never leaves
+        store = HashStore()
+        messages = MessageStore(TorchStore(store), message_signer(None, {}))

@@ -111,9 +111,12 @@ SRUN = """#!/bin/bash
 [ "$1" = --kill-on-bad-exit=1 ] || exit 9
 shift
 nodes=$(sed -n 's/^#SBATCH --nodes=//p' job.sbatch)
-for ((node = 0; node < nodes; node++)); do SLURM_NODEID=$node "$@" > node$node.json; done
+for ((node = 0; node < nodes; node++)); do SLURM_PROCID=$node SLURM_NODEID=$node "$@" > node$node.json || code=$?; done
+exit ${code:-0}
 """
 SCONTROL = """#!/bin/bash
+[ "$*" = "show node gpu1" ] && echo "NodeName=gpu1 Arch=x86_64
+   NodeAddr=10.0.0.1 NodeHostName=gpu1" && exit
 [ "$*" = "show hostnames gpu[1-3]" ] || exit 9
 for ((i = 1; i <= 20000; i++)); do echo "gpu$i"; done  # a reader that leaves early would end the job (SIGPIPE)
 """
@@ -131,9 +134,27 @@ def test_the_slurm_script_starts_every_node_with_its_own_rank_at_the_jobs_first_
     assert "#SBATCH --gpus-per-node=2\n" in script
     bash("bash ./job.sbatch", SLURM_JOB_NODELIST="gpu[1-3]")
     for node in range(3):
-        own = {"machine_rank": node, "main_process_ip": "gpu1"}
+        own = {"machine_rank": node, "main_process_ip": "10.0.0.1"}  # no host has the name gpu1
         assert shown(Path(f"node{node}.json").read_text()) == settings_as_json(settings) | own
     assert not Path("node3.json").exists()
+
+
+STOPPED = """#!/bin/bash
+[ "$SLURM_NODEID" != "$FAILS" ] || exit 3
+exit $ASKED
+"""
+
+
+@pytest.mark.parametrize(("asked", "fails", "code"), [(143, "none", 143), (0, "none", 0), (143, "1", 3), (143, "0", 3)])
+def test_the_slurm_script_ends_as_the_machine_that_failed_and_with_143_where_all_were_asked(
+    bash, tmp_path, monkeypatch, asked, fails, code
+):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("simpletuner", STOPPED)):
+        executable(tmp_path / "bin" / name, text)
+    Path("job.sbatch").write_text(export(loaded(NODES), "slurm").text)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    given = {**os.environ, "PATH": path, "SLURM_JOB_NODELIST": "gpu[1-3]", "ASKED": str(asked), "FAILS": fails}
+    assert subprocess.run(["bash", "job.sbatch"], env=given).returncode == code
 
 
 def test_the_slurm_script_asks_for_its_nodes_and_gpus(bash):

@@ -28,10 +28,16 @@ OF_TORCHRUN = (*OF_A_JOB, "main_process_port", "num_machines", "num_processes")
 ENDPOINT = "--rdzv-endpoint=$HEAD:29400"
 MEET = ("--rdzv-id=simpletuner", "--rdzv-backend=c10d", ENDPOINT)
 MASTER_OF_JOB = f"""\
-# The first node of this job, by the name that SLURM gives it: others reach it there.
-{PREFIX}MAIN_PROCESS_IP=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-export {PREFIX}MAIN_PROCESS_IP
+# The first node of this job, by its name in SLURM, or by SLURM's address where no host has that name.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+getent hosts "$first" > /dev/null || first=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+export {PREFIX}MAIN_PROCESS_IP=$first
 """
+# srun's exit code is the highest: 143 of a machine that was stopped because another one failed would hide why. The trap
+# keeps bash alive until the run has saved, and does not reach the run, which gets the signal from Slurm itself.
+NODE_OF_SLURM = """\
+trap : TERM INT HUP; simpletuner train --machine_rank="$SLURM_NODEID" "$@"; code=$?; \
+case $code in 129|130|143) [ "$SLURM_PROCID" != 0 ] || echo $code > "$STOPPED"; code=0;; esac; exit $code"""
 JOBS = Path(__file__).parent / "jobs"
 PLACE = re.compile(r"^( *)%\{(\w+)\}\n|%\{(\w+)\}", re.MULTILINE)
 
@@ -50,7 +56,8 @@ def to_torchrun(settings: Settings, values: dict[str, Any]) -> Exported:
 def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
     """An sbatch script: one launcher per node, which starts that node's ranks."""
     # srun's default lets the other nodes run on when one has failed (KillOnBadExit=0 in slurm.conf).
-    start = ["srun", "--kill-on-bad-exit=1", *on_each_machine("$SLURM_NODEID"), *flags_without(values, OF_A_JOB)]
+    node = ["bash", "-c", NODE_OF_SLURM, "simpletuner"]
+    start = ["srun", "--kill-on-bad-exit=1", *node, *flags_without(values, OF_A_JOB)]
     text = filled(
         "simpletuner.sbatch",
         settings,

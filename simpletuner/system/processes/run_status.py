@@ -215,12 +215,18 @@ class StatusWriter:
                         replace_status(path, self.earlier, durably=True)
 
     def end(self, state: RunState, reason: str = "", hint: str = "") -> None:
-        """Write how the run ended, unless another process of this start has."""
+        """Write how the run ended, unless another process of this start has.
+
+        Ranks that stopped may have done so because a launcher died, which another launcher notices later.
+        """
         if self.path is None or not self.lock.acquire(timeout=LOCK_SECONDS):
             return
         try:
             found = read_status(self.path)
-            if found is not None and (found.has_ended or not self.is_own(found)):
+            is_kept = (
+                found is not None and found.has_ended and (found.state, state) != (RunState.STOPPED, RunState.FAILED)
+            )
+            if is_kept or (found is not None and not self.is_own(found)):
                 return
             if found is None and not self.holds_lock:
                 return

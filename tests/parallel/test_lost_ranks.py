@@ -1,0 +1,62 @@
+"""Sentences for ranks that cannot reach others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+
+import pytest
+from torch.distributed import HashStore
+
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.parallel import world
+from simpletuner.parallel.lost_ranks import find_lost, record_process
+from simpletuner.parallel.world import joined_world
+
+HOST = socket.gethostname()
+
+
+def store_of(*processes: str) -> HashStore:
+    """Return the store of a run whose rank 0 is this process."""
+    store = HashStore()
+    record_process(store, 0)
+    for rank, process in enumerate(processes, start=1):
+        store.set(f"process/{rank}", process)
+    return store
+
+
+def test_the_rank_that_is_gone_is_named():
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    here = f"{HOST} {os.getpid()}"
+    store = store_of(here, f"{HOST} {ended.pid}")
+    found = find_lost(store, 0, 3, 1000, None)
+    assert found == f"rank 2 (pid {ended.pid} on {HOST}), which has ended", "at once: this machine knows"
+    assert find_lost(store, 0, 3, 0.3, lambda: False) == found, "a launcher would have told within that"
+    assert find_lost(store, 0, 3, 1000, lambda: True) == ""
+    elsewhere = store_of(here, "node7 5", "node8 6")
+    elsewhere.set("lost/1", "1")
+    elsewhere.set("lost/3", "1")
+    assert find_lost(elsewhere, 0, 4, 0.3, None) == "rank 2 (pid 5 on node7), without an answer"
+    many = store_of(*[f"node{number} 1" for number in range(1, 12)])
+    assert find_lost(many, 0, 12, 0.3, None).endswith("rank 8 (pid 1 on node8) and 3 more, without an answer")
+
+
+def test_a_rank_that_cannot_join_says_why_in_words_of_ours(monkeypatch):
+    monkeypatch.setattr(world, "JOIN_SECONDS", 1)
+
+    def why(rank: int, address: str, port: int) -> str:
+        given = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(EnvironmentNotReady) as caught, joined_world(given, use_cpu=True):
+            pass
+        return caught.value.message
+
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert why(0, "127.0.0.1", port).endswith(f"port {port} of this machine, where they meet, is in use")
+    assert why(1, "127.0.0.1", port).endswith(f"127.0.0.1:{port} cannot be reached (connection refused)")
+    assert f"no-such-host:{port} cannot be reached (" in why(1, "no-such-host", port)
+    assert why(0, "127.0.0.1", port).endswith(f"not all came to 127.0.0.1:{port} within 1 s")
