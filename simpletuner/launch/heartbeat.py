@@ -131,7 +131,6 @@ class PeerMonitor:
     def leave(self, timeout_seconds: float) -> None:
         """Publish that this machine has finished. Machine 0, which serves the store, waits for all others to leave."""
         self.state = "left"
-        self.lost_contact = True  # a machine that is still there sends heartbeats, also while it saves
         self._wait(lambda: self.has_left, ANSWER_SECONDS)
         if self.here == 0:
             self._wait(lambda: self.others_are("left") or self.find_silent(), timeout_seconds)

@@ -210,6 +210,7 @@ def shut_down(run: SupervisedRun, termination: Termination) -> None:
         time.sleep(POLL_SECONDS)
     ranks.kill()
     ranks.receive()
+    peers.lost_contact = True  # a machine that is still there sends heartbeats, also while it saves
 
 
 def exit_seconds(termination: Termination) -> float:
