@@ -38,6 +38,7 @@ from simpletuner.training.auto.workload import Workload
 PART_SECONDS = 480
 STEP_PARTS = ("levers", "batches", "sdxl")
 PRELOADED = [
+    "gpu_quiet",
     "gpu_measures",
     "simpletuner.models.families.flux",
     "simpletuner.models.families.sdxl",

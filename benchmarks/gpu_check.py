@@ -1,10 +1,11 @@
-"""What a GPU does, beside what `plan` and the rehearsal assume of it: one table, in at most 15 minutes.
+"""What a GPU does, beside what `plan` and the rehearsal assume of it: one table, in at most 9 minutes.
 
     make gpu-check
-    python benchmarks/gpu_check.py [--tiny] [--json] [--minutes=15] [PART...]
+    python benchmarks/gpu_check.py [--tiny] [--json] [--minutes=9] [PART...]
 
 Weights and inputs are random, of the true shapes; nothing is downloaded. What does not fit the card, or the time, is
-named as not measured. `--tiny` runs the same code with tiny models on the CPU.
+named as not measured. Each row is added to gpu-check.jsonl, in $OUT or here, as soon as it is measured. `--tiny` runs
+the same code with tiny models on the CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,7 @@ from interleaved import print_table
 
 from simpletuner.parallel.devices.devices import Device, device_by_driver_name
 from simpletuner.run_log import silence_torchao
+from simpletuner.tools.plan.estimate import RunPlan
 from simpletuner.tools.plan.timing import ATTENTION, HOST_GB_PER_SECOND, LINK, PRODUCTS, TRAFFIC
 from simpletuner.training.auto.memory_estimate import CONTEXT_BYTES
 from simpletuner.training.auto.recompute import USABLE
@@ -39,11 +42,13 @@ from simpletuner.training.auto.recompute import USABLE
 PARTS = ("machine", "waits", "losses", "killed", "steps", "link")
 NOT_MEASURED = "not measured here"
 LORA: Flags = {"model_type": "lora", "train_batch_size": 1, "gradient_checkpointing": True}
+RELEASED: Flags = {"optimizer_release_gradients": True, "max_grad_norm": 0}
 EAGER: Flags = {"dynamo_backend": "no", "train_batch_size": 1, "gradient_checkpointing": True}
 STEPS: dict[str, Flags] = {
     "SDXL, LoRA": SDXL | LORA,
     "FLUX.1-dev, full, split": SPLIT | EAGER,
     "SDXL, full, split": SDXL | EAGER | {"state_layout": "split"},
+    "FLUX.1-dev, full, bf16": SPLIT | EAGER | RELEASED | {"state_layout": "bf16"},
     "FLUX.1-dev, LoRA": FLUX | LORA,
     "SDXL, full, split, compiled": SDXL | EAGER | {"state_layout": "split", "dynamo_backend": "inductor"},
 }
@@ -71,7 +76,8 @@ class Check:
     device: Device | None
     tiny: bool
     end: float
-    plans: Plans = field(default_factory=lambda: Plans(ExitStack()))
+    plans: dict[str, Future[RunPlan]] = field(default_factory=dict)
+    """Of STEPS, made by a thread while other processes use the GPU: each takes 20 CPU seconds."""
 
     def measured(self, case: Case) -> Record:
         """Return what a case measured in a process of its own, or the reason in place of each number."""
@@ -80,6 +86,14 @@ class Check:
 
     def of_peak(self, name: str, share: float, scale: float = 1) -> float | str:
         return getattr(self.device, name) * share * scale if self.device else ""
+
+    def case_of(self, name: str) -> Case:
+        flags = STEPS[name]
+        return Case("levers", name, smaller(flags | TINY | {"use_cpu": True}, True) if self.tiny else flags)
+
+    def begin_plans(self, thread: ThreadPoolExecutor) -> None:
+        plans = Plans(ExitStack())
+        self.plans |= {name: thread.submit(plans.of, self.case_of(name)) for name in STEPS}
 
     def machine(self) -> Iterator[Row]:
         sizes = {"edge": 8192, "bytes": 2**31, "seconds": 5.0}
@@ -133,12 +147,11 @@ class Check:
         yield Row("losses after SIGKILL and resuming, off by", "below 1e-4", here)
 
     def steps(self) -> Iterator[Row]:
-        for name, flags in STEPS.items():
-            yield from self.steps_of(name, flags)
+        for name in STEPS:
+            yield from self.steps_of(name)
 
-    def steps_of(self, name: str, flags: Flags) -> Iterator[Row]:
-        case = Case("levers", name, smaller(flags | TINY | {"use_cpu": True}, True) if self.tiny else flags)
-        plan = self.plans.of(case)
+    def steps_of(self, name: str) -> Iterator[Row]:
+        case, plan = self.case_of(name), self.plans[name].result()
         planned = plan.memory.gpu_bytes / MIB
         if not self.tiny and planned * MIB > USABLE * torch.cuda.mem_get_info()[0]:
             yield Row(f"{name}: s/step", "", f"{NOT_MEASURED}: takes {planned:,.0f} MiB")
@@ -184,7 +197,8 @@ class Run:
     def start(self, steps: int) -> subprocess.Popen[str]:
         paths = {"instance_data_dir": self.folder / "images", "output_dir": self.folder / self.name}
         own = {"model_family": "flux", "use_cpu": self.use_cpu, "mixed_precision": "no", "lr_scheduler": "constant"}
-        flags = RUN | TINY | own | paths | {"validation_prompt": "", "max_train_steps": steps}
+        run = {key: value for key, value in RUN.items() if not key.startswith("validation")}
+        flags = run | TINY | own | paths | {"max_train_steps": steps}
         words = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in flags.items()]
         command = [sys.executable, "-m", "simpletuner", "train", *words]
         return subprocess.Popen(
@@ -241,7 +255,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all without")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--minutes", type=float, default=9)
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; parts are {', '.join(PARTS)}")
@@ -255,11 +269,16 @@ def main() -> int:
     name = "no GPU, tiny models" if arguments.tiny else torch.cuda.get_device_name()
     device = None if arguments.tiny else device_by_driver_name(name)
     check = Check(device, arguments.tiny, time.monotonic() + 60 * arguments.minutes)
-    rows = []
-    for part in arguments.parts or PARTS:
-        for row in getattr(check, part)():
-            print(f"{row.what}: {show(row.here)}", file=sys.stderr, flush=True)
-            rows.append(row)
+    parts, rows = arguments.parts or PARTS, []
+    results = Path(os.environ.get("OUT", ".")) / "gpu-check.jsonl"
+    with ThreadPoolExecutor(1) as thread, results.open("a", encoding="utf-8", buffering=1) as lines:
+        if "steps" in parts:
+            check.begin_plans(thread)
+        for part in parts:
+            for row in getattr(check, part)():
+                print(f"{row.what}: {show(row.here)}", file=sys.stderr, flush=True)
+                lines.write(json.dumps({"machine": name, **vars(row)}) + "\n")
+                rows.append(row)
     title = f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}"
     if arguments.json:
         print(json.dumps({"machine": title, "rows": [vars(row) for row in rows]}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 sys.path.append(str(SCRIPT.parent))
 
-from gpu_cases import all_cases  # noqa: E402
+from gpu_cases import Case, all_cases  # noqa: E402
 from gpu_check import STEPS  # noqa: E402
 
 
@@ -42,12 +43,17 @@ def test_the_benchmark_continues_and_prints_what_it_measured(tmp_path):
 
 
 @pytest.mark.long
-def test_the_check_of_a_gpu_is_one_table_of_what_is_assumed_and_what_is_here():
+def test_the_check_of_a_gpu_is_one_table_of_what_is_assumed_and_what_is_here(tmp_path):
     check = [sys.executable, str(SCRIPT.with_name("gpu_check.py"))]
     command = [*check, "--tiny", "--json", "machine", "killed", "steps", "link"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    environment = {**os.environ, "OUT": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stderr
-    found = {row["what"]: row["here"] for row in json.loads(done.stdout)["rows"]}
+    assert "torchao" not in done.stderr, "what it says of tensors and kernels that nothing here uses"
+    rows = json.loads(done.stdout)["rows"]
+    written = [json.loads(line) for line in (tmp_path / "gpu-check.jsonl").read_text().splitlines()]
+    assert [{name: row[name] for name in rows[0]} for row in written] == rows, "each as soon as it was measured"
+    found = {row["what"]: row["here"] for row in rows}
     assert found["context, MiB"] == "not measured here", "there is no nvidia-smi"
     assert found["bf16 products, TFLOP/s"] > 0 and found["all_gather of 2 ranks, GB/s"] > 0
     assert all(found[f"{name}: s/step"] > 0 for name in STEPS), "each by the plan of its own model"
@@ -63,3 +69,4 @@ def test_settings_of_all_cases_are_valid():
         in_eights = [case for case in cases if case.part in ("levers", "batches", "sdxl")]
         assert {case.settings.effective_batch_size for case in in_eights} == {8}
         assert all(case.settings for case in cases)
+    assert all(Case("levers", name, flags).settings for name, flags in STEPS.items())

@@ -157,11 +157,7 @@ CASES += (
     zero('{"zero_optimization": {"stage": true}, "zero_optimization.stage": 2, "bf16": {"loss_scale": 0}}'),
     zero("null"),
     file("c.yaml", "zero_stage: true"),
-    zero(
-        "{"
-        + ZERO
-        + ', "fp16": {"enabled": true}, "amp": {"enabled": true}, "float8": {"a": 1}, "gradient_clipping": -1}'
-    ),
+    zero("{" + ZERO + ', "fp16": {"enabled": true}, "amp": {"enabled": true}, "fp8": {}, "gradient_clipping": -1}'),
     zero("{" + ZERO + ', "optimizer": {"type": "AdmaW", "params": {"lr": 1e-4}}}'),
     zero("{" + ZERO + ', "optimizer": {"type": "MuSGD"}, "scheduler": {"type": "LRRangeTest"}}'),
     zero("{" + ZERO + ', "optimizer": {"type": "Lion", "params": {"eps": 1e-8, "betas": 0.9, "lr": "high"}}}'),

@@ -18,12 +18,15 @@ from simpletuner.system.numbers import count_noun
 MAX_FOLDERS = 4
 REPEATS_AND_PHRASE = re.compile(r"([1-9]\d{0,2})_(.+)")
 RENAME = "the name of the image with .txt is read, so rename them"
+LOOP = 'in their folder by `for f in {}; do mv -n "$f" "${{f%{}}}.txt"; done`'
+IMAGES_TXT = "*.jp*g.txt *.png.txt *.webp.txt"
+"""Not *.*.txt: a.b.txt is the caption of a.b.jpg."""
 BESIDE = {
-    "second suffix": f"with the suffix of the image as well ({{}}): {RENAME}",
-    "case": f"with other upper and lower case ({{}}): {RENAME}",
-    "accents": f"with other code points for accents ({{}}; NFC and NFD look alike): {RENAME}, such as by `convmv`",
-    ".caption": f"with another suffix ({{}}): {RENAME}",
-    ".json": "in JSON files ({}): write .txt files, or a table, which caption_strategy=parquet reads",
+    "second suffix": f"with the suffix of the image as well: {RENAME}, {LOOP.format(IMAGES_TXT, '.*.txt')}",
+    "case": f"with other upper and lower case: {RENAME}, for the suffix {LOOP.format('*.TXT', '.TXT')}",
+    "accents": f"with other code points for accents (NFC and NFD look alike): {RENAME}, such as by `convmv`",
+    ".caption": f"with another suffix: {RENAME}, {LOOP.format('*.caption', '.caption')}",
+    ".json": "in JSON files: write .txt files, or a table, which caption_strategy=parquet reads",
 }
 FILE_COLUMNS, CAPTION_COLUMNS = ("file_name", "filename", "image", "path"), ("text", "caption", "prompt", "description")
 
@@ -110,11 +113,10 @@ def entry_of(address: str, kind: str) -> dict[str, Any]:
 
 def captions_found(others: OtherFiles) -> list[str]:
     """Return a phrase for each kind of caption that lies beside the images and is not read, with what reads it."""
-    said = [
-        f"{count_noun(count, 'caption')} beside them not read, "
-        + BESIDE[kind].format(", ".join(f"{file} for {image}" for image, file in first))
-        for kind, (count, first) in others.beside.items()
-    ]
+    said = list[str]()
+    for kind, (count, first) in others.beside.items():
+        named = ", ".join(f"{file} for {image}" for image, file in first)
+        said.append(f"{count_noun(count, 'caption')} beside them not read ({named}), {BESIDE[kind]}")
     return said + [table_phrase(address, columns) for address, columns in others.caption_tables.items()]
 
 

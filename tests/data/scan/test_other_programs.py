@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import unicodedata
 from pathlib import Path
 
@@ -116,6 +118,17 @@ BESIDE = (
     *("A1.jpg", "A1.TXT", "A2.jpg", "A2.jpg.txt", "A3.jpg", "A3.caption", "A4.jpg", "a4.txt", "A5.jpg", "A5.json"),
     *(f"{unicodedata.normalize('NFC', 'café')}.jpg", f"{unicodedata.normalize('NFD', 'café')}.txt"),
 )
+
+
+def test_captions_under_other_names_are_read_after_the_commands_that_are_named(tmp_path):
+    names = ("A1.jpg", "A1.TXT", "a.b.jpg", "a.b.jpg.txt", "A3.jpg", "A3.caption", "c.d.png", "c.d.txt")
+    with pytest.raises(DataError, match="3 images without a caption") as caught:
+        found_in(tmp_path, *names)
+    commands = re.findall("`(for .*?)`", caught.value.message)
+    assert len(commands) == 3
+    for command in commands:
+        subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, check=False)
+    assert len(found_in(tmp_path).samples) == 4, "a.b.txt is that of a.b.jpg, and c.d.txt stays"
 
 
 def test_captions_under_other_names_are_named_with_what_reads_them(tmp_path):

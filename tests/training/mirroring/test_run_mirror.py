@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from obstore.exceptions import InvalidPathError
 from patience import PATIENCE
 from s3_server import BUCKET, Fault, Proxy, put
 
+from simpletuner.checkpoints.export import FINISHED
 from simpletuner.checkpoints.layout import load_checkpoint, prune_checkpoints
 from simpletuner.data.config.object_store_keys import mirror_place
 from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket
@@ -33,12 +35,22 @@ from simpletuner.training.metrics.eta import UPLOADING, Durations
 from simpletuner.training.mirroring import lease, run_mirror
 from simpletuner.training.mirroring.lease import LEASE, Lease, LeaseLost
 from simpletuner.training.mirroring.remote_run import RemoteRun
-from simpletuner.training.mirroring.run_files import NAMES, WholeFolder
+from simpletuner.training.mirroring.run_files import FOLDERS, NAMES, WholeFolder
 from simpletuner.training.mirroring.run_mirror import RunMirror
 
 ADDRESS = f"s3://{BUCKET}/run"
 LARGE = 9 << 20
 """Bytes of weights, sent in parts."""
+
+
+def test_the_files_that_are_mirrored_are_those_of_the_docs():
+    page = (Path(__file__).parents[3] / "docs" / "many-machines.md").read_text(encoding="utf-8")
+    listed = set(re.findall("`(.+?)`", page.partition("**These files, and no others.**")[2].partition("\n- **")[0]))
+    assert {name for name in NAMES if not name.endswith(".safetensors")} | {f"{name}/" for name in FOLDERS} <= listed
+    files = {
+        name for name in listed if name[-1] != "/" and name != FINISHED and name not in (".", "runs export", "-ema")
+    }
+    assert files <= NAMES
 
 
 @pytest.fixture(scope="module")
