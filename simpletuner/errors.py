@@ -169,6 +169,8 @@ class RemoteFailure(SimpleTunerError):
 REASONS = {
     errno.EFBIG: "the file would be larger than a limit allows",
     errno.EIO: "the disk or the file server answers with an error",
+    errno.ELOOP: "it is a link that leads to itself, or one that is not followed",
+    errno.ENXIO: "it is a pipe that nobody reads, or a device that is not there",
     errno.ESTALE: "the file server has removed or replaced it since it was opened",
 }
 """Sentences for system errors whose own words ("Stale file handle") tell nobody what has happened."""
@@ -181,6 +183,8 @@ HINTS = {
     errno.EROFS: "the file system is mounted read-only: choose another folder",
     errno.EACCES: "see who owns it, and whether this user may use it",
     errno.EPERM: "see who owns it, and whether this user may use it",
+    errno.ELOOP: "remove it, or name a file or folder that is there",
+    errno.ENXIO: "remove it, or choose another name",
     errno.EEXIST: "something else has this name: move it away, or choose another folder",
     errno.ENOTDIR: "something else has this name: move it away, or choose another folder",
     errno.EISDIR: "something else has this name: move it away, or choose another folder",
@@ -234,8 +238,8 @@ def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
             raise
         if is_out_of_memory(error):
             raise out_of_memory() from error
-        if isinstance(error, OSError):
-            raise explain_os_error(error, folder) from error
+        if failed := system_error(error):
+            raise explain_os_error(failed, folder) from error
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ImportError):
             cause = cause.__cause__  # not of __context__: after a failed import, another way may have been tried
@@ -244,6 +248,15 @@ def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
         if number := RUST_ERRNO.search(str(error)):
             raise explain_os_error(OSError(int(number[1]), os.strerror(int(number[1]))), folder) from error
         raise
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """Return the error of the operating system that an exception is, or that pathlib has made a RuntimeError of.
+
+    Until Python 3.13 `Path.resolve` raises one for a link that leads to itself.
+    """
+    hidden = error.__context__ if isinstance(error, RuntimeError) else error
+    return hidden if isinstance(hidden, OSError) and (hidden is error or hidden.errno == errno.ELOOP) else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -150,6 +150,18 @@ def test_what_file_servers_and_limits_answer_is_one_sentence(number, sentence, h
     assert without_errno(own, Path("a.json")) == "it is larger than 256 MiB", "what we say ourselves stays"
 
 
+def test_a_link_that_leads_to_itself_is_named(tmp_path):
+    (loop := tmp_path / "loop").symlink_to("loop")
+    for use in (Path.resolve, Path.read_bytes):
+        with pytest.raises(EnvironmentNotReady) as caught, explain_system_errors():
+            use(loop)
+        assert (
+            caught.value.message == f"cannot use {loop}: it is a link that leads to itself, or one that is not followed"
+        )
+    with pytest.raises(RecursionError), explain_system_errors():
+        raise RecursionError
+
+
 def test_a_report_above_a_limit_of_files_names_its_path_once(tmp_path):
     """A warning, since a run goes on without its report."""
     said = """

@@ -13,6 +13,7 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.errors import nearest
 from simpletuner.system.files.cache_files import user_home
+from simpletuner.system.files.regular_files import read_file
 
 SHIPPED_FOLDER = Path(__file__).with_name("templates")
 USER_FOLDER = "deepspeed"
@@ -56,8 +57,8 @@ def find_template(name: str, environment: Mapping[str, str] = os.environ) -> Dee
 def read_template(path: Path) -> DeepSpeedTemplate:
     """Read a template. Raises SettingsError for a file that is not one."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = tomllib.loads(read_file(path).decode())
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise SettingsError(f"{path} is not a template: {reason}", "correct the file, or remove it") from None
     description = str(values.pop(DESCRIPTION, ""))

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from simpletuner.errors import SimpleTunerError, explain_os_error
+from simpletuner.errors import SimpleTunerError, explain_os_error, system_error
 from simpletuner.page import configurations, exports, preferences
 from simpletuner.page.datasets import routes as datasets
 from simpletuner.page.editing import blocks, builder_dialog, editor, plan_panel
@@ -50,6 +50,7 @@ def build_application(
         exception_handlers={
             SimpleTunerError: show_error,
             OSError: show_os_error,
+            RuntimeError: show_os_error,
             HTTPException: show_http_error,
             Exception: show_bug,
         },
@@ -111,8 +112,9 @@ def show_error(request: Request, error: Exception) -> Response:
 
 
 def show_os_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, OSError)
-    return respond_error(request, explain_os_error(error))
+    if (failed := system_error(error)) is None:
+        raise error
+    return respond_error(request, explain_os_error(failed))
 
 
 def show_http_error(request: Request, error: Exception) -> Response:

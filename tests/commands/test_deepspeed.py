@@ -366,6 +366,9 @@ def test_a_damaged_template_is_named(capsys, tmp_path):
     assert f"{folder}/bad.toml is not a template" in refusal(capsys, "templates")
     (folder / "bad.toml").write_text("[zero_optimization]\nstag = 2\n")
     assert "DeepSpeed knows no such key; did you mean `stage`?" in refusal(capsys, "build", "--template=bad")
+    (folder / "bad.toml").unlink()
+    os.mkfifo(folder / "bad.toml")
+    assert f"{folder}/bad.toml is not a template" in refusal(capsys, "templates"), "nobody waits for a writer"
 
 
 def test_validate_shows_what_was_normalized(capsys):

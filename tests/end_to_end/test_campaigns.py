@@ -18,6 +18,7 @@ from kills import FIXTURES, Campaign
 from kills import KINDS as RUNS
 from learning import learn
 from mutants import ROOT, read_mutants
+from page_files import page_with_files
 from recipes import train
 from settings_files import KINDS
 from tables import SUFFIXES, TableFuzz
@@ -63,6 +64,11 @@ def test_damaged_files_are_answered_rightly_or_by_a_sentence(scene, starter, sha
         damage.prepare(scene, pipelines(FAMILIES.get(scene, "sdxl")), shapes)
     damage.run(range(8))
     assert damage.problems == [] and damage.answers.total() == 8
+
+
+def test_damaged_files_of_the_page_are_answered_in_sentences_and_what_was_typed_is_kept(tmp_path):
+    with page_with_files(tmp_path) as files:
+        assert [row["problems"] for row in files.run(range(8))] == [[]] * 8
 
 
 def test_mutants_change_a_text_that_stands_in_its_file_once_and_name_tests_that_are_there():

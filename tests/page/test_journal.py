@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,3 +23,11 @@ def test_an_edit_of_a_caption_in_another_encoding_is_shown(
     assert (journal.as_bytes(edit.before), journal.as_bytes(edit.after)) == (before, after)
     page = render("datasets/edits", edits=[edit], file="a.toml", facts={"id": "d"}, is_new=False)
     assert page.encode("utf-8") and (text in page) == encoding.startswith("utf")
+
+
+def test_a_journal_that_is_a_fifo_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nobody waits for a reader: the page would save nothing any more."""
+    monkeypatch.setenv("SIMPLETUNER_HOME", str(tmp_path))
+    os.mkfifo(journal.journal_path())
+    with pytest.raises(OSError, match="caption_edits.jsonl"):
+        journal.record(tmp_path / "a.txt", "a.png", b"before", b"after")

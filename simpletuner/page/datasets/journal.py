@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from simpletuner.run_log import APPEND
 from simpletuner.system.files.cache_files import user_home
 from simpletuner.system.files.promises import sync
 from simpletuner.system.files.regular_files import read_end
@@ -66,7 +67,7 @@ def record(path: Path, image: str, before: bytes | None, after: bytes | None) ->
     edit = CaptionEdit(str(path), image, as_text(before), as_text(after), time.time(), f"{time.time_ns():x}")
     place = journal_path()
     place.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(place, APPEND, 0o600)
     try:
         # A line that a full disk has cut short must not take the next one with it, so each begins with an end of line.
         os.write(descriptor, f"\n{json.dumps(asdict(edit))}\n".encode())

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from simpletuner.errors import EnvironmentNotReady, SettingsError, naming
+from simpletuner.errors import EnvironmentNotReady, SettingsError, naming, reason_of_os
 from simpletuner.system.files.promises import rename_over, sync
 from simpletuner.system.files.regular_files import open_regular
 
@@ -164,10 +164,12 @@ def create_new(name: Path | str, folder: int | None = None, mode: int = 0o666) -
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a user's file atomically. A link of its name is followed and the mode is kept. Raises OSError."""
     if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout, cannot be renamed over
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOCTTY), "wb") as file:
+        # O_NONBLOCK: opening a FIFO that nobody reads would wait for a reader, and is refused.
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK), "wb") as file:
+            os.set_blocking(file.fileno(), True)
             file.write(content)
         return
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # of a link that leads to itself the link, which is replaced
     with atomic_file(path) as file:
         if path.exists():
             os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
@@ -237,4 +239,4 @@ def save(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode("utf-8"))
     except OSError as error:
-        raise SettingsError(f"cannot write {path}: {error.strerror}", "give another name") from None
+        raise SettingsError(f"cannot write {path}: {reason_of_os(error)}", "give another name") from None

@@ -19,12 +19,14 @@ from disk_calls import recorded_calls
 from patience import PATIENCE
 from real_mounts import or_skipped, overlay, tree_of
 
+from simpletuner.errors import SettingsError
 from simpletuner.system.files.atomic import (
     move_folder,
     read_ahead,
     replace_file,
     replace_folder,
     restore_replaced,
+    save,
     unfinished_path,
     write_file,
     write_json,
@@ -51,6 +53,12 @@ def test_what_a_file_is_replaced_with_is_whole_and_a_pipe_stays_one(tmp_path):
     replace_file(Path(f"/proc/self/fd/{os.open(tmp_path / 'pipe', os.O_WRONLY)}"), b"more")
     assert os.read(reader, 9) == b"more", "a name such as /dev/stdout leads to it"
     os.close(reader)
+    os.mkfifo(tmp_path / "unread")
+    with pytest.raises(SettingsError, match="it is a pipe that nobody reads"):
+        save(tmp_path / "unread", "new")
+    (tmp_path / "loop").symlink_to("loop")
+    save(tmp_path / "loop", "new")
+    assert (tmp_path / "loop").read_text() == "new", "a link that leads to itself"
 
 
 def test_an_unfinished_folder_is_hidden_beside_the_finished_one(tmp_path):
