@@ -21,8 +21,8 @@ from simpletuner.settings.values.trackers import check_installed
 from simpletuner.system.files.paths import shown_path
 
 if TYPE_CHECKING:
-    from simpletuner.data.config.dataset_types import ImageDataset
-
+    from simpletuner.data.config.tables import table_files
+from simpletuner.data.config.dataset_types import ImageDataset
 
 MODEL_SETTINGS = ("model_family", "model_flavour", "model_families", "pretrained_model_name_or_path")
 
@@ -163,7 +163,7 @@ def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> 
             check_av(dataset.id)
         table = dataset.csv_file if isinstance(dataset, UrlImages) else dataset.parquet and dataset.parquet.path
         is_local = table and (table.is_absolute() or not isinstance(dataset, BucketImages))
-        if table and is_local and not table.is_file():
+        if table and is_local and not any(each.is_file() for each in table_files(table)):
             place = f"{shown_path(file)}: " if file else ""
             raise DataError(
                 f"{place}dataset `{dataset.id}`: there is no table {shorten(str(table))}",

@@ -17,7 +17,7 @@ from simpletuner.models.family.adapter_types import measure_lengths
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.weights import weights_files
 from simpletuner.models.opening.assistant_lora import read_assistants, read_merged
-from simpletuner.models.opening.completeness import warn_of_unread
+from simpletuner.models.opening.completeness import warn_of_eight_bits, warn_of_unread
 from simpletuner.models.opening.lora_file import check_lora_init, load_lora, lora_file
 from simpletuner.models.opening.lora_formats import check_formats
 from simpletuner.parallel.context.context_parallel import SequencePlan
@@ -40,8 +40,8 @@ from simpletuner.training.optimizers import make_optimizer
 def check_engine(session: Session, family: ModelFamily) -> None:
     """Raise for what would stop the engine, before anything is encoded: weights, LoRA, sharding units, DeepSpeed."""
     settings = session.settings
-    if unread := warn_of_unread(family):
-        session.report.warn(unread)
+    for remark in filter(None, (warn_of_unread(family), warn_of_eight_bits(family))):
+        session.report.warn(remark)
     if family.adapter is not None:
         if begun := check_lora_init(family):
             session.report.say(begun)

@@ -94,6 +94,21 @@ def test_what_is_not_there_is_named(shapes, tmp_path, keys, sentence):
         found([snapshot(tmp_path, **keys)])
 
 
+def test_paths_in_the_place_of_bytes_and_what_save_to_disk_writes_are_named(shapes, tmp_path):
+    """As `datasets` writes an imagefolder with to_parquet, and any dataset with save_to_disk."""
+    file = next(shapes.glob("*.png"))
+    write(tmp_path / "hub", "train.parquet", [row(file), {"bytes": None, "path": str(file)}], ["a", "b"])
+    samples = found([snapshot(tmp_path / "hub")]).samples
+    said = found([snapshot(tmp_path / "hub")]).broken["d/train/00000001.png"]
+    assert len(samples) == 1 and f"the path {file}, which is not followed: `push_to_hub`" in said
+    (tmp_path / "disk").mkdir()
+    for name in ("data-00000-of-00001.arrow", "dataset_info.json", "state.json"):
+        (tmp_path / "disk" / name).write_bytes(b"{}")
+    with pytest.raises(DataError) as caught:
+        found([snapshot(tmp_path / "disk")])
+    assert "written by `save_to_disk`" in caught.value.hint
+
+
 def test_a_folder_of_images_beside_a_table_is_named_with_the_keys_that_read_it(tmp_path):
     (tmp_path / "metadata.jsonl").write_text("{}")
     with pytest.raises(DataError, match="no Parquet file") as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.catalog.registry import presets
 from simpletuner.models.folder.malformed import opening
-from simpletuner.models.opening.completeness import warn_of_unread
+from simpletuner.models.opening.completeness import warn_of_eight_bits, warn_of_unread
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import World
 from simpletuner.settings.declared.sections import Data, Model, Settings
@@ -268,6 +269,21 @@ def test_weights_of_the_denoiser_that_its_config_has_no_place_for_are_warned_of(
     found = warn_of_unread(opened(folder, "flux"))
     assert "transformer holds what its config has no place for" in found and "guidance_embedder.linear_1.bias" in found
     assert "and 1 more" in found
+
+
+def test_a_denoiser_that_was_saved_in_float8_is_warned_of(flux, tmp_path):
+    """As `enable_layerwise_casting` leaves it."""
+    from diffusers import FluxTransformer2DModel
+
+    folder = linked(flux, tmp_path / "model")
+    assert warn_of_eight_bits(opened(folder, "flux")) == ""
+    model = FluxTransformer2DModel.from_pretrained(flux / "transformer")
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    shutil.rmtree(folder / "transformer")
+    model.save_pretrained(folder / "transformer")
+    assert re.search(
+        r"holds \d+ weights in 8 bits \(F8_E4M3\): training starts", warn_of_eight_bits(opened(folder, "flux"))
+    )
 
 
 def test_a_pipeline_that_was_saved_with_a_lora_loaded_is_not_a_damaged_copy(sdxl, tmp_path):

@@ -31,6 +31,11 @@ LARGEST_PIXELS = 1 << 28
 SMALLEST_PIXELS = 64
 
 
+def as_backend(value: Any) -> Any:
+    """A table of sizes may be called as one of captions is, by its format."""
+    return BLOCK if value == "csv" else value
+
+
 def as_list(value: Any) -> Any:
     """Return a list of one id for the id alone; the original writes both."""
     return [value] if isinstance(value, str) else value
@@ -53,7 +58,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     disabled: bool = False
     caption_strategy: Literal["textfile", "filename", "instanceprompt", "parquet", "csv"] = "textfile"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Only a dataset of a file can have a table."""
-    metadata_backend: Literal["discovery", "parquet"] = "discovery"
+    metadata_backend: Annotated[Literal["discovery", "parquet"], BeforeValidator(as_backend)] = "discovery"
     parquet: TableSettings | None = None
     cache_dir_vae: Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_DATASET))] = None
     compress_cache: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from glob import has_magic
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,14 +30,21 @@ def as_list(value: Any) -> Any:
 
 def check_format(path: Path) -> Path:
     if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"use a file that ends with {', '.join(FORMATS)}")
+        hint = f'; many, such as shards, are named together as "{path}/*.parquet"' if path.is_dir() else ""
+        raise ValueError(f"use a file that ends with {', '.join(FORMATS)}{hint}")
     return path
+
+
+def table_files(path: Path) -> list[Path]:
+    """Return the files that a path names: itself, or those that its last part is a pattern of (`*`, `?`, `[0-9]`)."""
+    return sorted(path.parent.glob(path.name)) if has_magic(path.name) and not path.exists() else [path]
 
 
 class TableSettings(Section):
     """The path of the table, and the meaning of its columns."""
 
     path: Annotated[Path, AfterValidator(check_format)]
+    """Of one file, or a pattern of the names of several: img2dataset writes a table for each of its shards."""
     filename_column: str = Field("filename", min_length=1)
     caption_column: Annotated[list[str], BeforeValidator(as_list)] = []
     """The first one that is not empty in a row gives its captions. None named: `caption`."""

@@ -289,6 +289,8 @@ def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
             "; ".join(beside) or "write captions, or set another caption_strategy: filename or instanceprompt",
         )
     such = f"; {found.not_read.most_common(1)[0][0]} is not" if found.not_read else ""
+    if found.not_read[".tar"]:
+        such += "; img2dataset writes Parquet files with output_format parquet, which type huggingface reads"
     such += frames_hint([scan.dataset], found.not_read)
     return DataError(
         f"dataset `{scan.dataset.id}`: no usable {scan.dataset.noun} in {scan.storage.describe()}"

@@ -41,6 +41,17 @@ class RowGroup:
     first: int
     images: pa.ChunkedArray
     captions: pa.ChunkedArray | None
+    paths: pa.ChunkedArray | None = None
+
+    def lacking(self, index: int) -> str:
+        """Say what a row has in the place of an image."""
+        why, path = "has no bytes in its row", self.paths[index].as_py() if self.paths is not None else None
+        if not path or "/" not in path:  # else the name that a file had, which any row may keep
+            return why
+        return (
+            f"{why}, but the path {path[:200]}, which is not followed: `push_to_hub` of datasets embeds images, "
+            "`to_parquet` of an imagefolder does not"
+        )
 
 
 class SnapshotStorage:
@@ -60,12 +71,18 @@ class SnapshotStorage:
         if not files:
             raise DataError(
                 f"dataset `{self.dataset.id}`: no Parquet file of the split `{self.dataset.split}` is in {self.folder}",
-                self._hint_of_metadata() or "set `split` to what the names of the files begin with, such as train",
+                self._hint_of_other_forms()
+                or "set `split` to what the names of the files begin with, such as train or 0; an empty one takes all",
             )
         return Listing(self._rows(files, suffixes))
 
-    def _hint_of_metadata(self) -> str:
-        """Return how images beside a table are read, which is the hub's other form of a dataset."""
+    def _hint_of_other_forms(self) -> str:
+        """Return how images beside a table are read, the hub's other form of a dataset, and what save_to_disk wrote."""
+        if any(self.folder.rglob("*.arrow")):
+            return (
+                "it was written by `save_to_disk` of datasets, whose .arrow files are not read: "
+                "`load_from_disk(FOLDER).to_parquet(FILE)` writes Parquet files"
+            )
         table = next((path for path in sorted(self.folder.glob("metadata.*")) if path.suffix in FORMATS), None)
         if table is None:
             return ""
@@ -81,7 +98,7 @@ class SnapshotStorage:
         group, index = self._find(name)
         content = group.images[index].as_py()
         if content is None:
-            raise UnreadableFileError("has no bytes in its row")
+            raise UnreadableFileError(group.lacking(index))
         return io.BytesIO(content)
 
     def open_header(self, name: str) -> BinaryIO:
@@ -170,10 +187,13 @@ class SnapshotStorage:
         number = bisect_right(starts, row) - 1
         image, caption = self.dataset.content_column, self.dataset.caption_column
         leaf = f"{image}.bytes" if f"{image}.bytes" in leaf_names(opened) else image
-        table = opened.read_row_group(number, columns=[leaf, *([caption] if caption else [])], use_threads=False)
+        path = f"{image}.path" if f"{image}.path" in leaf_names(opened) and leaf != image else ""
+        columns = [*filter(None, (leaf, path, caption))]
+        table = opened.read_row_group(number, columns=columns, use_threads=False)
         images = table[image].combine_chunks()
+        paths = pa.chunked_array([images.field("path")]) if path else None
         images = pa.chunked_array([images.field("bytes") if pa.types.is_struct(images.type) else images])
-        group = RowGroup(starts[number], images, table[caption] if caption else None)
+        group = RowGroup(starts[number], images, table[caption] if caption else None, paths)
         self._groups[stem, number] = group
         if len(self._groups) > GROUPS:
             self._groups.popitem(last=False)

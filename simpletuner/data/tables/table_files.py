@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from simpletuner.data.config.caption_rules import BLANK_TEXT
 from simpletuner.data.config.dataset_types import LARGEST_PIXELS, BucketImages, ImageDataset
-from simpletuner.data.config.tables import BLOCK, FORMATS, TABLE_STRATEGIES, TableSettings
+from simpletuner.data.config.tables import BLOCK, FORMATS, TABLE_STRATEGIES, TableSettings, table_files
 from simpletuner.data.storage.storage import Storage, UnreadableFileError
 from simpletuner.errors import DataError
 from simpletuner.settings.declared.errors import nearest
@@ -86,14 +86,25 @@ class TableFile:
 
     def version(self) -> str:
         """Return a text that changes with the table's content, and with what is taken from it. Raises DataError."""
-        with self._opened() as file:
-            return f"{self.settings_id()}-{stream_checksum(file)[-16:]}"
+        checksums = []
+        for part in self.parts():
+            with part._opened() as file:
+                checksums.append(stream_checksum(file)[-16:])
+        whole = checksums[0] if len(checksums) == 1 else value_checksum({"files": checksums})[-16:]
+        return f"{self.settings_id()}-{whole}"
+
+    def parts(self) -> list[TableFile]:
+        """Return the files in the order of their names, each as a table. Raises DataError where there is none."""
+        files = [self.settings.path] if self.is_stored else table_files(self.settings.path)
+        if not files:
+            raise self.error("names no file", f"correct the pattern in {self.keys.get('path', 'parquet.path')}")
+        return [replace(self, settings=self.settings.model_copy(update={"path": each})) for each in files]
 
     def is_file(self, name: str) -> bool:
         """Return whether a file of the dataset's store is the table."""
         if self.is_stored:
             return name == self.name
-        return Path(self.storage.describe(name)).resolve() == self.settings.path.resolve()
+        return Path(self.storage.describe(name)).resolve() in {each.settings.path.resolve() for each in self.parts()}
 
     def with_own_columns(self) -> TableFile:
         """Return this table with names of columns where none are given: those that it has. Raises DataError."""
@@ -101,7 +112,7 @@ class TableFile:
         if self.dataset.caption_strategy in TABLE_STRATEGIES and not settings.caption_columns:
             chosen["caption_column"] = [CAPTION_COLUMN]
         if self.dataset.metadata_backend == BLOCK and not settings.size_columns:
-            with self._opened() as file:
+            with self.parts()[0]._opened() as file:
                 schema = SCHEMAS[self.kind](file)
             numbers = {name for name in schema.names if is_number(schema.field(name).type)}
             chosen |= SIZE_COLUMNS if numbers.issuperset(SIZE_COLUMNS.values()) else {}
@@ -123,6 +134,12 @@ class TableFile:
 
     def rows(self) -> pa.Table:
         """Read the table (ROW), whose columns are named. Raises DataError."""
+        files = self.parts()
+        if len(files) > 1:
+            return pa.concat_tables([each.rows() for each in files])
+        return files[0]._rows()
+
+    def _rows(self) -> pa.Table:
         with self._opened() as file:
             parts = map_in_threads(
                 lambda part: [self._row_batch(each) for each in part],

@@ -8,6 +8,7 @@ every caption to the same ids. Models are loaded onto the meta device, so their 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,24 @@ def warn_of_unread(family: ModelFamily) -> str:
     return (
         f"{family.folder / family.denoiser_name} holds what its config has no place for, which is neither trained nor "
         f"exported: {shown}{f' and {more} more' if more > 0 else ''}"
+    )
+
+
+FLOAT8 = "F8_"
+
+
+def warn_of_eight_bits(family: ModelFamily) -> str:
+    """Return a warning of weights that are stored in float8, from which training starts as they are; empty if none."""
+    kinds: Counter[str] = Counter()
+    for path in weights_files(family.folder / family.denoiser_name, family.settings.model.variant):
+        with opening(path), safe_open(path, framework="pt") as file:
+            kinds.update(file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118
+    if not (small := {kind: count for kind, count in kinds.items() if kind.startswith(FLOAT8)}):
+        return ""
+    count, kind = sum(small.values()), max(small, key=lambda each: small[each])
+    return (
+        f"{family.folder / family.denoiser_name} holds {count_noun(count, 'weight')} in 8 bits ({kind}): training "
+        "starts from values that are rounded to 2 or 3 bits; take the model of 16 bits where there is one"
     )
 
 

@@ -28,6 +28,9 @@ PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 KINDS = {"lora_magnitude_vector": "dora", ".hada_": "loha", ".lokr_": "lokr", ".oft_R": "oft"}
 """Parts of the names in a file that tell its lora_type."""
 
+PEFT_TYPES = ("LORA", "LOKR", "LOHA", "OFT")
+"""Values of peft_type that are read; DoRA is a LORA. Others, such as ADALORA, have tensors of the same names."""
+
 SCALING = {"r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern", "use_dora", "lora_bias"}
 """Keys of peft's LoraConfig that `LoraFile.scale_of` and the tensors account for."""
 
@@ -143,6 +146,10 @@ def read_lora(path: Path, prefix: str, setting: str) -> LoraFile:
             f"{setting}: cannot read {path}: {without_errno(error, path)}", "copy it again"
         ) from None
     found = LoraFile(path, setting, tensors, config)
+    if (peft_type := config.get("peft_type", "LORA")) not in PEFT_TYPES:
+        raise found.error(
+            f"is a {peft_type!s:.40} of peft, which is not read here", "LoRA, DoRA, LoKr, LoHa and OFT are"
+        )
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() and (tensor.is_complex() or not name.endswith("alpha")):
             raise found.error(f"has no real numbers in {name}: it is of {tensor.dtype}")

@@ -11,6 +11,7 @@ from tabled import Rows, add_images, dataset_file, scan_table, write_rows
 
 from simpletuner.caches.latents import decode_image
 from simpletuner.data.config.datasets import load_datasets
+from simpletuner.data.config.tables import TableSettings
 from simpletuner.errors import DataError, SettingsError
 from simpletuner.settings.declared.sections import Data
 
@@ -255,6 +256,24 @@ def test_texts_may_have_any_type_of_arrow(images, dtype):
     both = {"caption_strategy": "parquet", "metadata_backend": "parquet"}
     found = scan_table(images, images.parent / "t.parquet", ALL, **both)
     assert found.captions == {name: (name,) for name in NAMES} and found.opened == []
+
+
+def test_tables_of_shards_are_one_and_a_change_of_any_is_noticed(images):
+    """As img2dataset writes them, one per shard."""
+    rows = rows_of(*NAMES)
+    for number, part in enumerate((rows[:1], rows[1:])):
+        write_rows(images.parent / f"0000{number}.parquet", part)
+    pattern = images.parent / "0000*.parquet"
+    both = scan_table(images, pattern, CAPTION, caption_strategy="csv", metadata_backend="csv")
+    one = scanned(images, rows, CAPTION)
+    assert both.captions == one.captions and both.warnings == one.warnings == []
+    write_rows(images.parent / "00001.parquet", [{**each, "caption": "other"} for each in rows[1:]])
+    again = scan_table(images, pattern, CAPTION, caption_strategy="parquet", metadata_backend="parquet")
+    assert again.captions["in/deep/d.JPG"] == ("other",) and again.captions["a.png"] == both.captions["a.png"]
+    with pytest.raises(DataError, match=r"none\*.parquet names no file"):
+        scan_table(images, images.parent / "none*.parquet", CAPTION, caption_strategy="parquet")
+    with pytest.raises(ValueError, match=r'named together as ".*/\*.parquet"'):
+        TableSettings(path=images)
 
 
 def test_a_table_that_is_missing_or_damaged_is_named(images):
