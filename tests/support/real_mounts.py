@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,9 +28,11 @@ def mounted(point: Path, *command: str) -> Iterator[Path]:
     point.mkdir(parents=True, exist_ok=True)
     if shutil.which(command[0]) is None:
         raise CannotMount(f"{command[0]} is not installed")
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode or not point.is_mount():
-        raise CannotMount(f"{command[0]}: {(done.stderr or done.stdout).strip()}")
+    with tempfile.TemporaryFile() as said:  # no pipe: what stays in the background, as gocryptfs does, keeps it open
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said).returncode
+        if code or not point.is_mount():
+            said.seek(0)
+            raise CannotMount(f"{command[0]}: {said.read().decode(errors='replace').strip()}")
     try:
         yield point
     finally:
