@@ -295,7 +295,7 @@ def replacing(here: Path, there: Path, faults: list[str]) -> str:
 
 
 def renaming(here: Path, there: Path, faults: list[str]) -> str:
-    """Rename a folder of some files to and fro while the other view lists it; then one of a lower layer, if any."""
+    """Rename a folder of some files back and forth while the other view lists it; then one of a lower layer, if any."""
     names, seen = ("folder-a", "folder-b"), Counter[str]()
     (here / names[0]).mkdir()
     for number in range(FILES):
