@@ -49,6 +49,8 @@ def test_the_status_of_a_run_is_a_table_json_and_an_exit_code(answer, tmp_path):
     assert (found["reason"], found["hint"]) == ("dataset `d`: no usable image is left", "look there")
     code, out, _ = answer("status", run_folder(tmp_path / "c", "running"))
     assert code == 5 and "killed" in out and "ended without a word" in " ".join(out.split())
+    code, out, _ = answer("status", run_folder(tmp_path / "e", "stopping"))
+    assert code == 5 and "asked to stop, and killed before it had saved" in " ".join(out.split())
     (tmp_path / "none").mkdir()
     code, _, err = answer("status", tmp_path / "none")
     assert code == 2 and "there is no run in" in err
