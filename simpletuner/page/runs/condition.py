@@ -86,7 +86,11 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: Known) -> Co
     if is_alive(status):
         return Condition(State.STOPPING, "its processes are exiting")
     was_asked = status.state is RunState.STOPPING  # as by a signal to srun or mpirun, which leave no time to save
-    why = "asked to stop, and killed before it had saved" if was_asked else "killed, out of memory, or the machine went down"
+    why = (
+        "asked to stop, and killed before it had saved"
+        if was_asked
+        else "killed, out of memory, or the machine went down"
+    )
     sentence = f"it ended without a word after {status.time}: {why}"
     return Condition(State.KILLED, sentence, RESUME_HINT)
 

@@ -83,8 +83,8 @@ class Run:
                 variables = dict(pair.partition(b"=")[::2] for pair in pairs)
                 if f"--output_dir={self.output}".encode() in line and b"python" in line[0]:
                     names = (b"RANK", b"SLURM_PROCID", b"OMPI_COMM_WORLD_RANK", b"PMI_RANK")
-                    rank = next(int(variables[name]) for name in names if name in variables)
-                    found[rank] = int(entry.name)
+                    rank = next((variables[name] for name in names if name in variables), b"of none")
+                    found[int(rank)] = int(entry.name)  # torchrun itself has none
         return [found[rank] for rank in sorted(found)]
 
 
@@ -275,7 +275,9 @@ def examine_slurm(folder: Path) -> dict[str, str]:
         def submitted(name: str, *changed: str) -> tuple[Path, subprocess.Popen[str]]:
             script = folder / f"{name}.sbatch"
             subprocess.run(
-                [PROGRAM, "config", "export", "--to=slurm", *job, *changed, f"--output={script}"], check=True
+                [PROGRAM, "config", "export", "--to=slurm", *job, *changed, f"--output={script}"],
+                check=True,
+                capture_output=True,
             )
             if name == "a wrong setting":
                 script.write_text(script.read_text().replace("--train_batch_size=2", "--train_batch_size=none"))
