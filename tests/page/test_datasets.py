@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from holders import holder
@@ -17,9 +18,11 @@ from patience import PATIENCE
 from PIL import Image, ImageDraw
 from playwright.sync_api import Page, expect
 
-from simpletuner.errors import SettingsError
+from simpletuner.data.scan.scan_cache import open_table, write_table
+from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.page.datasets import captions, journal
 from simpletuner.page.datasets.captions import Caption
+from simpletuner.page.datasets.images import ListedDataset
 from simpletuner.page.datasets.thumbnails import thumbnail
 
 CONFIG = 'model_family = "sdxl"\nmodel_flavour = "tiny"\ndata_backend_config = "{}"\n'
@@ -400,3 +403,19 @@ def test_bombs_and_special_files_are_not_decoded(tmp_path, make: Callable[[], Im
     (tmp_path / "small.webp").write_bytes(small)
     with Image.open(tmp_path / "small.webp") as image:
         assert image.size == (160, 320), "it is turned upright"
+
+
+def test_a_result_whose_files_are_damaged_is_not_opened(tmp_path: Path):
+    """Each page reads it: a FIFO stopped the page, and Arrow takes offsets beyond the end as they stand."""
+    tables = {name: write_table(tmp_path, name, pa.table({"name": ["a.png"]})) for name in ("images", "found")}
+    facts = {"id": "photos", "tables": tables}
+    assert len(ListedDataset.open(tmp_path, facts).images) == 1
+    path = tmp_path / tables["found"]
+    whole = path.read_bytes()
+    flipped = bytes([*whole[:-40], whole[-40] ^ 1, *whole[-39:]])
+    for damage in (lambda: path.write_bytes(flipped), path.unlink, lambda: os.mkfifo(path)):
+        damage()
+        with pytest.raises(EnvironmentNotReady, match="what was found in photos cannot be read"):
+            ListedDataset.open(tmp_path, facts)
+    with pytest.raises(OSError, match="not a regular file"):
+        open_table(path)

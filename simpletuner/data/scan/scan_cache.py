@@ -20,6 +20,7 @@ from simpletuner.errors import explain_system_errors
 from simpletuner.system.files.atomic import create_new, remove, unfinished_path
 from simpletuner.system.files.checksums import file_checksum
 from simpletuner.system.files.promises import rename_over
+from simpletuner.system.files.regular_files import check_regular
 
 SUFFIX = ".arrow"
 ROWS = 65_536
@@ -51,7 +52,8 @@ def named(kind: str, path: Path) -> str:
 
 
 def open_table(path: Path) -> tuple[pa.Table, dict[str, Any]]:
-    """Map a file that is known to be whole; return its rows, and the metadata written with them."""
+    """Map a file that is known to be whole; return its rows, and the metadata written with them. Raises OSError."""
+    check_regular(path)
     # The stream format, and no threads: opening a file of the other one starts Arrow's pool, whose threads now and then
     # abort a process at its exit ("terminate called without an active exception", apache/arrow issue 34314).
     options = pa.ipc.IpcReadOptions(use_threads=False)

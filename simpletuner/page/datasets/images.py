@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from simpletuner.data.scan.scan_cache import open_table
+from simpletuner.data.scan.scan_cache import intact_files, open_table
 from simpletuner.errors import EnvironmentNotReady
+from simpletuner.system.files.unread import MALFORMED
 
 PER_PAGE = 60
 GROUPS_PER_PAGE = 20
@@ -107,8 +108,11 @@ class ListedDataset:
     def open(cls, folder: Path, facts: Mapping[str, Any]) -> ListedDataset:
         """Raises EnvironmentNotReady where the files of a result are gone."""
         try:
-            tables = [open_table(folder / facts["tables"][name])[0] for name in ("images", "found")]
-        except (OSError, KeyError, TypeError, pa.ArrowException):
+            paths = [folder / facts["tables"][name] for name in ("images", "found")]
+            if not {*paths} <= {*intact_files(folder, "images"), *intact_files(folder, "found")}:
+                raise ValueError("Arrow may crash on rows of a damaged file")
+            tables = [open_table(path)[0] for path in paths]
+        except (OSError, *MALFORMED, pa.ArrowException):
             raise EnvironmentNotReady(
                 f"what was found in {facts.get('id')} cannot be read", "check the datasets again"
             ) from None
