@@ -1,6 +1,6 @@
 """Damage one file at a time, run the same command, and see that it goes on rightly or says what is wrong.
 
-    .venv/bin/python tests/campaigns/damage.py --count=3000 --results=damage.jsonl      # about an hour on 2 cores
+    .venv/bin/python tests/campaigns/damage.py --count=3000 --results=damage.jsonl      # 50 CPU minutes
     .venv/bin/python tests/campaigns/damage.py --seed=0 --case=123 --scene=lora         # shows one
 
 Files of an output folder, its caches, the base model, the images, their table and the configuration are drawn; a bit is

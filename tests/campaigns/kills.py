@@ -1,6 +1,6 @@
 """Kill runs at random moments, run the same command until it is done, and compare every file with an undisturbed run.
 
-    .venv/bin/python tests/campaigns/kills.py --count=500 --results=kills.jsonl     # about 90 minutes on 2 cores
+    .venv/bin/python tests/campaigns/kills.py --count=500 --results=kills.jsonl     # 30 CPU minutes
     .venv/bin/python tests/campaigns/kills.py --count=20 --kind=zero3 --seed=1
 
 Who is killed is drawn, too: all ranks at once, one rank, whose launcher must then end the others, the launcher, whose
