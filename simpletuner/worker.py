@@ -243,7 +243,7 @@ def train(
             after_rounds = [page.renew, notifier.send_round] if page is not None else []
             trackers = partial(open_trackers, session)
             with (
-                open_metrics(session.settings, state.step, session.world, trackers) as metrics,
+                open_metrics(session, state.step, trackers) as metrics,
                 open_sample_losses(session, state.step, prepared.plan.samples) as sample_losses,
                 compiler_explained(),
             ):

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from simpletuner.errors import naming
-from simpletuner.run_log import APPEND
+from simpletuner.run_log import APPEND, LOGGER
 from simpletuner.system.files.atomic import refuse_special, write_file
 from simpletuner.system.files.regular_files import read_file
+from simpletuner.system.files.unread import Warn, set_aside
 from simpletuner.training.metrics.loss_picture import CURVE, draw_loss
 from simpletuner.training.metrics.metrics_reader import MAX_BYTES, METRICS, read_columns, rows_in
 
 if TYPE_CHECKING:
-    from simpletuner.parallel.world import World
-    from simpletuner.settings import Settings
+    from simpletuner.session import Session
 
 
 class Tracker(Protocol):
@@ -39,9 +39,11 @@ class Metrics:
     """Append a JSON object per optimizer step and per evaluation; rows after the checkpoint that a run resumes from are
     dropped."""
 
-    def __init__(self, folder: Path, step: int, open_trackers: OpenTrackers | None = None) -> None:
+    def __init__(
+        self, folder: Path, step: int, open_trackers: OpenTrackers | None = None, warn: Warn = LOGGER.warning
+    ) -> None:
         self.path, self.curve = folder / METRICS, folder / CURVE
-        drop_rows_after(self.path, step)
+        drop_rows_after(self.path, step, warn)
         self.file = os.fdopen(os.open(self.path, APPEND, 0o666), "a", encoding="utf-8")
         self.trackers = open_trackers(step) if open_trackers is not None else ()
 
@@ -71,28 +73,29 @@ class Metrics:
             tracker.close()
 
 
-def drop_rows_after(path: Path, step: int) -> None:
+def drop_rows_after(path: Path, step: int, warn: Warn = LOGGER.warning) -> None:
     """Drop the rows after a step, atomically, and a torn one; all for a run that begins, which measures step 0 again.
 
-    A file without such rows is not rewritten. A line that this version cannot read stays.
+    A file without such rows is not rewritten. One with lines that this version cannot read is moved aside.
     """
     refuse_special(path)
     content = read_file(path, MAX_BYTES) if path.exists() else b""
     lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True) if step > 0 else []
-    kept = [line for line in lines if all(row["step"] <= step for row in rows_in(line))]
+    rows = [(line, row["step"]) for line in lines for row in rows_in(line)]
+    if len(rows) < len(lines):
+        set_aside(path, warn)
+    kept = [line for line, of_step in rows if of_step <= step]
     if sum(map(len, kept)) < len(content):
         write_file(path, *kept)
 
 
 @contextmanager
-def open_metrics(
-    settings: Settings, step: int, world: World, open_trackers: OpenTrackers | None = None
-) -> Iterator[Metrics | None]:
+def open_metrics(session: Session, step: int, open_trackers: OpenTrackers | None = None) -> Iterator[Metrics | None]:
     """Open the files and trackers on rank 0, and close them however the run ends; None on other ranks."""
-    if not world.is_first:
+    if not session.world.is_first:
         yield None
         return
-    metrics = Metrics(settings.training.output_dir, step, open_trackers)
+    metrics = Metrics(session.settings.training.output_dir, step, open_trackers, session.report.warn)
     try:
         yield metrics
     finally:

@@ -78,16 +78,22 @@ def test_what_can_be_read_stays(tmp_path: Path):
 
 
 @pytest.mark.parametrize("unread", [b'{"epoch": 2, "losses": [1]}', b"\xff\0", b"[" * 10_000])
-def test_lines_of_another_version_stay_in_what_is_appended_to(tmp_path: Path, unread: bytes):
-    """A run that goes back to step 2 drops later rows, and what a kill has torn, alone."""
+def test_lines_of_another_version_are_kept_by_a_run_that_goes_back(tmp_path: Path, unread: bytes):
+    """It drops later rows, and what a kill has torn, alone: other programs read the metrics, nobody else the losses."""
     rows = [json.dumps({"step": step, "loss": 0.5, "ids": []}).encode() for step in (1, 2, 3)]
-    for cut in (drop_rows_after, cut_after):
-        path = tmp_path / f"{cut.__name__}.jsonl"
-        path.write_bytes(b"\n".join([rows[0], unread, rows[1], rows[2], rows[2][:9]]))
-        cut(path, 2)
-        assert path.read_bytes().splitlines() == [rows[0], unread, rows[1]]
-        cut(path, 0)
-        assert path.read_bytes() == b"", "a run that begins again has no rows"
+    content = b"\n".join([rows[0], unread, rows[1], rows[2], rows[2][:9]])
+    losses, metrics, report = tmp_path / "sample_losses.jsonl", tmp_path / "metrics.jsonl", Warnings()
+    for path in (losses, metrics):
+        path.write_bytes(content)
+    cut_after(losses, 2)
+    assert losses.read_bytes().splitlines() == [rows[0], unread, rows[1]]
+    drop_rows_after(metrics, 2, report.warn)
+    aside = last_aside(metrics)
+    assert metrics.read_bytes().splitlines() == rows[:2] and aside is not None and aside.read_bytes() == content
+    assert len(report.texts) == 1 and aside.name in report.texts[0]
+    cut_after(losses, 0)
+    drop_rows_after(metrics, 0, report.warn)
+    assert losses.read_bytes() == metrics.read_bytes() == b"", "a run that begins again has no rows"
 
 
 def test_a_torn_line_of_history_takes_no_other_with_it(tmp_path: Path):
