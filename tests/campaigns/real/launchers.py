@@ -188,9 +188,13 @@ def cluster(folder: Path, install: bool) -> Iterator[Mapping[str, str]]:
         yield own
     finally:
         subprocess.run(["scancel", "--user=root", "--signal=KILL"], env=environment, check=False)
-        for name in names:
-            with suppress(OSError, ValueError):
-                os.kill(int((place / f"{name}.pid").read_text()), signal.SIGTERM)
+        found = [place / f"{name}.pid" for name in names]
+        pids = [int(each.read_text()) for each in found if each.exists()]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        while any(Path(f"/proc/{pid}/exe").exists() for pid in pids):  # they still write into the folder
+            time.sleep(0.1)
 
 
 def slurm_conf(place: Path) -> str:
@@ -252,14 +256,16 @@ def examine(name: str, folder: Path, install: bool, rows: Sequence[str] = COLUMN
 
 
 def typed(variables: Mapping[str, str], command: Sequence[str], *lines: str) -> str:
-    """Type lines into a shell that a command opens in a terminal; return what is shown."""
+    """Type lines into a shell that a command opens in a terminal, each at its prompt; return what is shown."""
     shown, pid, terminal = b"", *pty.fork()
     if not pid:
         os.execvpe(command[0], [*command], {**os.environ, **variables})
-    os.write(terminal, "".join(f"{line}\n" for line in (*lines, "exit")).encode())
+    left = [*lines, "exit"]
     with suppress(OSError):  # EIO once the shell has ended
         while part := os.read(terminal, 4096):
             shown += part
+            if left and shown.endswith((b"# ", b"$ ")):  # what is typed before is lost while srun connects
+                os.write(terminal, f"{left.pop(0)}\n".encode())
     os.close(terminal)
     os.waitpid(pid, 0)
     return shown.decode(errors="replace")
