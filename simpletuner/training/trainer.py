@@ -44,9 +44,8 @@ class Evaluation(Protocol):
     @property
     def title(self) -> str: ...
 
-    @property
-    def count(self) -> int:
-        """Amount of work of the next `run`, in the unit of `advance`."""
+    def count(self, step: int) -> int:
+        """Return the amount of work of the next `run`, in the unit of `advance`. Collective."""
         ...
 
     def run(self, step: int, advance: Callable[[int], None]) -> None:
@@ -222,7 +221,7 @@ class Trainer:
         self.activity.begin(title, unsaved=unsaved, watched=False)
         with (
             suppress(EvaluationStopped),
-            self.report.progress(title, evaluation.count) as progress,
+            self.report.progress(title, evaluation.count(self.step)) as progress,
             self.pace.timed(evaluation.title),
         ):
             evaluation.run(self.step, partial(self.advance, progress))

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from simpletuner.models.family.adapter import ATTENTION
+from simpletuner.training.images.image_files import read_info, read_rgb, write_image
 
 LORA = ("--model_type=lora", "--lora_rank=4", "--lora_alpha=8", "--learning_rate=1e-2")
 DRAWN = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")
@@ -36,6 +37,11 @@ def test_a_run_resumes_bit_for_bit_and_its_file_is_opened_and_trained_on(flux, s
     assert "captions of the images: 1 of 1" in run.said
     for steps in (2, 4):
         halves = train(tmp_path / "halves", *flags, f"--max_train_steps={steps}")
+        base_images = [halves.output / f"validation/step-00000{step}/base-00.png" for step in range(0, steps + 1, 2)]
+        assert len({read_rgb(path).tobytes() for path in base_images}) == 1, "one that is there is not sampled again"
+        for path in base_images:
+            write_image(path, Image.new("RGB", (64, 64), "red"), read_info(path)[1])
+
     assert "resuming from" in halves.said and halves.losses == run.losses and run.losses[-1] < run.losses[0]
     weights = checkpoint(output, 4, "model")
     for group in ("model", "ema", "exp_avg", "exp_avg_sq"):

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from simpletuner.system.files.cache_files import is_plain_folder
-from simpletuner.training.images.clip_files import MP4, WEBP, clip_thumbnail
+from simpletuner.training.images.clip_files import MP4, WEBP, clip_thumbnail, round_folders
 from simpletuner.training.images.image_files import ImageInfo, read_info, read_rgb
 
 # In the report. Of more rounds some evenly chosen ones are shown, the first and the last among them.
@@ -112,9 +111,7 @@ class Gallery:
         return self.digests[path]
 
     def _files(self) -> Iterator[tuple[int, Path]]:
-        folders = [path for path in (self.output / "validation").glob("step-*") if path.name[5:].isdecimal()]
-        folders = [path for path in folders if is_plain_folder(path)]
-        for folder in sorted(folders, key=lambda path: int(path.name[5:])):
+        for folder in round_folders(self.output / "validation"):
             files = {path: found for path in folder.iterdir() if (found := FILE.fullmatch(path.name))}
             files = {path: found for path, found in files.items() if not path.is_symlink()}
             yield from ((int(folder.name[5:]), path) for path in sorted(files, key=lambda path: order(files[path])))

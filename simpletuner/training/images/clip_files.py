@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from importlib.util import find_spec
 from io import BytesIO
@@ -15,7 +15,9 @@ from PIL import Image, ImageSequence
 from simpletuner.data.images.video_formats import INSTALL
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import write_file
-from simpletuner.training.images.image_files import ImageInfo, opened, to_image, write_image
+from simpletuner.system.files.cache_files import is_plain_folder
+from simpletuner.system.files.regular_files import read_file
+from simpletuner.training.images.image_files import ImageInfo, opened, read_info, read_rgb, to_image, write_image
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +47,27 @@ def write_sample(path: Path, pixels: Tensor, info: ImageInfo) -> None:
     write_file(path.with_suffix(MP4), as_mp4(frames, info.fps))
     write_file(path.with_suffix(WEBP), as_webp(frames, info.fps))
     write_image(path, side_by_side(frames), info)
+
+
+def copy_samples(wanted: Mapping[Path, ImageInfo], folder: Path) -> bool:
+    """Write files of another round again, if it has all, made from the same; return whether it has."""
+    try:
+        sources = {folder / path.name: path for path in wanted}
+        if any(
+            (was := read_info(source)[1]) is None or was.made_from != wanted[path].made_from
+            for source, path in sources.items()
+        ):
+            return False
+        for source, path in sources.items():
+            if source == path:
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for suffix in (MP4, WEBP) if wanted[path].frames > 1 else ():
+                write_file(path.with_suffix(suffix), read_file(source.with_suffix(suffix)))
+            write_image(path, read_rgb(source), wanted[path])
+    except OSError:  # removed or damaged: it is sampled again
+        return False
+    return True
 
 
 def side_by_side(frames: Sequence[Image.Image]) -> Image.Image:
@@ -124,6 +147,12 @@ def grid_file(validation: Path, step: int) -> Path:
 
 def round_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
+
+
+def round_folders(folder: Path) -> list[Path]:
+    """Return the folders of all rounds that are there, in the order of their steps."""
+    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and is_plain_folder(path)]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def clips_of_round(folder: Path, suffix: str) -> list[Path]:

@@ -50,6 +50,8 @@ class ImageInfo:
     frames: int = 1
     fps: float = 0.0
     """Of a clip, whose PNG has three frames side by side."""
+    made_from: str = ""
+    """Of an image of the base model: a hash of all that it depends on."""
 
     @property
     def size(self) -> str:

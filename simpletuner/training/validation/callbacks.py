@@ -16,7 +16,9 @@ class RoundEnd:
     """Empty on ranks above 0."""
     interval: int
     title: str = "reporting"
-    count: int = 1
+
+    def count(self, step: int) -> int:
+        return 1
 
     def run(self, step: int, advance: Callable[[int], None]) -> None:
         for action in self.actions:

@@ -50,9 +50,8 @@ class HeldOutLoss:
     metrics: Metrics | None
     title: str = "measuring the loss on held-out images"
 
-    @property
-    def count(self) -> int:
-        """Number of batches that are measured."""
+    def count(self, step: int) -> int:
+        """Return the number of batches that are measured."""
         return len(self.variants) * len(self.batches) * self.timesteps
 
     def run(self, step: int, advance: Callable[[int], None]) -> None:

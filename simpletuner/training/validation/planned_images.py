@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+import xxhash
+
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.preparation.sampled_prompts import SampledPrompt
@@ -35,6 +38,20 @@ class PlannedImage:
             params.shape.frames,
             params.fps if params.shape.frames > 1 else 0.0,
         )
+
+    def digest(self, model: str) -> str:
+        """Return a hash of all that a sample of a model that does not change depends on."""
+        params = self.sampling
+        made = xxhash.xxh3_128(
+            repr((model, params.shape, params.steps, params.guidance, params.seed, params.fps)).encode()
+        )
+        for image in params.references:
+            made.update(repr(image.size).encode() + image.tobytes())
+        for conditioning in (self.prompt.positive, self.prompt.negative):
+            for name, value in sorted(conditioning.items()):
+                made.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+                made.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return made.hexdigest()
 
 
 def plan_images(settings: Settings, family: ModelFamily, sampled: Sequence[SampledPrompt]) -> list[PlannedImage]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.preparation.prepare import Prepared
 from simpletuner.session import Session
 from simpletuner.training.ema import EMA, evaluated_variants, weights_of
-from simpletuner.training.images.clip_files import grid_file, round_folder, write_sample
+from simpletuner.training.images.clip_files import copy_samples, grid_file, round_folder, round_folders, write_sample
 from simpletuner.training.images.image_files import REFERENCE, ImageInfo, write_image, write_png
 from simpletuner.training.images.image_grid import Cell, grid
 from simpletuner.training.metrics.metrics import Metrics
@@ -49,28 +49,26 @@ class Validator:
     metrics: Metrics | None
     """Destination of the grid, for trackers; None on ranks that do not write."""
     interval: int
+    base: str
+    """Everything that images of the base model depend on, beside their own parameters."""
+    starts_as_base: bool
+    """Before the first step a LoRA changes nothing, unless it goes on from another one."""
     title: str = "generating validation images"
-    kept: dict[str, list[tuple[PlannedImage, Tensor]]] = field(default_factory=dict)
-    """This rank's samples of the base model, by its name: they never change, so it samples once.
 
-    Not a list alone: that of a rank without an image is empty afterwards, too, and it would sample again, by itself.
-    """
-
-    @property
-    def count(self) -> int:
-        """Number of images in the next round."""
-        variants = [variant for variant in self.variants if variant not in self.kept]
-        return len(variants) * len(self.images)
+    def count(self, step: int) -> int:
+        """Return how many images are sampled at a step. Collective."""
+        return len(self._to_sample(step)) * len(self.images)
 
     def run(self, step: int, advance: Callable[[int], None]) -> None:
         """Write every image, and on rank 0 a grid of them. Collective."""
         folder = round_folder(self.folder, step)
         folder.mkdir(parents=True, exist_ok=True)
-        for variant in self.variants:
-            with self._weights(variant), self.vae.on(self.mesh.world.device):
-                for planned, latents in self._samples_of(variant, advance):
-                    path, info = self._path(folder, variant, planned), planned.info(variant, step)
-                    write_sample(path, self.vae.decode(latents), info)
+        for equal in self._to_sample(step):
+            with self._weights(equal[0]), self.vae.on(self.mesh.world.device):
+                for planned, latents in self._samples(advance):
+                    pixels = self.vae.decode(latents)
+                    for variant in equal:
+                        write_sample(self._path(folder, variant, planned), pixels, self._info(planned, variant, step))
         self.mesh.world.barrier()
         if self.mesh.world.is_first:
             for _, path, image, info in self._references(step):
@@ -82,6 +80,32 @@ class Validator:
     def is_complete(self, step: int) -> bool:
         """Return whether the images of a step are all there: their grid is written last. Collective."""
         return bool(self.mesh.world.gather_texts("1" if self._grid(step).is_file() else "")[0])
+
+    def _to_sample(self, step: int) -> list[list[str]]:
+        """Return the sets of weights to sample with, equal ones together. Collective."""
+        groups = [[variant] for variant in self.variants]
+        if step == 0:  # an average begins as a copy of the weights
+            groups = [[*self.variants]] if self.starts_as_base else [[*self.variants[:1]], [*self.variants[1:]]]
+        if BASE in self.variants and self.mesh.world.gather_texts(self._copied_base(step))[0]:
+            groups = [[each for each in group if each != BASE] for group in groups]
+        return [group for group in groups if group]
+
+    def _copied_base(self, step: int) -> str:
+        """Copy the base model's images from another round, on rank 0; return an empty text where none has them.
+
+        They never change, neither by training nor when the run is started again.
+        """
+        if not self.mesh.world.is_first:
+            return ""
+        wanted = {
+            self._path(round_folder(self.folder, step), BASE, each): self._info(each, BASE, step)
+            for each in self.images
+        }
+        return "1" if any(copy_samples(wanted, each) for each in round_folders(self.folder)) else ""
+
+    def _info(self, planned: PlannedImage, variant: str, step: int) -> ImageInfo:
+        info = planned.info(variant, step)
+        return replace(info, made_from=planned.digest(self.base)) if variant == BASE else info
 
     def _grid(self, step: int) -> Path:
         return grid_file(self.folder, step)
@@ -113,13 +137,6 @@ class Validator:
         if variant == BASE:
             return without_adapter(self.engine.module)
         return weights_of(self.ema, variant)
-
-    def _samples_of(self, variant: str, advance: Callable[[int], None]) -> Iterable[tuple[PlannedImage, Tensor]]:
-        if variant != BASE:
-            return self._samples(advance)
-        if variant not in self.kept:
-            self.kept[variant] = list(self._samples(advance))
-        return self.kept[variant]
 
     def _samples(self, advance: Callable[[int], None]) -> Iterator[tuple[PlannedImage, Tensor]]:
         """Yield this rank's images with their latents (1CHW), clips with theirs (1CFHW)."""
@@ -178,6 +195,8 @@ def open_validator(
         variants=(BASE, *variants) if family.adapter else variants,
         images=plan_images(settings, family, prepared.validation),
         dtype=compute_dtype(settings),
+        base=f"{sorted(state.base_fingerprints.items())} {settings.model} {settings.lora} {compute_dtype(settings)}",
+        starts_as_base=settings.lora.lora_init is None,
         folder=settings.training.output_dir / "validation",
         metrics=metrics,
         interval=validation.validation_step_interval,

@@ -5,6 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+
+from PIL import Image
+
+from simpletuner.training.images.clip_files import MP4, WEBP, copy_samples, round_folder, round_folders
+from simpletuner.training.images.image_files import ImageInfo, read_info, read_rgb, write_image
 
 ENCODE = """
 import ctypes, hashlib, os, sys
@@ -37,3 +44,28 @@ def test_an_mp4_depends_neither_on_the_number_of_cpus_nor_on_what_memory_was_bef
         command = [sys.executable, "-c", ENCODE, *arguments]
         found.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     assert found[0] == found[1] == found[2] and len(set(found[0])) == 12
+
+
+def test_a_round_is_copied_from_an_earlier_one_that_was_made_from_the_same(tmp_path):
+    about = ImageInfo("a disc", "", 1, 4, 3.0, 8, 8, 0, "base", made_from="one model")
+    clip = replace(about, frames=5, fps=8.0, made_from="a clip")
+    first, other = round_folder(tmp_path, 0), round_folder(tmp_path, 7)
+    first.mkdir()
+    for name, info in (("base-00.png", about), ("base-01.png", clip)):
+        write_image(first / name, Image.new("RGB", (8, 8), "red"), info)
+    (first / "base-01.mp4").write_bytes(b"film")
+    wanted = {other / "base-00.png": replace(about, step=7), other / "base-01.png": replace(clip, step=7)}
+    assert not copy_samples(wanted, first), "the WebP is missing"
+    (first / "base-01.webp").write_bytes(b"moving")
+    assert not copy_samples({path: replace(info, made_from="") for path, info in wanted.items()}, first)
+    assert not copy_samples({path: replace(info, made_from="changed") for path, info in wanted.items()}, first)
+    assert copy_samples(wanted, first) and copy_samples(wanted, other)
+    for path, info in wanted.items():
+        assert read_info(path)[1] == info and read_rgb(path).getpixel((0, 0)) == (255, 0, 0)
+    assert [(other / f"base-01{suffix}").read_bytes() for suffix in (MP4, WEBP)] == [b"film", b"moving"]
+    (tmp_path / "step-000009").symlink_to(first)
+    (tmp_path / "step-other").mkdir()
+    assert round_folders(tmp_path) == [first, other]
+    for damaged in (b"", (first / "base-00.png").read_bytes()[:60]):
+        Path(first / "base-00.png").write_bytes(damaged)
+        assert not copy_samples(wanted, first)
