@@ -178,8 +178,8 @@ HINTS = {
     errno.EFBIG: "see `ulimit -f`, and what the file system allows (4 GiB on FAT32); then run the same command again",
     errno.EIO: "see `sudo dmesg | tail`, and the health of the disk or file server; then run the same command again",
     errno.ESTALE: "run the same command again: it goes on where it stopped; `simpletuner nfs check` tests the folder",
-    errno.ENOSPC: "make room, then run the same command again: it goes on where it stopped",
-    errno.EDQUOT: "make room, then run the same command again: it goes on where it stopped",
+    errno.ENOSPC: "make room, then run the same command again",
+    errno.EDQUOT: "make room, then run the same command again",
     errno.EROFS: "the file system is mounted read-only: choose another folder",
     errno.EACCES: "see who owns it, and whether this user may use it",
     errno.EPERM: "see who owns it, and whether this user may use it",
@@ -333,4 +333,14 @@ def explain_os_error(error: OSError, folder: Path | None = None) -> EnvironmentN
     """Describe a failed system call in one sentence."""
     names, why = files_of(error) or [str(folder or "")], reason_of_os(error)
     message = f"cannot use {' and '.join(names)}: {why}" if any(names) else why
-    return EnvironmentNotReady(message, HINTS.get(error.errno or 0, "`--debug` shows where"))
+    return EnvironmentNotReady(message, hint_for(error))
+
+
+def hint_for(error: BaseException) -> str:
+    """Return the next step after a failed use of files, by its errno, which safetensors has in its message."""
+    if is_out_of_memory(error):
+        return out_of_memory().hint
+    number = getattr(error, "errno", None)
+    if number is None and (found := RUST_ERRNO.search(str(error))):
+        number = int(found[1])
+    return HINTS.get(number or 0, "`--debug` shows where")

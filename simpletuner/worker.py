@@ -156,7 +156,7 @@ def run(session: Session, notifier: Notifier, mirror: RunMirror | None) -> None:
             damaged[error.folder] = error.message
             session = session.restarted()
     export_single_files(session)
-    print_result(output, shown, pipelines_of(session.settings)[0], session.report)
+    print_result(session.settings, shown, session.report)
     push_to_hub(session)
 
 

@@ -231,7 +231,7 @@ def check_targets(targets: list[Path]) -> None:
         if os.path.lexists(target) and (target.is_symlink() or not (target / FINISHED).is_file()):
             raise EnvironmentNotReady(
                 f"{target} was not written by simpletuner, and the trained pipeline would replace it",
-                "move it away, or give another --output_dir",
+                "move it away, or choose another folder",
             )
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from simpletuner.checkpoints.layout import STATE, checkpoint_folder, file_sizes, prune_checkpoints
 from simpletuner.checkpoints.shards import TensorGroup
-from simpletuner.checkpoints.tensors import FILE_ERRORS, error_line
+from simpletuner.checkpoints.tensors import FILE_ERRORS, first_failure
 from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.checkpoints.writing import write_full, write_sharded
-from simpletuner.errors import EnvironmentNotReady
+from simpletuner.errors import EnvironmentNotReady, hint_for
 from simpletuner.parallel.world import World
 from simpletuner.system.files.atomic import remove, replace_folder, unfinished_path, write_json
 from simpletuner.system.files.checksums import with_checksum
@@ -80,20 +80,18 @@ def run_on_all_ranks(world: World, hidden: Path, action: Callable[[], None]) -> 
 
     Without that, the other ranks would wait in the next collective for a rank that is gone.
     """
-    problem = ""
+    problem = hint = ""
     try:
         action()
     except FILE_ERRORS as error:
-        problem = error_line(error)
+        problem, cause = first_failure(error)
+        hint = hint_for(cause)
     # Equal texts of many ranks (a full shared disk) are one sentence.
-    problems = sorted({text for text in world.gather_texts(problem) if text})
+    problems, hints = (sorted({*world.gather_texts(text)} - {""}) for text in (problem, hint))
     if problems:
         if world.is_first:
             shutil.rmtree(hidden, ignore_errors=True)
-        raise EnvironmentNotReady(
-            f"cannot save to {hidden.parent}: {'; '.join(problems)}",
-            "make room and run the same command again: it resumes from the newest complete checkpoint",
-        )
+        raise EnvironmentNotReady(f"cannot save to {hidden.parent}: {'; '.join(problems)}", "; ".join(hints))
 
 
 def run_on_first_rank(world: World, hidden: Path, action: Callable[[], None]) -> None:

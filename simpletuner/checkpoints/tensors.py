@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from simpletuner.errors import EnvironmentNotReady
+from simpletuner.errors import EnvironmentNotReady, is_out_of_memory, out_of_memory
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import lost_a_peer
 
@@ -40,8 +40,10 @@ def read_tensors(files: list[Path], tensors: NamedTensors, what: str) -> None:
         except (*FILE_ERRORS, RuntimeError, ValueError, KeyError) as error:
             if lost_a_peer(error):
                 raise  # the files are not at fault
+            if is_out_of_memory(error):
+                raise out_of_memory() from error
             hint = "take another checkpoint with --resume_from_checkpoint, or check pretrained_model_name_or_path"
-            raise EnvironmentNotReady(f"cannot read {what}: {error_line(error)}", hint) from None
+            raise EnvironmentNotReady(f"cannot read {what}: {first_failure(error)[0]}", hint) from None
 
 
 def load(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader) -> None:
@@ -66,7 +68,9 @@ def read_shapes(files: list[Path], what: str) -> dict[str, tuple[int, ...]]:
         try:
             metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
         except (*FILE_ERRORS, RuntimeError, ValueError, KeyError) as error:
-            raise EnvironmentNotReady(f"cannot read {what}: {error_line(error)}") from None
+            if is_out_of_memory(error):
+                raise out_of_memory() from error
+            raise EnvironmentNotReady(f"cannot read {what}: {first_failure(error)[0]}") from None
     found = metadata.state_dict_metadata.items()
     return {name: tuple(each.size) for name, each in found if isinstance(each, TensorStorageMetadata)}
 
@@ -84,9 +88,10 @@ def folder_with_only(files: list[Path]) -> Iterator[Path]:
         yield Path(links)
 
 
-def error_line(error: BaseException) -> str:
-    """Return the first line of an error, of the first rank that failed where DCP collected several."""
+def first_failure(error: BaseException) -> tuple[str, BaseException]:
+    """Return the first line of an error and the error; where DCP collected several, of the first rank that failed."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = min(error.failures.items())
-        return f"rank {rank}: {error_line(cause)}"
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        line, cause = first_failure(cause)
+        return f"rank {rank}: {line}", cause
+    return (str(error).strip() or type(error).__name__).splitlines()[0], error

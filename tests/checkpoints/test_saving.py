@@ -10,6 +10,7 @@ import pytest
 import saving
 import torch
 from patience import PATIENCE
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed import HashStore
 
@@ -89,12 +90,18 @@ def test_one_rank_reads_without_collectives(run_on, tmp_path):
 
 def test_a_checkpoint_that_cannot_be_saved_leaves_nothing_and_says_why(tmp_path):
     def fails() -> None:
-        raise OSError(28, "No space left on device", str(hidden / "state.json"))
+        raise failure
 
     hidden = tmp_path / ".checkpoint"
-    hidden.mkdir()
-    (hidden / "shard").write_bytes(b"1")
     world = World(0, 1, 0, torch.device("cpu"), HashStore())
-    with pytest.raises(EnvironmentNotReady, match="cannot save to .*No space left on device"):
-        run_on_all_ranks(world, hidden, fails)
-    assert list(tmp_path.iterdir()) == []
+    for failure, said, hint in (
+        (OSError(28, "No space left on device", str(hidden / "state.json")), "No space left", "make room"),
+        (PermissionError(13, "Permission denied", str(hidden)), "Permission denied", "see who owns it"),
+        (OSError(30, "Read-only file system", str(hidden)), "Read-only", "choose another folder"),
+        (SafetensorError("I/O error: Permission denied (os error 13)"), "Permission denied", "see who owns it"),
+    ):
+        hidden.mkdir()
+        (hidden / "shard").write_bytes(b"1")
+        with pytest.raises(EnvironmentNotReady, match=f"cannot save to .*{said}") as caught:
+            run_on_all_ranks(world, hidden, fails)
+        assert hint in caught.value.hint and list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -106,8 +107,17 @@ def test_a_later_run_renews_the_card_unless_somebody_has_made_it_theirs(sdxl_fla
     assert "| steps | 1 |" in card.read_text() and "| `train_batch_size` | 4 |" not in card.read_text()
     assert "| `validation_guidance` | 3 |" in card.read_text(), "names in code spans have no backslashes"
     assert_same_image(run_code(card), card.parent / "samples/00.png")
-    train(tmp_path / "run", *flags, "--max_train_steps=2")
-    assert "| steps | 2 |" in card.read_text()
+    said = train(tmp_path / "run", *flags, "--max_train_steps=2", "--use_ema", "--ema_validation=ema_only").said
+    # The average alone was sampled: it is named first, and the other card has its prompt and no image of step 1.
+    table = "".join(said[said.rindex("loss curve") :].split())  # which is wrapped, also within paths
+    average = f"{card.parent}-ema"
+    assert f"pipeline,EMA{average}pipeline{card.parent}touseit{average}/README.mdhasthecode" in table
+    assert "images of the EMA" in said
+    text = card.read_text()
+    assert "| steps | 2 |" in text and "![sample]" not in text and not (card.parent / "samples").exists()
+    assert f"prompt={json.dumps(PROMPT, ensure_ascii=False)}" in text and "guidance_scale=3.0" in text
+    assert "which the average (EMA) alone made" in text
+    assert_same_image(run_code(tmp_path / "run" / "pipeline-ema" / "README.md"), Path(average) / "samples/00.png")
     card.write_text("# mine")
     train(tmp_path / "run", *flags, "--max_train_steps=3")
     assert card.read_text() == "# mine"

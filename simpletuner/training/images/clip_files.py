@@ -49,7 +49,7 @@ def write_sample(path: Path, pixels: Tensor, info: ImageInfo) -> None:
     write_image(path, side_by_side(frames), info)
 
 
-def copy_samples(wanted: Mapping[Path, ImageInfo], folder: Path) -> bool:
+def copy_round(wanted: Mapping[Path, ImageInfo], folder: Path) -> bool:
     """Write files of another round again, if it has all, made from the same; return whether it has."""
     try:
         sources = {folder / path.name: path for path in wanted}

@@ -6,6 +6,7 @@ import html
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from simpletuner.settings.showing.export import as_flags, format_command
 from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.files.atomic import remove, write_file
 from simpletuner.system.files.regular_files import read_file
-from simpletuner.training.images.clip_files import MP4, WEBP
+from simpletuner.training.images.clip_files import MP4, WEBP, round_folders
 from simpletuner.training.images.image_files import ImageInfo, read_info
 from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
 from simpletuner.training.publishing.usage import usage_code
@@ -76,19 +77,28 @@ def write_card(settings: Settings, family: ModelFamily, facts: RunFacts, pipelin
     if path.exists() and OURS not in read_file(path).decode("utf-8", "replace"):
         return
     variant = "ema" if pipeline.name.endswith("-ema") else "trained"
-    samples = copy_samples(settings.training.output_dir / "validation", folder / SAMPLES, variant)
-    write_file(path, render(settings, family, facts, pipeline, samples).encode())
+    last = last_images(settings.training.output_dir / "validation")
+    own = [image for image in last if image.name.startswith(f"{variant}-")]
+    samples = copy_samples(own[:MAX_SAMPLES], folder / SAMPLES)
+    # With ema_validation=ema_only the average alone is sampled: its prompt is better than none.
+    sampled = samples[0].info if samples else first_info(last)
+    write_file(path, render(settings, family, facts, pipeline, samples, sampled).encode())
 
 
 def render(
-    settings: Settings, family: ModelFamily, facts: RunFacts, pipeline: Path, samples: Sequence[CardSample]
+    settings: Settings,
+    family: ModelFamily,
+    facts: RunFacts,
+    pipeline: Path,
+    samples: Sequence[CardSample],
+    sampled: ImageInfo | None,
 ) -> str:
     from huggingface_hub import ModelCard
 
     base, lora = base_of(settings.model), settings.model.model_type == "lora"
     public = {each.name: public_value(each, settings.model) for each in facts.settings if each.name not in OF_A_MACHINE}
     command = format_command(["simpletuner", "train", *as_flags(public)]).strip()
-    code = usage_code(family, pipeline, samples[0].info if samples else None)
+    code = usage_code(family, pipeline, sampled)
     has_clips = any(each.clip for each in samples) or any("@" in name for name, _, _ in facts.buckets)
     card = ModelCard.from_template(
         front_matter(settings.model, samples, has_clips),
@@ -103,6 +113,7 @@ def render(
         noun="clip" if samples and samples[0].clip else "image",
         sampler=f"{family.pipeline_class.__name__} with {type(family.scheduler()).__name__}",
         code=code,
+        of_other=sampled is not None and not samples,
         numbers=table(measured_rows(settings.training.output_dir, facts)),
         rows=table((name, value) for name, value in facts.rows if name in ROWS),
         license=describe_license(license_of(hub_id(settings.model))),
@@ -161,14 +172,26 @@ def public_value(setting: ExplainedSetting, model: Model) -> Any:
     return Path(setting.value).name if isinstance(setting.value, str) and (is_path or is_folder) else setting.value
 
 
-def copy_samples(validation: Path, folder: Path, variant: str) -> list[CardSample]:
-    """Copy images of the last round that has any, and the clips that some are of."""
-    # By the length of names first: steps of more than six digits are not padded.
-    rounds = sorted(validation.glob(f"step-*/{variant}-*.png"), key=lambda path: (len(path.parent.name), path))
-    last = [path for path in rounds if path.parent == rounds[-1].parent][:MAX_SAMPLES]
+def last_images(validation: Path) -> list[Path]:
+    """Return the images of the last round, of the weights that train and of the average."""
+    for folder in reversed(round_folders(validation)):
+        if images := sorted(path for name in ("trained", "ema") for path in folder.glob(f"{name}-*.png")):
+            return images
+    return []
+
+
+def first_info(images: Iterable[Path]) -> ImageInfo | None:
+    for path in images:
+        with suppress(OSError):
+            return read_info(path)[1]
+    return None
+
+
+def copy_samples(images: Sequence[Path], folder: Path) -> list[CardSample]:
+    """Copy images, and the clips that some are of."""
     remove(folder)  # also a link
     copied: list[CardSample] = []
-    for number, path in enumerate(last):
+    for number, path in enumerate(images):
         try:
             _, info = read_info(path)
         except OSError:  # it is no image (any more)

@@ -25,7 +25,7 @@ from simpletuner.system.numbers import count_noun
 from simpletuner.training.auto.resolve import Resolved
 from simpletuner.training.metrics.loss_picture import CURVE
 from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
-from simpletuner.training.run_folder.output_dir import PAGE, single_file_of
+from simpletuner.training.run_folder.output_dir import PAGE, pipelines_of, single_file_of
 from simpletuner.training.run_folder.run_summary import Rows, describe_result
 from simpletuner.training.state import TrainingState
 
@@ -121,19 +121,32 @@ def describe_prompts(sampled: Sequence[SampledPrompt], plan: Plan) -> Rows:
     return [("prompts", f"captions of the images: {len(known)} of {len(prompts)}{named}")]
 
 
-def print_result(output: Path, prompts: Rows, exported: Path, report: Report) -> None:
-    """Print how the run went and where everything is."""
+def print_result(settings: Settings, prompts: Rows, report: Report) -> None:
+    """Print how the run went, where everything is, and what shows how the result is used."""
+    output = settings.training.output_dir
     numbers = describe_result(read_columns(output / METRICS)) if not report.quiet else []
     if not numbers:
         return
     grids = sorted((output / "validation").glob("grid-*.png"))
     checkpoints = list_checkpoints(output / "checkpoints")
+    exported = pipelines_of(settings)
+    shows_average = settings.ema.use_ema and settings.validation.ema_validation == "ema_only"
+    if shows_average:  # first what the images show
+        exported.reverse()
     places = [
         ("checkpoint", checkpoints[0] if checkpoints else "-"),
-        ("images", grids[-1] if grids else "none: give --validation_prompt"),
+        ("images" + " of the EMA" * shows_average, grids[-1] if grids else "none: give --validation_prompt"),
         ("report", output / PAGE),
         ("loss curve", output / CURVE),
-        ("pipeline" if exported.name == "pipeline" else "LoRA", exported),
-        *([("one file", single_file)] if (single_file := single_file_of(exported)).is_file() else []),
+        *[row for path in exported for row in describe_export(settings, path)],
+        ("to use it", f"{exported[0] / 'README.md'} has the code"),
     ]
     report.table("finished", [*numbers, *prompts, *places])
+
+
+def describe_export(settings: Settings, folder: Path) -> Rows:
+    """Return where an exported folder is, and the same as one file if there is one."""
+    average = ", EMA" * folder.name.endswith("-ema")
+    rows: Rows = [(("LoRA" if settings.model.model_type == "lora" else "pipeline") + average, folder)]
+    single_file = single_file_of(folder)
+    return [*rows, (f"one file{average}", single_file)] if single_file.is_file() else rows

@@ -19,7 +19,7 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.preparation.prepare import Prepared
 from simpletuner.session import Session
 from simpletuner.training.ema import EMA, evaluated_variants, weights_of
-from simpletuner.training.images.clip_files import copy_samples, grid_file, round_folder, round_folders, write_sample
+from simpletuner.training.images.clip_files import copy_round, grid_file, round_folder, round_folders, write_sample
 from simpletuner.training.images.image_files import REFERENCE, ImageInfo, write_image, write_png
 from simpletuner.training.images.image_grid import Cell, grid
 from simpletuner.training.metrics.metrics import Metrics
@@ -101,7 +101,7 @@ class Validator:
             self._path(round_folder(self.folder, step), BASE, each): self._info(each, BASE, step)
             for each in self.images
         }
-        return "1" if any(copy_samples(wanted, each) for each in round_folders(self.folder)) else ""
+        return "1" if any(copy_round(wanted, each) for each in round_folders(self.folder)) else ""
 
     def _info(self, planned: PlannedImage, variant: str, step: int) -> ImageInfo:
         info = planned.info(variant, step)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from simpletuner.training.images.clip_files import MP4, WEBP, copy_samples, round_folder, round_folders
+from simpletuner.training.images.clip_files import MP4, WEBP, copy_round, round_folder, round_folders
 from simpletuner.training.images.image_files import ImageInfo, read_info, read_rgb, write_image
 
 ENCODE = """
@@ -55,11 +55,11 @@ def test_a_round_is_copied_from_an_earlier_one_that_was_made_from_the_same(tmp_p
         write_image(first / name, Image.new("RGB", (8, 8), "red"), info)
     (first / "base-01.mp4").write_bytes(b"film")
     wanted = {other / "base-00.png": replace(about, step=7), other / "base-01.png": replace(clip, step=7)}
-    assert not copy_samples(wanted, first), "the WebP is missing"
+    assert not copy_round(wanted, first), "the WebP is missing"
     (first / "base-01.webp").write_bytes(b"moving")
-    assert not copy_samples({path: replace(info, made_from="") for path, info in wanted.items()}, first)
-    assert not copy_samples({path: replace(info, made_from="changed") for path, info in wanted.items()}, first)
-    assert copy_samples(wanted, first) and copy_samples(wanted, other)
+    assert not copy_round({path: replace(info, made_from="") for path, info in wanted.items()}, first)
+    assert not copy_round({path: replace(info, made_from="changed") for path, info in wanted.items()}, first)
+    assert copy_round(wanted, first) and copy_round(wanted, other)
     for path, info in wanted.items():
         assert read_info(path)[1] == info and read_rgb(path).getpixel((0, 0)) == (255, 0, 0)
     assert [(other / f"base-01{suffix}").read_bytes() for suffix in (MP4, WEBP)] == [b"film", b"moving"]
@@ -68,4 +68,4 @@ def test_a_round_is_copied_from_an_earlier_one_that_was_made_from_the_same(tmp_p
     assert round_folders(tmp_path) == [first, other]
     for damaged in (b"", (first / "base-00.png").read_bytes()[:60]):
         Path(first / "base-00.png").write_bytes(damaged)
-        assert not copy_samples(wanted, first)
+        assert not copy_round(wanted, first)
