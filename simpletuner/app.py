@@ -128,12 +128,23 @@ def run(program: str, arguments: Sequence[str]) -> None:
         if text.startswith("Usage:"):  # a group without a command: its help
             typer.echo(text, err=True)
             raise SystemExit(int(ExitCode.USAGE)) from None
-        raise SettingsError(
-            text[0].lower() + " ".join(text[1:].rstrip(".").split()), "`--help` after any command explains it"
-        ) from None
+        said = text[0].lower() + " ".join(text[1:].rstrip(".").split())
+        raise SettingsError(*with_hint(said, program, arguments)) from None
     if code == ExitCode.INTERRUPTED:  # Typer has caught it, and says nothing
         raise KeyboardInterrupt
     raise SystemExit(code or int(ExitCode.OK))
+
+
+def with_hint(said: str, program: str, arguments: Sequence[str]) -> tuple[str, str]:
+    """Return what Typer says and the next step: the group that has the command, or the place of options."""
+    root = get_command(build_app()) if program == "simpletuner" and arguments else None
+    if isinstance(root, TyperGroup) and arguments[0] not in root.commands:
+        groups = [each for each in root.commands.values() if isinstance(each, TyperGroup)]
+        if having := [f"`simpletuner {each.name} {arguments[0]}`" for each in groups if arguments[0] in each.commands]:
+            return said.partition(". Did you")[0], f"there is {', '.join(having)}"
+        if arguments[0].startswith("-") and (named := next((each for each in arguments if each in root.commands), "")):
+            return said, f"options come after the command: `simpletuner {named} {arguments[0]} ...`"
+    return said, "`--help` after any command explains it"
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -> None:

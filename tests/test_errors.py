@@ -21,7 +21,9 @@ import torch
 from diffusers import AutoencoderKL
 from safetensors import safe_open
 from simpletuner.errors import explain_system_errors, EnvironmentNotReady
+from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.models.folder.malformed import opening
+from simpletuner.parallel.world import joined_world
 
 def decode(): bytearray(1 << 40)
 def tensor(): torch.empty(1 << 40)
@@ -29,11 +31,14 @@ def mapping(): safe_open(weights, framework="pt")
 def library(): AutoencoderKL.from_pretrained(weights.parent)
 def reading():
     with opening(weights): decode()
+def checkpoint():
+    with joined_world({}, use_cpu=True):
+        read_tensors([weights], {"decoder.conv_in.bias": torch.empty(32)}, "a checkpoint")
 
 weights = Path(sys.argv[1])
 taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (256 << 20),) * 2)
-for call in (decode, tensor, mapping, library, reading):
+for call in (decode, tensor, mapping, library, reading, checkpoint):
     try:
         with explain_system_errors():
             call()
@@ -72,7 +77,8 @@ def test_a_limit_of_memory_is_called_memory_whatever_a_library_calls_it(tmp_path
         file.truncate(8 + len(grown) + data + size)
     done = subprocess.run([sys.executable, "-c", LIMITED, str(weights)], capture_output=True, text=True, timeout=300)
     lines = done.stdout.splitlines()
-    assert [line.partition(" ")[0] for line in lines] == ["decode", "tensor", "mapping", "library", "reading"], done
+    calls = ["decode", "tensor", "mapping", "library", "reading", "checkpoint"]
+    assert [line.partition(" ")[0] for line in lines] == calls, done
     assert all("out of memory" in line and "ulimit -v" in line for line in lines), done.stdout
 
 

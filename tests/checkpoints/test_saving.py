@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_one_rank_reads_without_collectives(run_on, tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_saved_leaves_nothing_and_says_why(tmp_path):
-    def fails() -> None:
+    def fails(failure: Exception) -> None:
         raise failure
 
     hidden = tmp_path / ".checkpoint"
@@ -103,5 +104,5 @@ def test_a_checkpoint_that_cannot_be_saved_leaves_nothing_and_says_why(tmp_path)
         hidden.mkdir()
         (hidden / "shard").write_bytes(b"1")
         with pytest.raises(EnvironmentNotReady, match=f"cannot save to .*{said}") as caught:
-            run_on_all_ranks(world, hidden, fails)
+            run_on_all_ranks(world, hidden, partial(fails, failure))
         assert hint in caught.value.hint and list(tmp_path.iterdir()) == []

@@ -41,6 +41,9 @@ def file(name: str, text: str | bytes, command: str = f"train {ENOUGH} --config=
 CASES: tuple[Case, ...] = (
     Case("trian"),
     Case("config exprot"),
+    Case("check"),
+    Case("--config run.toml train"),
+    Case("train run.toml", {"run.toml": "model_family = 'sdxl'\n"}),
     Case("config export --to=ini"),
     Case("config export"),
     Case("config init"),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from simpletuner.data.config.foreign.original_datasets import ImportedDatasets
-from simpletuner.errors import Mistake, SettingsError, collect_error
+from simpletuner.errors import Mistake, SettingsError, SimpleTunerError, collect_error
 from simpletuner.report import Report
 from simpletuner.run_log import CONTROLS
 from simpletuner.settings.declared.errors import shown_value
@@ -17,6 +17,7 @@ from simpletuner.settings.importing.toml import write_toml
 from simpletuner.settings.resolving.loading import Loaded
 from simpletuner.system.files.atomic import refuse_overwriting, save
 from simpletuner.system.numbers import count_noun
+from simpletuner.tools.run_check import check_run
 
 DATASETS = "data_backend_config"
 PARTIAL = "--partial writes what is left, with these as comments; what is trained then is not what the file asks for"
@@ -75,7 +76,13 @@ def write_run(
         names = " and ".join(map(str, written))
         verb = "are" if len(written) > 1 else "is"
         starts = "starts what is left of the run" if lost_of(original.left_out) else "starts the run"
-        Report().say(f"{names} {verb} written: `simpletuner train --config={output}` {starts}")
+        command = f"`simpletuner train --config={output}`"
+        try:
+            check_run(loaded)
+        except SimpleTunerError as error:  # as `config validate` would, such as of a tracker that is not installed
+            Report().warn(f"{names} {verb} written, but {command} is refused: {error.message}", error.hint)
+        else:
+            Report().say(f"{names} {verb} written: {command} {starts}")
 
 
 def write_datasets(file: Path, datasets: ImportedDatasets, output: Path | None, partial: bool) -> None:

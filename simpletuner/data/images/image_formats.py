@@ -12,8 +12,8 @@ BY_PLUGIN = frozenset({".heic", ".heif"})
 # As Pillow names its plugins; that of JPEG opens MPO, too.
 PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "BMP", "GIF")
 PLUGIN_FORMAT = "HEIF"
-READ = "JPEG, PNG, WebP, AVIF, TIFF, BMP, GIF, and HEIC with pillow-heif"
 INSTALL = install_command("heif")
+READ = f"JPEG, PNG, WebP, AVIF, TIFF, BMP, GIF, and HEIC after `{INSTALL}`"
 
 OTHER_SUFFIXES = frozenset(
     {".jp2", ".jxl", ".psd", ".exr", ".hdr", ".svg", ".tga", ".ppm", ".pgm", ".ico"}

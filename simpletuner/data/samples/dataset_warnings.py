@@ -117,8 +117,8 @@ def warn_enlarged(samples: Samples) -> Iterator[str]:
     if affected := Affected.of(samples, enlargements, MIN_ENLARGEMENT):
         geometry = affected.worst.geometry
         yield (
-            f"{count_noun(affected.count, 'image')} of {len(samples):,} enlarged, up to {affected.degree:.1f} times: "
-            f"{affected.worst.id} from {geometry.original} to {geometry.resized} px; "
+            f"{count_noun(affected.count, 'image')} of {len(samples):,} enlarged more than {MIN_ENLARGEMENT:g} times, "
+            f"up to {affected.degree:.1f}: {affected.worst.id} from {geometry.original} to {geometry.resized} px; "
             "minimum_image_size leaves small ones out"
         )
 

@@ -47,6 +47,7 @@ PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
 SHOWN = 3
 """Largest number of the original's names that are listed."""
 NO_ORIGIN = Origin("default", None)
+CONFIG_FILE = "a config file is named by --config="
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     apply_global_batch_size(merged)
     apply_output_address(merged)
     mistakes, origins = merged.mistakes, merged.origins
+    # What is missing stands in the config file that was meant.
+    complete = complete and not any(each.hint.startswith(CONFIG_FILE) for each in mistakes)
     settings, invalid = validate(merged.values, origins, mistakes)
     if complete and RANKS not in merged.origins:
         mistakes += [missing_ranks(source.needs_ranks) for source in sources if source.needs_ranks]
@@ -199,7 +202,7 @@ def flag_for(word: str) -> str:
         return f"the folder of a run is named by --output_dir={word}"
     if path.is_dir():
         return f"a folder of images is named by --instance_data_dir={word}"
-    return f"a config file is named by --config={word}" if path.is_file() else "values are written as --name=value"
+    return f"{CONFIG_FILE}{word}" if path.is_file() else "values are written as --name=value"
 
 
 def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:

@@ -9,6 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from simpletuner.settings import Settings, load
 from simpletuner.settings.declared.sections import Data
 from simpletuner.settings.foreign.original.families import UNTRAINED
 from simpletuner.settings.importing.translation import PRECISIONS
+from simpletuner.settings.values.trackers import TRACKERS
 
 CONFIG = Path(__file__).with_name("original_config.json")
 IMAGES = {"id": "pictures", "type": "local", "instance_data_dir": "pictures"}
@@ -219,6 +221,15 @@ CARRIED: dict[str, tuple[dict[str, Any], Check, tuple[Any, ...]]] = {
     "auraflow tokens": ({"model_family": "auraflow"}, data, ("nearest", 64, 120)),
     "pony": ({"model_family": "auraflow", "model_flavour": "pony"}, data, ("nearest", 64, 768)),
 }
+
+
+def test_a_file_that_cannot_start_yet_is_written_with_what_it_needs(imported):
+    missing = next(name for name in TRACKERS if find_spec(name) is None)
+    code, err = imported({**PLAIN, "report_to": missing}, [IMAGES])
+    assert code == 0 and Path("run.toml").exists() and "starts the run" not in err
+    said = " ".join(err.split())
+    assert f"`simpletuner train --config=run.toml` is refused: report_to={missing} needs a package" in said
+    assert TRACKERS[missing] in said
 
 
 @pytest.mark.parametrize("case", CARRIED)

@@ -35,7 +35,7 @@ def test_formats_that_are_not_read_are_counted_by_suffix(tmp_path):
     such = f"such as {tmp_path}/x.psd"
     assert line == (
         f"3 files not read: 2 .psd, 1 .jxl, {such}; what is read is JPEG, PNG, WebP, AVIF, TIFF, BMP, GIF, "
-        "and HEIC with pillow-heif"
+        "and HEIC after `pip install 'pillow-heif>=1.3'`"
     )
 
 
@@ -45,7 +45,7 @@ def test_enlarged_pictures_are_counted_with_the_worst(tmp_path):
     add(tmp_path, "c.png", (1, 1))
     (line,) = said(tmp_path)
     assert line == (
-        "2 images of 3 enlarged, up to 64.0 times: d/c.png from 1x1 to 64x64 px; "
+        "2 images of 3 enlarged more than 1.1 times, up to 64.0: d/c.png from 1x1 to 64x64 px; "
         "minimum_image_size leaves small ones out"
     )
 
