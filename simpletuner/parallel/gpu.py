@@ -25,7 +25,8 @@ SECONDS = 20.0
 def describe_device(device: torch.device) -> str:
     """Return the GPU, its driver's and torch's CUDA, and the attention kernel that torch chooses there."""
     if device.type != "cuda":
-        return f"{device.type}, {count_noun(torch.get_num_threads(), 'thread')}, attention: {attention_kernel(device)}"
+        name = device.type + " (no GPU found)" * (not torch.cuda.is_available())
+        return f"{name}, {count_noun(torch.get_num_threads(), 'thread')}, attention: {attention_kernel(device)}"
     gpu = torch.cuda.get_device_properties(device)
     cudnn, nccl = torch.backends.cudnn.version(), ".".join(map(str, nccl_version()))
     return (

@@ -19,7 +19,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import NoisedLatents, Objective, per_sample, sample_losses
 from simpletuner.parallel.engine import Engine
 from simpletuner.report import Report
-from simpletuner.status_line import Progress
+from simpletuner.status_line import Progress, format_seconds
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.checkpointer import Checkpointer
@@ -28,6 +28,9 @@ from simpletuner.training.metrics.eta import SAVING, Durations, Pace
 from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.profiling import StepProfiler
 from simpletuner.training.step_logger import TRAINING, StepLogger, StepOutput, StopVote
+
+# Of a run on a CPU, which is then seldom meant.
+LONG_SECONDS = 3600.0
 
 
 class EvaluationStopped(Exception):
@@ -102,12 +105,16 @@ class Trainer:
         traced = self.profiler.opened() if self.profiler is not None else nullcontext()
         with self.logger.progress(self.report, self.pace, self.step), traced, closing(self.checkpointer):
             self.evaluate_before()
+            first = self.step + 1
             while self.step < self.max_steps:
                 if self.profiler is not None:
                     self.profiler.begin(self.step + 1)
                 batch, data_seconds = self.next_batch()
+                began = time.perf_counter()
                 output = self.train_step(batch)
                 self.step += 1
+                if self.step == first and self.device.type == "cpu":
+                    self.warn_of_cpu(time.perf_counter() - began)
                 if self.ema is not None:
                     self.ema.update(self.step)
                 self.logger.log(self.step, output, batch, data_seconds)  # reads the numbers of the step before
@@ -131,6 +138,15 @@ class Trainer:
         if self.stop_vote.passed:
             raise self.stop.stopped(f"at step {self.step}; nothing is lost")
         self.logger.restart_clock()
+
+    def warn_of_cpu(self, seconds: float) -> None:
+        """Warn, by the first step, of a run that takes long because it is on the CPU, where no kernel is queued."""
+        if (left := (self.max_steps - self.step) * seconds) > LONG_SECONDS:
+            self.report.warn(
+                f"this run is on the CPU: its first step took {format_seconds(seconds)}, so the rest takes about "
+                f"{format_seconds(left)}",
+                "see `nvidia-smi`, and the settings use_cpu and gpu_ids; Ctrl-C saves and stops",
+            )
 
     def next_batch(self) -> tuple[StepBatch, float]:
         """Return this rank's micro-batches, which a thread prepares, and how long the wait for them was in seconds."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -181,6 +182,15 @@ def test_checkpoints_are_due_by_step_and_at_the_end_and_validation_follows_them(
     ]
     assert [row["step"] for row in rows_in(tmp_path)] == [1, 2, 3]
     assert [row["learning_rate"] for row in rows_in(tmp_path)] == [1.0, 0.75, 0.5]
+
+
+def test_a_run_on_a_cpu_that_will_take_hours_is_warned_of_by_its_first_step(build, capsys):
+    for steps in (3, 1_000_000_000):
+        with suppress(StopIteration):  # there are no more batches
+            build(batches=itertools.islice(batches_of([1.0], 1, 0), 3), max_steps=steps, report=Report()).train()
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("this run is on the CPU: its first step took" in said) == (steps > 3), said
+    assert said.count("warning") == 1 and re.search(r"so the rest takes about \d+ days?, ", said)
 
 
 def test_without_an_interval_validation_comes_before_the_first_step_and_after_the_last(build):
