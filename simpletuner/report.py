@@ -16,19 +16,42 @@ from simpletuner.run_log import LOGGER, escape_controls
 from simpletuner.status_line import Erase, Progress, StatusLine, is_animated
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from simpletuner.errors import SimpleTunerError
 
 
 UNFOLDED = 10_000
-"""Width of tables when stdout is not a terminal: cells are not wrapped, so that scripts can parse them."""
+"""Width of tables where there is no terminal: cells are not wrapped, so that scripts can parse them."""
 
 
 def printable(text: str) -> str:
     """Make text safe for terminals and logs: mask credentials, escape control characters, indent all but one line."""
     # the indent keeps a file name with a newline from faking a line that begins with `error:`
     return re.sub(r"\n(?=[^\n])(?!  )", "\n  ", escape_controls(mask_credentials(text)))
+
+
+def wrapped(text: str, console: Console) -> str:
+    """Break lines between words at the width of a terminal, which would break them anywhere; commands stay whole."""
+    if not is_animated(console):
+        return text
+    return "\n".join(wrapped_line(line, console.width) for line in text.split("\n"))
+
+
+def wrapped_line(line: str, width: int) -> str:
+    """Continue below the second column of a line that has two, else with an indent, as no other message begins."""
+    from rich.cells import cell_len
+
+    columns = re.match(r"\s*\S+(?: \S+)*\s{2,}", line)
+    indent = " " * (cell_len(columns[0]) if columns and 2 * len(columns[0]) < width else 2)
+    rows = [""]
+    for gap, word in re.findall(r"(\s*)(`[^`]*`\S*|\S+)", line):
+        if rows[-1].strip() and cell_len(rows[-1] + gap + word) > width:
+            rows.append(indent + word)
+        else:
+            rows[-1] += gap + word
+    return "\n".join(rows)
 
 
 class Report:
@@ -40,9 +63,10 @@ class Report:
         self.quiet = quiet
         # Without `emoji=False` rich would print the folder `run:key:1` as `run🔑1`.
         self.talk = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-        # rich would fold tables at 80 columns where there is no terminal.
-        width = None if sys.stdout.isatty() else UNFOLDED
-        self.data = Console(highlight=False, soft_wrap=True, emoji=False, width=width)
+        self.data = Console(highlight=False, soft_wrap=True, emoji=False)
+        for console in (self.talk, self.data):
+            if not console.is_terminal:  # where rich would fold tables at 80 columns, also within paths
+                console.width = UNFOLDED
         self.status = StatusLine(self.talk, self.say, LOGGER.info, quiet)
 
     def say(self, text: str, style: str = "") -> None:
@@ -52,7 +76,7 @@ class Report:
 
     def _print(self, text: str, style: str) -> None:
         LOGGER.info(text)
-        self.talk.print(*self._erase(), text, style=style, markup=False)
+        self.talk.print(*self._erase(), wrapped(text, self.talk), style=style, markup=False)
 
     def _erase(self) -> list[Erase]:
         """Return the control codes that remove a status line, of this process or of another one, before other
@@ -138,7 +162,7 @@ class Report:
 
     def line(self, text: str, style: str = "") -> None:
         """Print a line to stdout."""
-        self.data.print(printable(text), style=style, markup=False)
+        self.data.print(wrapped(printable(text), self.data), style=style, markup=False)
 
     def progress(
         self, title: str, total: int, done: int = 0, left: Callable[[int], float | None] | None = None

@@ -17,7 +17,7 @@ from simpletuner import status_line
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.errors import SimpleTunerError
 from simpletuner.preparation.prepare import report_left_out
-from simpletuner.report import Report, printable
+from simpletuner.report import Report, printable, wrapped_line
 from simpletuner.run_log import start_run_log, stop_run_log
 from simpletuner.status_line import fitting
 from simpletuner.training.metrics.eta import EXPORTING, WRITING, Durations, Pace
@@ -66,6 +66,33 @@ def test_every_way_to_print_escapes(tell, capsys):
     assert "x\\x1b[2J\\x07\\x9b1m\\u202ey\\r" in said
     assert not set("\x1b\x07\x9b\u202e\r") & set(said)
     assert not [line for line in said.splitlines() if line.startswith("error: forged")]
+
+
+@pytest.mark.parametrize(
+    ("line", "rows"),
+    [
+        ("short", ["short"]),
+        ("warning: seven words of a line in 24", ["warning: seven words of", "  a line in 24"]),
+        (
+            "hint: run `simpletuner config init --x=1`, then",
+            ["hint: run", "  `simpletuner config init --x=1`,", "  then"],
+        ),
+        ("name   columns of a text go on", ["name   columns of a text", "       go on"]),
+        ("  an/unbroken/path/that/is/longer here", ["  an/unbroken/path/that/is/longer", "  here"]),
+        ("全角文字は二列 を 取るので折り", ["全角文字は二列 を", "  取るので折り"]),
+        ("", [""]),
+    ],
+)
+def test_lines_break_between_words_and_never_within_a_command(line, rows):
+    assert wrapped_line(line, 24).split("\n") == rows
+
+
+def test_nothing_is_folded_where_there_is_no_terminal(capsys):
+    path = "/".join(["folder"] * 40)
+    for tell in WAYS:
+        tell(Report(), path)
+        said = "".join(capsys.readouterr())
+        assert path in said, "scripts and logs find a path in one piece"
 
 
 def test_json_is_what_it_was(capsys):

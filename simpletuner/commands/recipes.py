@@ -63,7 +63,7 @@ def print_recipe(report: Report, recipe: Recipe, as_json: bool) -> None:
     if recipe.memory_gib:
         report.line(f"memory: {recipe.memory_gib:.1f} GiB of one GPU, as `simpletuner plan` counts it")
     for title, text in (("data", recipe.data), ("expect (advice, not measured)", recipe.expect)):
-        for line in textwrap.wrap(f"{title}: {text}", WIDTH, break_on_hyphens=False):
+        for line in textwrap.wrap(f"{title}: {text}", min(WIDTH, report.data.width), break_on_hyphens=False):
             report.line(line)
     chosen = {**recipe.settings, **{f"datasets: {key}": each for key, each in recipe.dataset_values.items()}}
     rows = [
