@@ -35,7 +35,7 @@ def test_formats_that_are_not_read_are_counted_by_suffix(tmp_path):
     such = f"such as {tmp_path}/x.psd"
     assert line == (
         f"3 files not read: 2 .psd, 1 .jxl, {such}; what is read is JPEG, PNG, WebP, AVIF, TIFF, BMP, GIF, "
-        "and HEIC after `pip install 'pillow-heif>=1.3'`"
+        "and HEIC after `pip install 'pillow-heif>=1.6'`"
     )
 
 
