@@ -23,6 +23,8 @@ MOST_KEPT = 1000
 LOG = "log.txt"
 CONSOLE = "console.txt"
 """Output of the run that has the folder, where a page has started it."""
+STARTED = "started: "
+"""Beginning of the first entry of a start: what is above is of earlier ones."""
 START_CONSOLE = "console.start.txt"
 """Output of a start from a page until it has the folder: a mistake in its settings is nowhere else."""
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -50,14 +52,21 @@ class RunLog(logging.Handler):
         self.kept: list[logging.LogRecord] = []
         self.setFormatter(logging.Formatter("%(message)s"))
 
-    def write_to(self, path: Path, create: bool) -> None:
-        """Write to a file from now on. Raises OSError where that cannot be; without `create`, only where it exists."""
+    def write_to(self, path: Path, create: bool, heading: str) -> None:
+        """Write to a file from now on, first a heading, if there is one, above what was kept.
+
+        Raises OSError where that cannot be; without `create`, only where the file exists.
+        """
         self.path, self.flags = path, APPEND if create else APPEND & ~os.O_CREAT
         if create:
             descriptor = os.open(path, self.flags, 0o666)
             self.begun = os.fstat(descriptor).st_size
             os.close(descriptor)
         kept, self.kept = self.kept, []
+        if heading:
+            first = LOGGER.makeRecord(LOGGER.name, logging.INFO, "", 0, heading, (), None)
+            first.created = min([first.created, *(record.created for record in kept)])
+            kept.insert(0, first)
         for record in kept:
             self.emit(record)
 
@@ -101,10 +110,10 @@ def start_run_log(source: str) -> None:
     logging.captureWarnings(True)
 
 
-def write_log_to(path: Path, create: bool) -> None:
-    """Write what was logged so far, and what will be, to a file. Raises OSError."""
+def write_log_to(path: Path, create: bool, heading: str = "") -> None:
+    """Write what was logged so far, below a heading, and what will be, to a file. Raises OSError."""
     for log in logs_of(LOGGER):
-        log.write_to(path, create)
+        log.write_to(path, create, heading)
 
 
 def withdraw_log() -> None:

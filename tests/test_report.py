@@ -189,6 +189,20 @@ def test_time_left_counts_what_runs_between_the_steps_and_after_the_last(tmp_pat
         assert status_line.format_seconds(seconds) == "a long time"
 
 
+def test_what_was_said_before_the_folder_was_known_is_below_the_start_that_said_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["simpletuner", "train"])
+    (tmp_path / "log.txt").write_text("2026-01-01 10:00:00 error: of an earlier start\n")
+    start_run_log("")
+    try:
+        Report().warn("of its settings")
+        open_log(tmp_path, create=True)
+        Report().say("training")
+    finally:
+        stop_run_log()
+    lines = [line[20:].partition(" (")[0] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert lines == ["error: of an earlier start", "started: simpletuner train", "warning: of its settings", "training"]
+
+
 def test_no_control_character_reaches_a_log(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["simpletuner", "train", "--validation_prompt=a\x1b[2J\u202eb\nerror: c"])
     start_run_log("")

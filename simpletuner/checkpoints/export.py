@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from torch.distributed.tensor import DTensor
 
-from simpletuner.checkpoints.layout import file_sizes
+from simpletuner.checkpoints.layout import FINISHED, file_sizes
 from simpletuner.checkpoints.saving import make_empty_folder, run_on_all_ranks, run_on_first_rank, write_group
 from simpletuner.checkpoints.shards import plan_group
 from simpletuner.checkpoints.verification import compute_checksums
@@ -34,9 +34,6 @@ from simpletuner.system.files.checksums import is_intact, with_checksum
 from simpletuner.system.files.promises import rename_over
 from simpletuner.system.files.regular_files import read_file
 
-# In an exported pipeline: after how many steps it was written, with size and checksum of every file; written
-# last.
-FINISHED = "simpletuner.json"
 SCHEDULER = "scheduler/scheduler_config.json"
 """Written from the family's config, which holds the run's prediction type; all other components are copied."""
 

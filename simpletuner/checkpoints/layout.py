@@ -38,6 +38,12 @@ from simpletuner.system.files.regular_files import read_file
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
 SET_ASIDE = "set-aside"
+PAGE = "report.html"
+EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
+"""Folders beside `checkpoints` to which a run exports, by model_type; of the average with `-ema`, of a checkpoint with
+its step."""
+# In an exported folder: after how many steps it was written, with size and checksum of every file; written last.
+FINISHED = "simpletuner.json"
 
 
 Count = Annotated[int, Field(ge=0)]

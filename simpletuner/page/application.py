@@ -27,6 +27,7 @@ from simpletuner.page.guard import HEADERS, Guard, Secrets
 from simpletuner.page.queue.waiting import RunQueue
 from simpletuner.page.rendering import HERE, editor_address, folders_of, render, respond_error
 from simpletuner.page.runs import routes as runs
+from simpletuner.page.runs.exporting import Exporting
 from simpletuner.page.runs.fragments import KeptRows
 from simpletuner.page.runs.listing import RunList
 from simpletuner.page.runs.processes import Processes
@@ -62,6 +63,7 @@ def build_application(
     application.state.decoding = threading.BoundedSemaphore(2)
     application.state.watched, application.state.rows = Watched(), KeptRows()
     application.state.planning = Planning()
+    application.state.exporting = Exporting(application.state.detecting)
     application.state.processes = processes = Processes()
     application.state.runs = runs_in_folders = RunList(folders, processes)
     application.state.queue = RunQueue(folders, processes, runs_in_folders, application.state.saving)
@@ -77,6 +79,7 @@ async def lifespan(application: Starlette) -> AsyncIterator[None]:
     yield
     application.state.queue.stop()
     application.state.planning.stop()
+    application.state.exporting.stop()
 
 
 def first_page(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
@@ -18,9 +19,11 @@ from starlette.responses import HTMLResponse
 from simpletuner import __version__
 from simpletuner.errors import SimpleTunerError
 from simpletuner.page.folders import Folders
+from simpletuner.settings.declared.sections import setting_fields
 from simpletuner.system.numbers import count_noun, format_count, format_gib
 
 HERE = Path(__file__).parent
+FLAG = re.compile(r"(?<![\w-])--([a-z]\w+)", re.ASCII)
 
 NAVIGATION = (
     ("Configuration", "/configurations"),
@@ -49,16 +52,23 @@ def environment() -> Environment:
 
 
 def as_code(text: str) -> Markup:
-    """Show text between backticks, as in messages, as code."""
-    parts = [escape(part) for part in text.split("`")]
+    """Show text between backticks, as in messages, as code; elsewhere a setting has its name, and no flag."""
+    parts = text.split("`")
     if len(parts) % 2 == 0:  # one has no partner
         return escape(text)
+    # A command needs its flags.
+    named = [part if n % 2 or "simpletuner " in part else FLAG.sub(as_name, part) for n, part in enumerate(parts)]
+    parts = [escape(part) for part in named]
     return Markup().join(Markup("<code>{}</code>").format(part) if n % 2 else part for n, part in enumerate(parts))
 
 
-def as_path(text: str) -> Markup:
+def as_name(flag: re.Match[str]) -> str:
+    return flag[1] if flag[1] in setting_fields() else flag[0]
+
+
+def as_path(text: str, separator: str = "/") -> Markup:
     """Let a path be broken after its slashes, so that a phone does not break it within a name."""
-    return Markup("/<wbr>").join(text.split("/"))
+    return Markup("{}<wbr>").format(separator).join(text.split(separator))
 
 
 def as_time(seconds: float) -> Markup:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.checkpoints.export import check_export, check_targets, export_lora, export_pipeline
-from simpletuner.checkpoints.layout import Checkpoint, list_checkpoints, load_checkpoint
+from simpletuner.checkpoints.layout import EXPORTS, Checkpoint, list_checkpoints, load_checkpoint
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.checkpoints.verification import Verification
 from simpletuner.errors import SettingsError
@@ -20,7 +20,6 @@ from simpletuner.parallel.world import joined_world
 from simpletuner.report import Report
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.recorded_settings import recorded_settings
-from simpletuner.training.run_folder.output_dir import EXPORTS
 from simpletuner.training.run_folder.resuming import check_fits
 
 

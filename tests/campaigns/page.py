@@ -60,7 +60,14 @@ GET = (
         "/export/download",
     ),
     *("/preferences", "/runs", "/blocks", "/deepspeed", "/static/style.css", "/static/../guard.py", "/nowhere"),
-    *("/runs/rows", "/runs/watch", "/runs/watch/news", "/runs/image", "/runs/checkpoints/compare"),
+    *(
+        "/runs/rows",
+        "/runs/watch",
+        "/runs/watch/news",
+        "/runs/image",
+        "/runs/checkpoints/compare",
+        "/runs/results/download",
+    ),
     *("//evil.example/x", "/%5Cevil.example"),
     *("/datasets", "/datasets/picture", "/datasets/caption", "/datasets/progress"),
 )

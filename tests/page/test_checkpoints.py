@@ -73,7 +73,13 @@ def test_going_on_from_a_checkpoint_comparing_two_and_deleting_one(page: Page, s
     expect(page.get_by_role("button", name=re.compile("Start .* again"))).to_be_visible()
 
     page.get_by_role("button", name="Export checkpoint-000006").click()
-    page.locator("#toasts .done", has_text="checkpoint-000006 is written to out/pipeline-000006").wait_for()
+    exports = page.locator("#live-results")
+    expect(exports.locator(".notice.done")).to_contain_text("checkpoint-000006 is exported")
+    expect(exports.get_by_role("row", name="out/pipeline-000006")).to_contain_text("step 6")
+    page.get_by_role("button", name="Export checkpoint-000006").click()
+    expect(exports.get_by_role("progressbar")).to_be_visible()
+    assert asked[-1] == "checkpoint-000006 is exported already: write it again, in its place?"
+    expect(exports.get_by_role("progressbar")).to_have_count(0)
     assert (folder / "out" / "pipeline-000006" / "simpletuner.json").is_file()
 
     # One that lacks bytes cannot be gone on from.

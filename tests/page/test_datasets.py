@@ -208,6 +208,23 @@ def test_from_headers_to_duplicates_filters_and_a_caption(page: Page, server: Pa
     expect(page.locator("#edits li")).to_have_count(3)
     assert text.read_text() == "mine\n"
 
+    # What the check has said of a caption goes with the edit, and comes back with an undo; also after a reload.
+    page.goto(f"{server.origin}/datasets?file=run.toml&q=bare.png")
+    badges, stale = page.locator(".cell .badge", has_text="caption"), page.locator("#stale .notice")
+    expect(badges).to_have_text(["caption missing"])
+    expect(stale).to_contain_text("1 caption edited since the check")
+    page.locator("button.caption").click()
+    page.get_by_label("Caption of bare.png").fill("a bare one")
+    settled(page)
+    page.get_by_role("button", name="Save").click()
+    expect(badges).to_have_text(["caption edited"])
+    expect(stale).to_contain_text("2 captions edited since the check")
+    page.reload()
+    expect(badges).to_have_text(["caption edited"])
+    page.get_by_role("button", name="Undo the edit of bare.png").click()
+    expect(badges).to_have_text(["caption missing"])
+    expect(stale).to_contain_text("1 caption edited")
+
     page.get_by_role("link", name="named").click()
     expect(page.get_by_text("they are the names of the files")).to_be_visible()
     expect(page.locator("p.caption")).to_have_text(["a red shape"])

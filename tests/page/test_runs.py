@@ -310,7 +310,8 @@ def test_a_poll_brings_only_what_has_changed(server: PageServer, folder: Path):
     output = folder / "out" / "polled"
     write_run(output)
     parts = dict(re.findall(r'name="(seen-\w+)" value="([^"]+)"', server.get("/runs/watch", run="out/polled").text))
-    assert {*parts} == {f"seen-{name}" for name in ("status", "curves", "images", "checkpoints", "messages")}
+    names = ("status", "curves", "images", "checkpoints", "results", "messages")
+    assert {*parts} == {f"seen-{name}" for name in names}
     assert server.get("/runs/watch/news", run="out/polled", **parts).code == 204
     with (output / METRICS).open("a") as file:
         file.write('{"step": 401, "loss": 0.25}\n')

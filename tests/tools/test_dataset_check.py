@@ -192,7 +192,7 @@ def test_a_listing_has_the_crops_of_the_run_and_every_image_of_a_finding(messy, 
     facts = json.loads((listing / "datasets.json").read_text())["datasets"][0]
     assert sorted(path.name for path in listing.glob("*.arrow")) == sorted(facts["tables"].values())
     assert json.loads((listing / "status.json").read_text())["state"] == "finished"
-    dataset = ListedDataset.open(listing, facts)
+    dataset = ListedDataset.open(listing, facts, {"checked": 0.0, "decoded": True})
     rows = {each.name: each for each in dataset.rows(np.arange(len(dataset.images)))}
     assert len(rows) == len(list(messy.glob("*.png"))) + 2, "those that are left out, too"
     samples = planned(**flags).samples

@@ -14,13 +14,13 @@ import pytest
 from PIL import Image
 from run_pages import EVIL, FACTS, write_round, write_rows
 
+from simpletuner.checkpoints.layout import PAGE
 from simpletuner.errors import Stopped, TrainingError
 from simpletuner.report import Report
 from simpletuner.training.html_report import thumbnails
 from simpletuner.training.html_report.page import HtmlReport, open_html_report
 from simpletuner.training.html_report.thumbnails import Gallery, images_of
 from simpletuner.training.images.image_files import ImageInfo, write_image
-from simpletuner.training.run_folder.output_dir import PAGE
 
 
 class Elements(HTMLParser):

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from simpletuner.data.config.caption_rules import is_blank
 from simpletuner.errors import SettingsError
-from simpletuner.page.datasets.journal import CaptionEdit, as_bytes
+from simpletuner.page.datasets.journal import CaptionEdit, as_bytes, changed_since
 from simpletuner.page.datasets.view import dataset_of, edit_values, edits_of, image_name, number
 from simpletuner.page.rendering import field, folders_of, render, toast
 
@@ -23,9 +23,19 @@ if TYPE_CHECKING:
 def show_caption(request: Request) -> Response:
     """Return the form that edits a caption, or with `shown` the caption alone."""
     caption = caption_of(request)
-    is_shown = field(request, "shown") == "on"
-    values = {"text": caption.text, "caption": caption, "has_changed": False, "focus": field(request, "focus") == "on"}
-    return HTMLResponse(render(f"datasets/{'caption' if is_shown else 'caption_form'}", **place_of(request), **values))
+    if field(request, "shown") == "on":
+        return HTMLResponse(shown_caption(request, caption, field(request, "focus") == "on"))
+    values = {"text": caption.text, "caption": caption, "has_changed": False}
+    return HTMLResponse(render("datasets/caption_form", **place_of(request), **values))
+
+
+def shown_caption(request: Request, caption: Caption, focus: bool) -> str:
+    """Return a caption, and the badges of its image, which take the place of those on the page."""
+    dataset, place = dataset_of(request), place_of(request)
+    row = dataset.row_of(place["name"])
+    edited = changed_since(edits_of(request, dataset.facts), dataset.checked)
+    values = {"findings": dataset.row(row).findings, "is_edited": place["name"] in edited}
+    return render("datasets/caption", **place, text=caption.text, focus=focus, **values)
 
 
 def caption_of(request: Request) -> Caption:
@@ -55,8 +65,7 @@ def save_caption(request: Request) -> Response:
         edit = captions.save(caption, text)
     said = saved_toast(request, edit, text) if edit else toast("nothing has changed", caption.path.name)
     caption = replace(caption, content=as_bytes(edit.after)) if edit else caption
-    values = {"text": caption.text, "caption": caption, "focus": True}
-    return HTMLResponse(render("datasets/caption", **place_of(request), **values) + said + history(request))
+    return HTMLResponse(shown_caption(request, caption, focus=True) + said + history(request))
 
 
 def saved_toast(request: Request, edit: CaptionEdit, text: str) -> str:
@@ -64,9 +73,9 @@ def saved_toast(request: Request, edit: CaptionEdit, text: str) -> str:
 
 
 def history(request: Request) -> str:
-    """Return the list of edits, which takes the place of the one on the page."""
-    facts = dataset_of(request).facts
-    return render("datasets/edits", **edit_values(request, field(request, "file"), facts), is_new=True)
+    """Return the list of edits and the count of them, which take the place of those on the page."""
+    values = edit_values(request, field(request, "file"), dataset_of(request))
+    return render("datasets/edits", **values, is_new=True) + render("datasets/stale", **values, is_new=True)
 
 
 def undo_edit(request: Request) -> Response:

@@ -103,20 +103,24 @@ class ListedDataset:
     facts: Mapping[str, Any]
     images: pa.Table
     found: pa.Table
+    checked: float = 0.0
+    """Time of the check, in seconds since 1970."""
+    decoded: bool = False
+    """False where it read headers alone."""
 
     @classmethod
-    def open(cls, folder: Path, facts: Mapping[str, Any]) -> ListedDataset:
+    def open(cls, folder: Path, facts: Mapping[str, Any], found: Mapping[str, Any]) -> ListedDataset:
         """Raises EnvironmentNotReady where the files of a result are gone."""
         try:
             paths = [folder / facts["tables"][name] for name in ("images", "found")]
             if not {*paths} <= {*intact_files(folder, "images"), *intact_files(folder, "found")}:
                 raise ValueError("Arrow may crash on rows of a damaged file")
-            tables = [open_table(path)[0] for path in paths]
+            images, about = (open_table(path)[0] for path in paths)
         except (OSError, *MALFORMED, pa.ArrowException):
             raise EnvironmentNotReady(
                 f"what was found in {facts.get('id')} cannot be read", "check the datasets again"
             ) from None
-        return cls(facts, *tables)
+        return cls(facts, images, about, found["checked"], found["decoded"])
 
     def choose(self, query: ImageQuery) -> ImagePage:
         """Return a page of images; one that does not exist is the last one."""
@@ -149,6 +153,9 @@ class ListedDataset:
             ListedImage(row=row, why=reason, findings=of_rows.get(row, ()), **values)
             for row, reason, values in zip(numbers.tolist(), reasons, picked, strict=True)
         ]
+
+    def row(self, number: int) -> ListedImage:
+        return self.rows(np.array([number]))[0]
 
     def row_of(self, name: str) -> int:
         """Return the row of an image; -1 where none has this name."""

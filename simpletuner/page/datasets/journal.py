@@ -10,7 +10,7 @@ import codecs
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,6 +54,15 @@ def as_text(content: bytes | None) -> str | None:
 
 def as_bytes(text: str | None) -> bytes | None:
     return None if text is None else text.encode("utf-8", "surrogateescape")
+
+
+def changed_since(edits: Iterable[CaptionEdit], seconds: float) -> set[str]:
+    """Return the images whose captions differ from what they were then; `edits` are the last ones first."""
+    spans: dict[str, tuple[str | None, str | None]] = {}
+    for edit in edits:
+        if edit.time > seconds:
+            spans[edit.image] = edit.before, spans.get(edit.image, (None, edit.after))[1]
+    return {image for image, (before, after) in spans.items() if before != after}
 
 
 def shown_text(text: str | None) -> str:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from simpletuner.errors import SettingsError
 from simpletuner.page.datasets.checks import Checked
 from simpletuner.page.datasets.files import why_hidden, why_no_pictures
-from simpletuner.page.datasets.journal import CaptionEdit, edits_below
+from simpletuner.page.datasets.journal import CaptionEdit, changed_since, edits_below
 from simpletuner.page.rendering import field, folders_of
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ def dataset_of(request: Request) -> ListedDataset:
     checked = Checked.of(request, field(request, "file"))
     found = checked.found()
     facts = found and facts_of(found, field(request, "dataset"))
-    if not facts:
+    if not found or not facts:
         raise SettingsError("there is no such dataset", "the page of datasets shows those there are")
-    return ListedDataset.open(checked.run.path, facts)
+    return ListedDataset.open(checked.run.path, facts, found)
 
 
 def image_name(request: Request, dataset: ListedDataset) -> str:
@@ -52,7 +52,10 @@ def dataset_values(request: Request, checked: Checked, found: Mapping[str, Any])
     facts = facts_of(found, field(request, "dataset"))
     if facts is None:
         return {"dataset": None}
-    dataset, query = ListedDataset.open(checked.run.path, facts), query_of(request, len(facts["findings"]))
+    dataset, query = (
+        ListedDataset.open(checked.run.path, facts, found),
+        query_of(request, len(facts["findings"])),
+    )
     hidden = why_hidden(folders_of(request), facts)
     chosen = None if hidden else dataset.choose(query)
     file, id_ = str(checked.document.path), facts["id"]
@@ -82,7 +85,7 @@ def dataset_values(request: Request, checked: Checked, found: Mapping[str, Any])
         "orders": ORDERS,
         "left_out_name": LEFT_OUT,
         "link": link,
-        **edit_values(request, file, facts),
+        **edit_values(request, file, dataset),
     }
 
 
@@ -99,10 +102,14 @@ def captions_on_disk(request: Request, facts: Mapping[str, Any], chosen: ImagePa
     return texts
 
 
-def edit_values(request: Request, file: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+def edit_values(request: Request, file: str, dataset: ListedDataset) -> dict[str, Any]:
+    facts = dataset.facts
     is_editable = not facts["not_editable"] and not why_hidden(folders_of(request), facts)
-    edits = edits_of(request, facts)[:EDITS] if is_editable else []
-    return {"file": file, "facts": facts, "is_editable": is_editable, "edits": edits}
+    edits = edits_of(request, facts) if is_editable else []
+    # What the check says of these captions is about texts that are not there any more.
+    edited = changed_since(edits, dataset.checked)
+    values = {"edits": edits[:EDITS], "edited": edited, "decoded": dataset.decoded}
+    return {"file": file, "facts": facts, "is_editable": is_editable, **values}
 
 
 def edits_of(request: Request, facts: Mapping[str, Any]) -> list[CaptionEdit]:

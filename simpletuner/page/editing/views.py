@@ -15,10 +15,16 @@ FIRST, ALL = "essential", "all"
 """The view that opens where a link names none, and the one that has every setting."""
 
 
+RARE = ("global_batch_size", "fsdp_reshard_after_forward")
+"""Settings that the short form leaves out where nothing sets them."""
+
+
 def essential_groups(document: Document, examined: Examined) -> Iterator[FieldGroup]:
     """Yield what `config init` writes: the settings that a first run is made of."""
+    given = {*document.values, *document.typed, *examined.mistakes}
     for number, (title, names) in enumerate(GROUPS.items()):
-        yield FieldGroup(f"essential-{number}", title, [make_field(name, document, examined) for name in names])
+        shown = [name for name in names if name in given or name not in RARE]
+        yield FieldGroup(f"essential-{number}", title, [make_field(name, document, examined) for name in shown])
 
 
 def set_groups(document: Document, examined: Examined) -> Iterator[FieldGroup]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-import subprocess
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -14,21 +12,17 @@ from starlette.routing import Route
 
 from simpletuner.checkpoints.layout import remove_checkpoint
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.page.editing.blocks import error_in
 from simpletuner.page.rendering import field, folders_of, respond, toast
 from simpletuner.page.runs.checkpoints import named_checkpoint
 from simpletuner.page.runs.curves import SMOOTHING
+from simpletuner.page.runs.exporting import Exporting
 from simpletuner.page.runs.folder import RunFolder, open_run
 from simpletuner.page.runs.processes import look_at, processes_of
 from simpletuner.page.runs.watching import Watched, WatchedRun
 from simpletuner.system.files.locks import is_locked
-from simpletuner.system.processes.python_process import module_command
 from simpletuner.training.html_report.thumbnails import GalleryImage
 from simpletuner.training.metrics.charts import with_mean
 from simpletuner.training.metrics.comparison import COMPARED, SMOOTHED
-
-EXPORT_SECONDS = 3600
-"""The weights of a large model are read, verified and written, which disks bound."""
 
 
 def delete(request: Request) -> Response:
@@ -45,27 +39,14 @@ def delete(request: Request) -> Response:
 
 
 def export(request: Request) -> Response:
-    """Write the pipeline or LoRA of a checkpoint beside that of the run, in a process of its own, and say where."""
+    """Begin to write the pipeline or LoRA of a checkpoint beside that of the run; the page of the run shows the end."""
     run = open_run(folders_of(request), field(request, "run"))
     name = named_checkpoint(run, field(request, "name")).row.name
     base = field(request, "base")  # as the user was shown it, and agreed
     named = [f"--pretrained_model_name_or_path={base}"] if base else []
-    command = ["runs", "export", str(run.path), f"--checkpoint={name}", *named]
-    with request.app.state.detecting:  # each such process takes gigabytes and all cores
-        try:
-            done = subprocess.run(
-                module_command("simpletuner", *command), capture_output=True, text=True, timeout=EXPORT_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            message = f"exporting took longer than {EXPORT_SECONDS} s and was ended"
-            raise EnvironmentNotReady(
-                message, f"run it in a terminal: {shlex.join(['simpletuner', *command])}"
-            ) from None
-    if done.returncode:
-        raise error_in(done.stderr, "the process that exports ended without a result")
-    written = folders_of(request).shown(Path(done.stdout.strip()))
-    said = toast(f"{name} is written to {written}", "it has no model card")
-    return HTMLResponse(said, headers={"HX-Reswap": "none"})
+    exporting: Exporting = request.app.state.exporting
+    exporting.begin(run, name, ["runs", "export", str(run.path), f"--checkpoint={name}", *named])
+    return HTMLResponse(headers={"HX-Trigger": json.dumps({"attend": {"id": "results-title"}})})
 
 
 @dataclass(frozen=True)

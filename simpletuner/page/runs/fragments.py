@@ -13,9 +13,11 @@ from starlette.requests import Request
 from simpletuner.page.rendering import field, folders_of, render
 from simpletuner.page.runs import curves
 from simpletuner.page.runs.checkpoints import list_rows
+from simpletuner.page.runs.exporting import Exporting
 from simpletuner.page.runs.folder import RunFolder, open_run
 from simpletuner.page.runs.log import read_log
 from simpletuner.page.runs.processes import processes_of
+from simpletuner.page.runs.results import list_results
 from simpletuner.page.runs.summary import Summary, summarize
 from simpletuner.page.runs.watching import Watched
 from simpletuner.system.files.checksums import value_checksum
@@ -56,6 +58,7 @@ def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) ->
     with known.lock:
         prompts, note = known.gallery.choose() if run.holds_folder("validation") else ([], "")
     summary = summarize(run, processes_of(request).known(run))
+    results, job = list_results(run), exporting_of(request).jobs.get(run.path)
     return [
         made("status", summary=summary),
         Fragment(
@@ -65,8 +68,23 @@ def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) ->
             partial(draw, watched, list(runs), smoothing),
         ),
         made("images", run=run, prompts=prompts, note=note, version=round(known.started)),
-        made("checkpoints", run=run, checkpoints=list_rows(run), summary=summary, base=summary.base),
-        made("messages", problems=log.problems[-MAX_PROBLEMS:], entries=log.entries[-LAST_ENTRIES:], is_cut=log.is_cut),
+        made(
+            "checkpoints",
+            run=run,
+            checkpoints=list_rows(run),
+            summary=summary,
+            base=summary.base,
+            exported={each.step for each in results if not each.is_average},
+            job=job,
+        ),
+        made("results", run=run, results=results, job=job),
+        made(
+            "messages",
+            problems=log.problems[-MAX_PROBLEMS:],
+            earlier=log.earlier_problems[-MAX_PROBLEMS:],
+            entries=log.entries[-LAST_ENTRIES:],
+            is_cut=log.is_cut,
+        ),
     ]
 
 
@@ -93,3 +111,7 @@ def draw(watched: Watched, runs: list[RunFolder], smoothing: str) -> str:
 
 def watched_of(request: Request) -> Watched:
     return request.app.state.watched
+
+
+def exporting_of(request: Request) -> Exporting:
+    return request.app.state.exporting

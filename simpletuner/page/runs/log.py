@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from simpletuner.page.runs.folder import RunFolder
-from simpletuner.run_log import LOG
+from simpletuner.run_log import LOG, STARTED
 
 ENTRY = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?P<source>\[[^\]]*\] )?(?P<text>.*)")
 KINDS = ("warning", "error", "traceback")
@@ -42,7 +42,18 @@ class Log:
 
     @property
     def problems(self) -> list[Entry]:
-        return [entry for entry in self.entries if entry.kind]
+        """Those of the last start."""
+        return [entry for entry in self.entries[self.start :] if entry.kind]
+
+    @property
+    def earlier_problems(self) -> list[Entry]:
+        return [entry for entry in self.entries[: self.start] if entry.kind]
+
+    @property
+    def start(self) -> int:
+        """Index of the first entry of the last start; 0 where that is further back than this end of a log."""
+        starts = (index for index in reversed(range(len(self.entries))) if self.entries[index].text.startswith(STARTED))
+        return next(starts, 0)
 
 
 def read_log(run: RunFolder) -> Log:

@@ -15,7 +15,7 @@ from simpletuner.page.queue import routes as queue
 from simpletuner.page.queue.routes import queue_fragment, queue_of
 from simpletuner.page.queue.waiting import MachineBusy
 from simpletuner.page.rendering import field, folders_of, render, respond, respond_error, toast
-from simpletuner.page.runs import checkpoint_routes, curves
+from simpletuner.page.runs import checkpoint_routes, curves, results
 from simpletuner.page.runs.folder import open_run
 from simpletuner.page.runs.fragments import Fragment, KeptRows, fragments_of, view_of, watched_of
 from simpletuner.page.runs.listing import RunList
@@ -128,4 +128,5 @@ ROUTES = [
     Route("/runs/leave", leave, methods=["POST"]),
     *queue.ROUTES,
     *checkpoint_routes.ROUTES,
+    *results.ROUTES,
 ]

@@ -25,7 +25,7 @@ class Summary:
     refused: Condition | None
     """Why a later start than the one that the condition is about did not begin."""
     config: str
-    """The configuration that starts it again; empty where the page cannot."""
+    """The configuration that it was started with, which starts it again; empty where the page cannot."""
     base: str = ""
     """The base model that its settings name, to be shown and agreed to."""
 
@@ -50,7 +50,7 @@ def summarize(run: RunFolder, known: Known) -> Summary:
         model=" ".join(str(settings.get(name) or "") for name in ("model_family", "model_flavour")).strip(),
         written=run.written(*FILES),
         refused=find_later_refusal(run, condition) if status is not None and condition.has_ended else None,
-        config=config_of(run, status) if condition.has_ended else "",
+        config=config_of(run, status),
         base=base_of(settings),
     )
 

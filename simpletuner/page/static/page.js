@@ -27,6 +27,8 @@ new MutationObserver((changes) => {
       for (const older of document.querySelectorAll("#toasts > .toast.error")) {
         if (older !== toast && older.textContent.trim() === toast.textContent.trim()) older.remove();
       }
+      // Several would lie over what is edited next.
+      for (const older of document.querySelectorAll(`#toasts > [data-once="${toast.dataset.once}"]`)) if (older !== toast) older.remove();
       if (!toast.classList.contains("done")) continue;
       const leave = () => (toast.matches(":hover, :focus-within") ? setTimeout(leave, 1000) : toast.remove());
       setTimeout(leave, SECONDS_OF_A_TOAST * 1000);
@@ -98,6 +100,7 @@ function countChanges() {
   if (start) {
     start.disabled = count > 0;
     start.title = count > 0 ? "save first: a run reads the file" : "";
+    document.getElementById("why-no-start").hidden = count === 0;  // a phone shows no title
   }
   return count;
 }

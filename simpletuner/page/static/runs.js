@@ -57,3 +57,49 @@ document.addEventListener("htmx:oobAfterSwap", () => {
   showRounds();
 });
 showRounds();
+
+// The list of runs: search, states and order. Each poll brings all rows, those that were written last first.
+const PER_PAGE = 25;
+const choice = document.getElementById("choose-runs");
+let shownRuns = PER_PAGE;
+
+const ORDERS = {
+  name: (one, other) => one.dataset.name.localeCompare(other.dataset.name, undefined, { numeric: true }),
+  state: (one, other) => one.dataset.state.localeCompare(other.dataset.state),
+  loss: (one, other) => (parseFloat(one.dataset.loss) || Infinity) - (parseFloat(other.dataset.loss) || Infinity) || 0,
+};
+
+function chooseRuns() {
+  const body = document.querySelector("#live-rows tbody"), rows = [...(body?.rows ?? [])];
+  choice.hidden = rows.length < 2;
+  const [search, states, order] = choice.querySelectorAll("input, select");
+  const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+  const isChosen = (row) => words.every((word) => row.textContent.toLowerCase().includes(word)) && (!states.value || states.value.split(" ").includes(row.dataset.state));
+  if (order.value) body?.append(...rows.sort(ORDERS[order.value]));
+  const chosen = rows.filter(isChosen);
+  const visible = new Set(chosen.slice(0, shownRuns));
+  for (const row of rows) row.hidden = !visible.has(row);
+  choice.querySelector("output").value = chosen.length < rows.length ? `${chosen.length} of ${rows.length}` : `${rows.length} runs`;
+  document.getElementById("more-runs").hidden = chosen.length <= shownRuns;
+}
+
+if (choice) {
+  choice.addEventListener("submit", (event) => event.preventDefault());
+  choice.addEventListener("input", () => {
+    shownRuns = PER_PAGE;
+    // Back in the order that the server gives, from which the others are made.
+    if (!choice.querySelector("#runs-order").value) document.querySelector("#live-rows tbody")?.append(...given());
+    chooseRuns();
+  });
+  document.getElementById("more-runs").addEventListener("click", () => {
+    shownRuns = Infinity;
+    chooseRuns();
+  });
+  document.addEventListener("htmx:oobAfterSwap", chooseRuns);
+  chooseRuns();
+}
+
+function given() {
+  const place = (row) => Number(row.querySelector("a[id]").id.replace("run-", ""));
+  return [...document.querySelectorAll("#live-rows tbody tr")].sort((one, other) => place(one) - place(other));
+}

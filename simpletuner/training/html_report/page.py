@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from simpletuner.checkpoints.layout import PAGE
 from simpletuner.errors import SimpleTunerError, Stopped, without_errno
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -22,7 +23,6 @@ from simpletuner.training.html_report.image_table import rounds_table
 from simpletuner.training.html_report.thumbnails import Gallery
 from simpletuner.training.metrics.charts import make_charts
 from simpletuner.training.metrics.metrics_reader import METRICS, MetricColumns
-from simpletuner.training.run_folder.output_dir import PAGE
 from simpletuner.training.run_folder.run_summary import RunFacts, describe_result
 from simpletuner.training.run_folder.run_times import describe_times, read_starts
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from simpletuner.checkpoints.export import FINISHED
-from simpletuner.checkpoints.layout import NAME, STATE, list_checkpoints
+from simpletuner.checkpoints.layout import FINISHED, NAME, STATE, list_checkpoints
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.run_log import LOG
 from simpletuner.system.files.atomic import remove

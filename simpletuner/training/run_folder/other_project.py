@@ -18,8 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from simpletuner.checkpoints.export import FINISHED
-from simpletuner.checkpoints.layout import Checkpoint, list_checkpoints
+from simpletuner.checkpoints.layout import FINISHED, Checkpoint, list_checkpoints
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.scan.comparison import hash_content

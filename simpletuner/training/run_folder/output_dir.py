@@ -14,14 +14,13 @@ from pathlib import Path
 
 from simpletuner import __version__
 from simpletuner.checkpoints.export import (
-    FINISHED,
     check_targets,
     export_lora,
     export_pipeline,
     export_single_file,
     finished_steps,
 )
-from simpletuner.checkpoints.layout import clear_unfinished
+from simpletuner.checkpoints.layout import EXPORTS, FINISHED, clear_unfinished
 from simpletuner.data.config.folders import default_folder
 from simpletuner.data.samples.samples import Samples
 from simpletuner.errors import OtherRunsFolder, RemoteFailure, SimpleTunerError, explain_system_errors
@@ -29,7 +28,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.opening.lora_formats import files_of
 from simpletuner.parallel.world import World
 from simpletuner.preparation.prepare import HUB_RECORD
-from simpletuner.run_log import CONSOLE, LOG, LOGGER, START_CONSOLE, withdraw_log, write_log_to
+from simpletuner.run_log import CONSOLE, LOG, START_CONSOLE, STARTED, withdraw_log, write_log_to
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.secret_names import mask_arguments
@@ -41,11 +40,6 @@ from simpletuner.system.files.regular_files import read_file
 from simpletuner.training.mirroring.run_mirror import RunMirror, open_run_mirror
 from simpletuner.training.run_folder.other_project import refuse_other_data
 from simpletuner.training.state import TrainingState
-
-EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
-"""The folder that a run exports to, by model_type; that of the average has `-ema` at its end."""
-
-PAGE = "report.html"
 
 
 def open_output_dir(session: Session, stack: ExitStack) -> RunMirror | None:
@@ -158,10 +152,9 @@ def open_log(output: Path, create: bool) -> None:
     """Keep what is said in this process in a run's log. Raises EnvironmentNotReady where it cannot be written."""
     path = output / LOG
     refuse_special(path)
-    write_log_to(path, create)
-    if create:
-        command = shlex.join(["simpletuner", *mask_arguments(sys.argv[1:])])
-        LOGGER.info(f"started: {command} (simpletuner {__version__}, {socket.gethostname()}, pid {os.getpid()})")
+    command = shlex.join(["simpletuner", *mask_arguments(sys.argv[1:])])
+    about = f"{STARTED}{command} (simpletuner {__version__}, {socket.gethostname()}, pid {os.getpid()})"
+    write_log_to(path, create, about if create else "")
 
 
 def remove_leftovers(output: Path) -> None:

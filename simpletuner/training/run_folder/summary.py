@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from simpletuner.checkpoints.layout import list_checkpoints
+from simpletuner.checkpoints.layout import PAGE, list_checkpoints
 from simpletuner.data.samples.caption_column import those_in_captions
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, summarize
 from simpletuner.models.family.adapter_types import LABELS
@@ -25,7 +25,7 @@ from simpletuner.system.numbers import count_noun
 from simpletuner.training.auto.resolve import Resolved
 from simpletuner.training.metrics.loss_picture import CURVE
 from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
-from simpletuner.training.run_folder.output_dir import PAGE, pipelines_of, single_file_of
+from simpletuner.training.run_folder.output_dir import pipelines_of, single_file_of
 from simpletuner.training.run_folder.run_summary import Rows, describe_result
 from simpletuner.training.state import TrainingState
 

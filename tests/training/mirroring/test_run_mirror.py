@@ -463,10 +463,10 @@ def test_what_is_the_users_is_neither_uploaded_nor_replaced(proxy, mirrored):
 
 
 def test_a_mirror_knows_the_names_that_a_run_writes():
+    from simpletuner.checkpoints.layout import EXPORTS, PAGE
     from simpletuner.preparation.prepare import HUB_RECORD, UNCAPTIONED
     from simpletuner.settings.values.trackers import TRACKERS
     from simpletuner.training.metrics.tracker_process import state_file
-    from simpletuner.training.run_folder.output_dir import EXPORTS, PAGE
     from simpletuner.training.run_folder.settings_record import HISTORY, SETTINGS
 
     exported = {f"{name}{average}.safetensors" for name in EXPORTS.values() for average in ("", "-ema")}
