@@ -426,13 +426,13 @@ def test_a_result_whose_files_are_damaged_is_not_opened(tmp_path: Path):
     """Each page reads it: a FIFO stopped the page, and Arrow takes offsets beyond the end as they stand."""
     tables = {name: write_table(tmp_path, name, pa.table({"name": ["a.png"]})) for name in ("images", "found")}
     facts = {"id": "photos", "tables": tables}
-    assert len(ListedDataset.open(tmp_path, facts).images) == 1
+    assert len(ListedDataset.open(tmp_path, facts, {"checked": 0.0, "decoded": True}).images) == 1
     path = tmp_path / tables["found"]
     whole = path.read_bytes()
     flipped = bytes([*whole[:-40], whole[-40] ^ 1, *whole[-39:]])
     for damage in (lambda: path.write_bytes(flipped), path.unlink, lambda: os.mkfifo(path)):
         damage()
         with pytest.raises(EnvironmentNotReady, match="what was found in photos cannot be read"):
-            ListedDataset.open(tmp_path, facts)
+            ListedDataset.open(tmp_path, facts, {"checked": 0.0, "decoded": True})
     with pytest.raises(OSError, match="not a regular file"):
         open_table(path)
