@@ -152,7 +152,7 @@ def measure(world: World, folder: Path) -> None:
     prepared = data_in_memory(family, settings)
     engine = open_engine(session.settings, session.mesh, family, None)
     state = TrainingState(engine, None, {}, {}, "", Schedule(STEPS), 0, prepared.plan.sampler.start(BATCH_SIZE))
-    with open_metrics(settings, 0, world) as metrics:
+    with open_metrics(session, 0) as metrics:
         build: Callable[[], Trainer] = partial(build_trainer, session, family, prepared, state, metrics)
         batches = [step.micro_batches[0] for step in islice(build().batches, (ROUNDS + 1) * STEPS)]
         plain = Plain(family, settings, batches)

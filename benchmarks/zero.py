@@ -111,7 +111,7 @@ def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
     prepared, batch_size = data_in_memory(family, settings), settings.effective_batch_size
     with (
         closing(open_engine(session.settings, session.mesh, family, None)) as engine,
-        open_metrics(settings, 0, world) as metrics,
+        open_metrics(session, 0) as metrics,
     ):
         state = TrainingState(engine, None, {}, {}, "", Schedule(STEPS), 0, prepared.plan.sampler.start(batch_size))
         build = partial(build_trainer, session, family, prepared, state, metrics)
