@@ -21,8 +21,7 @@ from simpletuner.settings.values.trackers import check_installed
 from simpletuner.system.files.paths import shown_path
 
 if TYPE_CHECKING:
-    from simpletuner.data.config.tables import table_files
-from simpletuner.data.config.dataset_types import ImageDataset
+    from simpletuner.data.config.dataset_types import ImageDataset
 
 MODEL_SETTINGS = ("model_family", "model_flavour", "model_families", "pretrained_model_name_or_path")
 
@@ -147,6 +146,7 @@ def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> 
     `file` is the one that names the datasets.
     """
     from simpletuner.data.config.dataset_types import BucketImages, LocalImages, SnapshotImages, UrlImages
+    from simpletuner.data.config.tables import table_files
     from simpletuner.data.images.video_formats import check_av
 
     for dataset in datasets:
