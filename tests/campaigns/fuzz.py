@@ -55,7 +55,7 @@ WHOLE_FILE = re.compile(
     r"|must hold a list|names no dataset|dataset `.*`: there is no folder"
     r"|is no accelerate|in lines \d|ha(s|ve) no effect here|with another default here|passed on to the ranks"
     r"|is read by every run|has no dataset of images|is imported already|holds none of config"
-    r"|asks for what this version does not do|is a file of"
+    r"|asks for what this version does not do|is a file of|says nothing; here it is"
 )
 """Answers about a file rather than a line of it."""
 NO_SENTENCE = re.compile(

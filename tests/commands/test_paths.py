@@ -146,7 +146,7 @@ def test_a_dry_run_shows_a_pipe_as_it_was_typed(run, pipe):
 
 
 def test_pipes_hold_files_of_accelerate_deepspeed_and_datasets_too(run, pipe, tmp_path):
-    zero = f"--deepspeed_config={pipe(json.dumps({'zero_optimization': {'stage': 2}}))}"
+    zero = f"--deepspeed_config={pipe(json.dumps({'zero_optimization': {'stage': 2}, 'gradient_clipping': 1}))}"
     accelerate = f"--accelerate_config={pipe('distributed_type: MULTI_GPU')}"
     code, out, err = run("config", "show", "--json", zero, accelerate)
     assert (code, err, shown(out)["zero_stage"]) == (0, "", 2)

@@ -271,7 +271,7 @@ def test_full_and_read_only_disks_and_things_in_the_way_are_sentences(sdxl, shap
     in_the_way.write_text("a file")
     refused = train(in_the_way, *flags, code=3)
     assert str(in_the_way) in refused.said and "bug" not in refused.said
-    for name in ("metrics.jsonl", "settings.json", "log.txt", "validation", "checkpoints", "cache", "loss.png"):
+    for name in ("metrics.jsonl", "log.txt", "validation", "checkpoints", "cache", "loss.png"):
         output = tmp_path / f"with-{name}"
         output.mkdir()
         if "." in name:
