@@ -20,9 +20,8 @@ new MutationObserver((changes) => {
     for (const toast of change.addedNodes) {
       if (!(toast instanceof HTMLElement)) continue;
       if (toast.matches(".offer")) {
-        // Enter answers it, and a second click on what has asked for it makes no second one.
+        // A second click on what has asked for it makes no second one.
         for (const older of document.querySelectorAll("#toasts > .offer")) if (older !== toast) older.remove();
-        toast.querySelector("button").focus();
       }
       for (const older of document.querySelectorAll("#toasts > .toast.error")) {
         if (older !== toast && older.textContent.trim() === toast.textContent.trim()) older.remove();
@@ -37,6 +36,11 @@ new MutationObserver((changes) => {
   const shown = document.querySelectorAll("#toasts > .toast");
   for (const old of [...shown].slice(0, -MOST_TOASTS)) old.remove();
 }).observe(document.getElementById("toasts"), { childList: true });
+
+// Enter answers an offer. htmx binds its buttons 20 ms after they are inserted: a key before that would do nothing.
+document.addEventListener("htmx:load", (event) => {
+  if (event.target.matches?.(".offer")) event.target.querySelector("button").focus();
+});
 
 document.addEventListener("htmx:afterRequest", (event) => {
   if (event.detail.successful) event.target.closest?.(".offer")?.remove();
