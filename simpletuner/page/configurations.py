@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import presets, trainable_flavours
-from simpletuner.page.folders import Folders
+from simpletuner.page.folders import MAX_DEPTH, SKIPPED, Folders
 from simpletuner.page.rendering import editor_address, field, folders_of, render, respond
 from simpletuner.recipes.library import find_recipe, recipe_names
 from simpletuner.settings.declared.errors import shorten
@@ -27,14 +27,12 @@ from simpletuner.system.files.regular_files import read_file
 from simpletuner.tools.config_files import new_config, own_output_dir
 
 # Bounds of a search that may begin in a home folder.
-MAX_DEPTH = 4
 MAX_FILES = 300
 MAX_FOLDERS = 2000
 MAX_ENTRIES = 2000
 """A folder with more entries holds images or a cache: reading it to its end can take minutes."""
 # Larger files are data.
 MAX_BYTES = 256 << 10
-SKIPPED = {"node_modules", "site-packages", "checkpoints", "cache", "__pycache__", "venv"}
 NO_CONFIG = (".txt", ".jpg", ".jpeg", ".png", ".webp", ".mp4", ".safetensors")
 """Ends of the names of most files of datasets and models."""
 SHOWN = ("model_family", "model_flavour", "model_type", "num_processes")

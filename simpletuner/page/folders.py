@@ -12,6 +12,10 @@ from simpletuner.settings.declared.errors import shorten
 from simpletuner.system.files.paths import expand_path
 
 HINT = "start the page with --folder to open others"
+MAX_DEPTH = 4
+"""Levels of folders that a search for configurations or runs goes down: it may begin in a home folder."""
+SKIPPED = {"node_modules", "site-packages", "checkpoints", "cache", "__pycache__", "venv"}
+"""Names of folders that such a search does not enter."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletuner.page.configurations import MAX_DEPTH, SKIPPED
-from simpletuner.page.folders import Folders
+from simpletuner.page.folders import MAX_DEPTH, SKIPPED, Folders
 from simpletuner.page.runs.condition import State
 from simpletuner.page.runs.folder import MAX_RUNS, RUN_FILES, RunFolder
 from simpletuner.page.runs.processes import Processes

@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-from starlette.requests import Request
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.page.editing.documents import Document, load_document
@@ -27,6 +27,9 @@ from simpletuner.system.files.locks import describe_holder, is_locked
 from simpletuner.system.processes.python_process import module_command
 from simpletuner.system.processes.run_status import RunState, RunStatus
 from simpletuner.system.processes.signals import REPEAT_SECONDS
+
+if TYPE_CHECKING:  # `simpletuner status` has no server
+    from starlette.requests import Request
 
 HANDLED_SECONDS = 10.0
 """Longest wait, before leaving, for a run to handle the first signal; one that hangs never does."""
