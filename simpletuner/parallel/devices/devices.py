@@ -51,7 +51,8 @@ DEVICES = {
     "A100-80GB": Device(r"NVIDIA A100.*80GB", 312.0, 79.3, 2039, 300),
     "A100-40GB": Device(r"NVIDIA A100.*40GB", 312.0, 39.4, 1555, 300),
     # Data sheets of NVIDIA: BF16 without sparsity ("125 | 250*" of an A10, "149.7 | 299.4*" of an A40); memory less the
-    # ECC of GDDR6. A T4 has no bf16: its number is of fp16.
+    # ECC of GDDR6. A T4 has no bf16: its number is of fp16. Not compared with the sheets line by line, which could not
+    # be opened: L40S, L4, A10, T4, A6000, 6000 Ada and PRO 6000.
     "L40S": Device(r"NVIDIA L40S", 362.0, 45.0, 864, 32),
     "L4": Device(r"NVIDIA L4", 121.0, 22.5, 300, 32),
     "A10": Device(r"NVIDIA A10", 125.0, 22.5, 600, 32),
