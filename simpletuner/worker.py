@@ -36,7 +36,7 @@ from simpletuner.preparation.same_folder import verify_same_folders
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
-from simpletuner.system.files.locks import shared_lock
+from simpletuner.system.files.lease_folder import shared_folders
 from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.activity import Activity
@@ -183,7 +183,7 @@ def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier, 
     else:
         print_datasets(plan, session.report)
         caches = folders_of(settings, plan)
-        with shared_lock(caches), ExitStack() as writers:  # `cache clear` must not remove what this run reads
+        with shared_folders(caches), ExitStack() as writers:  # `cache clear` must not remove what this run reads
             verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
             return train(session, plan, checkpoint, verification, writers, notifier, mirror)
     return []

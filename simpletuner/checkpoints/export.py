@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import FINISHED, file_sizes
-from simpletuner.checkpoints.saving import make_empty_folder, run_on_all_ranks, run_on_first_rank, write_group
+from simpletuner.checkpoints.saving import make_empty_folder, publish, run_on_all_ranks, run_on_first_rank, write_group
 from simpletuner.checkpoints.shards import plan_group
 from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.checkpoints.writing import as_bytes, write_safetensors
@@ -29,7 +29,7 @@ from simpletuner.models.opening.lora_formats import write_formats
 from simpletuner.models.single_file.ldm_layout import original_reads
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World
-from simpletuner.system.files.atomic import flush_to_disk, replace_folder, unfinished_path, write_json
+from simpletuner.system.files.atomic import flush_to_disk, unfinished_path, write_json
 from simpletuner.system.files.checksums import is_intact, with_checksum
 from simpletuner.system.files.promises import rename_over
 from simpletuner.system.files.regular_files import read_file
@@ -107,7 +107,7 @@ def replace_export(
     `write_on_all_ranks` returns the checksums that it knows. `steps`, after which it was written, tells a later
     start that nothing is left to do. Raises EnvironmentNotReady on all ranks when one of them cannot write.
     """
-    hidden = unfinished_path(target)
+    hidden = unfinished_path(target, world.lease.record.id)
 
     def finish() -> None:
         write_json(
@@ -117,7 +117,7 @@ def replace_export(
         # Before the rename: a start after a kill finds the pipeline finished and would never write the card. After the
         # marker: people may change a card, and it would not be whole any more.
         write_card(hidden)
-        replace_folder(hidden, target)
+        publish(hidden, target, world.lease)
 
     run_on_first_rank(world, hidden, lambda: make_empty_folder(hidden))
     written = write_on_all_ranks(hidden)
@@ -267,8 +267,11 @@ def has_all_files(pipeline: Path, files: Mapping[str, int]) -> bool:
     return all(found.get(name) == size for name, size in files.items())
 
 
-def export_single_file(pipeline: Path, path: Path, family: str) -> None:
-    """Write an exported pipeline as one file in its original layout, which other tools open; one tensor in memory."""
+def export_single_file(pipeline: Path, path: Path, family: str, check: Callable[[], None] = lambda: None) -> None:
+    """Write an exported pipeline as one file in its original layout, which other tools open; one tensor in memory.
+
+    `check` is called before the file gets its name, and may raise.
+    """
     reads, hidden = original_reads(pipeline, family), unfinished_path(path)
     contents = {}
     for name, read in reads.items():
@@ -278,5 +281,6 @@ def export_single_file(pipeline: Path, path: Path, family: str) -> None:
     contents = dict(sorted(contents.items(), key=lambda item: -item[1][0].itemsize))
     parts = (as_bytes(reads[name]()) for name in contents)
     write_safetensors(hidden, contents, {"format": "pt"}, parts)
+    check()
     rename_over(hidden, path)
     flush_to_disk(path.parent)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -217,9 +217,13 @@ def clear_unfinished(root: Path) -> None:
             remove(path)
 
 
-def prune_checkpoints(root: Path, keep: int) -> None:
-    """Remove all but the newest complete checkpoints. A damaged one is neither counted nor removed."""
+def prune_checkpoints(root: Path, keep: int, check: Callable[[], None] = lambda: None) -> None:
+    """Remove all but the newest complete checkpoints. A damaged one is neither counted nor removed.
+
+    `check` is called before each is removed, and may raise.
+    """
     for folder in [folder for folder in list_checkpoints(root) if is_complete(folder)][keep:]:
+        check()
         remove_checkpoint(folder)
 
 

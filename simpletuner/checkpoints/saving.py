@@ -9,15 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from simpletuner.checkpoints.layout import STATE, checkpoint_folder, file_sizes, prune_checkpoints
+from simpletuner.checkpoints.layout import SET_ASIDE, STATE, checkpoint_folder, file_sizes, prune_checkpoints
 from simpletuner.checkpoints.shards import TensorGroup
 from simpletuner.checkpoints.tensors import FILE_ERRORS, first_failure
 from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.checkpoints.writing import write_full, write_sharded
 from simpletuner.errors import EnvironmentNotReady, hint_for
 from simpletuner.parallel.world import World
-from simpletuner.system.files.atomic import remove, replace_folder, unfinished_path, write_json
+from simpletuner.system.files.atomic import flush_tree, move_folder, remove, replace_folder, unfinished_path, write_json
 from simpletuner.system.files.checksums import with_checksum
+from simpletuner.system.files.lease import Lease
+from simpletuner.system.files.lease_record import LeaseLost
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 
@@ -44,7 +46,7 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
     folder = checkpoint_folder(root, snapshot.step)
     # Its name begins with a dot: a start that finds it after a kill removes it, and never takes it for a
     # checkpoint.
-    hidden = unfinished_path(folder)
+    hidden = unfinished_path(folder, world.lease.record.id)
     # Also a barrier: no rank writes into the folder before it exists and is empty.
     run_on_first_rank(world, hidden, lambda: make_empty_folder(hidden))
     written: dict[str, str] = {}
@@ -61,12 +63,26 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
     # rename makes it visible in one step.
     def finish() -> None:
         write_state(hidden, {"step": snapshot.step, **snapshot.state}, sums)
-        replace_folder(hidden, folder)
+        publish(hidden, folder, world.lease)
 
     run_on_first_rank(world, hidden, finish)
     if world.is_first:
-        prune_checkpoints(root, keep)
+        prune_checkpoints(root, keep, world.lease.check)
     return folder
+
+
+def publish(hidden: Path, folder: Path, lease: Lease) -> None:
+    """Give a folder that was written its name, which another one may have. Raises LeaseLost, and keeps it aside, where
+    another run holds the output folder by now."""
+    flush_tree(hidden)  # which takes long, so that the check is right before the renames
+    try:
+        lease.check()
+    except LeaseLost as error:
+        kept = folder.parent / SET_ASIDE / f"{folder.name}-of-{lease.record.id}"
+        kept.parent.mkdir(exist_ok=True)
+        move_folder(hidden, kept)
+        raise LeaseLost(f"{error.message}; what it has written is kept as {kept}", error.hint) from None
+    replace_folder(hidden, folder)
 
 
 def write_group(folder: Path, group: TensorGroup, world: World, full: bool, written: dict[str, str]) -> None:
@@ -80,14 +96,18 @@ def run_on_all_ranks(world: World, hidden: Path, action: Callable[[], None]) -> 
 
     Without that, the other ranks would wait in the next collective for a rank that is gone.
     """
-    problem = hint = ""
+    problem, hint, lost = "", "", None
     try:
         action()
     except FILE_ERRORS as error:
         problem, cause = first_failure(error)
         hint = hint_for(cause)
+    except LeaseLost as error:
+        problem, lost = error.message, error
     # Equal texts of many ranks (a full shared disk) are one sentence.
     problems, hints = (sorted({*world.gather_texts(text)} - {""}) for text in (problem, hint))
+    if lost is not None:
+        raise lost
     if problems:
         if world.is_first:
             shutil.rmtree(hidden, ignore_errors=True)

@@ -104,7 +104,7 @@ def clear(
     elif must_ask and not report.confirm(f"remove {format_total(removable)}?"):
         report.say("nothing is removed")
     else:
-        report.say(f"removed {format_bytes(clearing.clear(items))}")
+        report.say(f"removed {format_bytes(clearing.clear(items, report.say))}")
 
 
 def clear_unused(

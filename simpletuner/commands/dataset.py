@@ -16,7 +16,6 @@ from simpletuner.commands.paths import path_option
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
 from simpletuner.report import Report
 from simpletuner.settings import load
-from simpletuner.system.files.locks import lock_output_dir
 from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.run_status import StatusWriter
@@ -106,8 +105,11 @@ def dataset_check(
 @contextmanager
 def followed(folder: Path, report: Report) -> Iterator[None]:
     """Lock a folder, and keep there what the check is doing and how it ended, as a run does in its output folder."""
+    from simpletuner.system.files.lease import Lease
+    from simpletuner.system.files.lease_folder import held_folder
+
     writer = StatusWriter()
-    with lock_output_dir(folder), writer.recording():
+    with held_folder(folder, Lease()), writer.recording():
         writer.begin(folder, "")
         report.status.watch = writer.show
         yield

@@ -20,11 +20,10 @@ from typing import Any, Literal
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.cache_files import entries_of, is_plain_file, is_plain_folder
+from simpletuner.system.files.lease_record import boot_id
 from simpletuner.system.files.locks import is_locked, lock_file
 
 SWAP_PREFIX, OWNER_FILE = "simpletuner-swap-", "owner.json"
-
-BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 SwapState = Literal["live", "dead", "elsewhere", "foreign"]
 """`elsewhere`: another machine created it, so it cannot be judged here. `foreign`: no run of ours created it."""
@@ -45,14 +44,6 @@ class SwapOwner:
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}, output_dir {self.output_dir}"
-
-
-def boot_id() -> str:
-    """Return the kernel's random id of this boot; empty where there is none."""
-    try:
-        return BOOT_ID_FILE.read_text().strip()
-    except OSError:
-        return ""
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from simpletuner import __version__
 from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerError
 from simpletuner.launch.store import sanitize
 from simpletuner.settings import Loaded, settings_as_json
+from simpletuner.system.files.lease_record import boot_id, pid_namespace
 from simpletuner.system.network import own_address_towards
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
@@ -89,12 +90,7 @@ def parse_node_info(values: Mapping[str, Any]) -> NodeInfo | None:
 
 
 def boot_of_machine() -> str:
-    try:
-        # Containers on one machine share its boot_id, and the same pid is another process in each.
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
+    return f"{boot} {namespace}" if (boot := boot_id()) and (namespace := pid_namespace()) else ""
 
 
 def is_address(text: str) -> bool:

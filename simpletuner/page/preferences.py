@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from simpletuner.page.configurations import list_files
 from simpletuner.page.editing.documents import Document, load_document
 from simpletuner.page.rendering import field, folders_of, render, respond, toast
 from simpletuner.settings import Settings
-from simpletuner.system.files.locks import RUN_LOCK, describe_holder, is_locked
+from simpletuner.system.files.lease import Holding
+from simpletuner.system.files.lease_folder import holder_of
+from simpletuner.system.files.locks import RUN_LOCK
 from simpletuner.system.numbers import count_noun, format_bytes
 from simpletuner.tools.cache.clearing import clear, refuse_in_use
 from simpletuner.tools.cache.contents import CacheItem, CacheKind
@@ -113,8 +114,6 @@ def describe_owner(item: CacheItem, output: Path) -> str:
     """Name the run that uses a cache: by the swap folder's owner, else by who holds the output folder."""
     if item.kept:
         return f"{item.path}: {item.kept}"
-    holder = ""
-    if is_locked(output / RUN_LOCK):
-        with suppress(OSError):
-            holder = describe_holder((output / RUN_LOCK).read_text(encoding="utf-8", errors="replace"))
-    return f"{item.path} is in use by a run{holder}: stop it, or wait for it"
+    holder, holding = holder_of(output / RUN_LOCK)
+    named = holder.describe() if holding is Holding.HELD else ""
+    return f"{item.path} is in use by a run{named}: stop it, or wait for it"

@@ -11,7 +11,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from simpletuner.launch.tcp_store import why_unreachable
-from simpletuner.system.files.locks import is_running_here
+from simpletuner.system.files.lease_record import Record
 
 MOST_NAMED = 8
 POLL_SECONDS = 0.1
@@ -49,7 +49,8 @@ def find_lost(store: dist.Store, rank: int, size: int, wait_seconds: float, is_t
 
 def has_ended(process: str) -> bool:
     """Return whether a process of this machine (`host pid`) is gone; False for those of others."""
-    return process.rpartition(" ")[0] == socket.gethostname() and not is_running_here(process)
+    host, _, pid = process.rpartition(" ")
+    return host == socket.gethostname() and not Record(host=host, pid=int(pid)).is_launcher_alive
 
 
 def named(numbers: Sequence[int], processes: Mapping[int, str]) -> str:

@@ -18,6 +18,7 @@ from simpletuner.launch.launcher_connection import LauncherConnection
 from simpletuner.parallel.cards import agree_on_devices, view_of_rank
 from simpletuner.parallel.lost_ranks import find_lost, join_problem, record_process
 from simpletuner.private_api import of_torch
+from simpletuner.system.files.lease import Lease
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import StopRequest
 
@@ -52,6 +53,8 @@ class World:
     """Number of ranks on this machine."""
     group: dist.ProcessGroup | None = None
     """Process group of `barrier` and `gather_texts`; None for the default group."""
+    lease: Lease = field(default_factory=Lease)
+    """Of output_dir, which rank 0 holds."""
 
     @property
     def is_first(self) -> bool:

@@ -191,7 +191,8 @@ class StepLogger:
         self.clock = scalars.computed
 
     def flush(self) -> None:
-        """Read and write the pending step. Raises TrainingError on all ranks when its loss is not finite."""
+        """Read and write the pending step. Raises TrainingError on all ranks when its loss is not finite,
+        and LeaseLost on rank 0 where another run has taken over."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
@@ -211,6 +212,7 @@ class StepLogger:
         if self.shown is not None:
             self.shown.update(step, *self.notes(loss, measured))
             self.status.count(step, loss, self.shown.ends)
+        self.mesh.world.lease.check_recent()
         if self.metrics is not None:
             self.metrics.write({**pending.row, "loss": loss, "grad_norm": grad_norm, **speed, **measured})
         if self.sample_losses is not None:

@@ -245,6 +245,7 @@ class Trainer:
     def advance(self, progress: Progress, done: int) -> None:
         """Show that an evaluation has done more. Raises EvaluationStopped when the run is to stop. Collective."""
         progress.update(min(progress.done + done, progress.total))
+        self.logger.mesh.world.lease.check_recent()
         if self.stop_vote.take(self.logger.mesh.world):
             raise EvaluationStopped
 

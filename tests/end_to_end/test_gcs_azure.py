@@ -7,7 +7,7 @@ import os
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket
 from simpletuner.data.storage.storage import UnreadableFileError
 from simpletuner.errors import DataError, EnvironmentNotReady, SimpleTunerError
 from simpletuner.system.files.checksums import file_checksum
-from simpletuner.training.mirroring.lease import LEASE, Lease, LeaseLost
+from simpletuner.system.files.lease import Lease
+from simpletuner.system.files.lease_record import LeaseLost
+from simpletuner.training.mirroring.bucket_records import LEASE, BucketRecords
 from simpletuner.training.mirroring.remote_run import RemoteRun
 from simpletuner.training.mirroring.run_files import whole_folders
 
@@ -130,13 +132,13 @@ def test_files_are_listed_in_pages_read_in_ranges_and_uploaded_in_parts(stand, t
         storage.read("a.png", 4)
 
 
-def test_a_mirror_uploads_restores_prunes_and_sets_aside_there_as_in_s3(stand, tmp_path):
+def test_a_mirror_uploads_restores_prunes_and_sets_aside_there_as_in_s3(stand, tmp_path, monkeypatch):
     output = tmp_path / "run"
     remote = RemoteRun(stand.open("run"))
     for step in (1, 2, 3):
         folder = save_checkpoint(output, step, 9 << 20)
         whole = next(each for each in whole_folders(output) if each.step == step)
-        remote.upload(whole, folder, (folder / "state.json").read_bytes(), lambda: None)
+        remote.upload(whole, folder, (folder / "state.json").read_bytes())
     remote.prune(2)
     again = RemoteRun(stand.open("run"))
     again.refresh()
@@ -151,16 +153,15 @@ def test_a_mirror_uploads_restores_prunes_and_sets_aside_there_as_in_s3(stand, t
     again.move_aside(again.whole()[0])
     assert [each.step for each in again.whole()] == [2]
     assert "checkpoints/set-aside/checkpoint-000003/state.json" in stand.open("run").all_sizes()
-    first, second = Lease(stand.open("run"), print), Lease(stand.open("run"), print)
-    first.acquire()
-    second._write()
+    monkeypatch.setattr("simpletuner.system.files.lease.SETTLE_SECONDS", 0.1)
+    first, place = Lease(), BucketRecords(stand.open("run"))
+    first.acquire(place)
+    first.check()
+    place.write(LEASE, replace(first.record, id="other", token=2).encode())
     with pytest.raises(LeaseLost):
         first.check()
-    assert 0 <= stand.open("run").age_seconds(LEASE) < 1e9
-    second.is_held = True
-    second.release()
     first.release()
-    assert LEASE not in stand.open("run").all_sizes()
+    assert not place.system.creates_exclusively  # the stand-ins ignore conditions
 
 
 GONE = {"gcs": (404, "NoSuchBucket"), "azure": (404, "ContainerNotFound")}

@@ -11,10 +11,11 @@ from pathlib import Path
 CODE = """
 import sys, time
 from pathlib import Path
-from simpletuner.system.files.locks import exclusive_lock, shared_lock
+from simpletuner.system.files.locks import exclusive_lock
+from simpletuner.system.files.lease_folder import shared_folders
 from simpletuner.deepspeed.swap_files import create_swap_folder
 
-hold = {"cache": lambda: shared_lock([Path(sys.argv[2])]), "file": lambda: exclusive_lock(Path(sys.argv[2])),
+hold = {"cache": lambda: shared_folders([Path(sys.argv[2])]), "file": lambda: exclusive_lock(Path(sys.argv[2])),
         "swap": lambda: create_swap_folder(Path(sys.argv[2]), Path("my-run"))}[sys.argv[1]]
 with hold() as held:
     print(held, flush=True)

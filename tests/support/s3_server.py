@@ -82,6 +82,8 @@ class Proxy:
     signatures: list[tuple[str, str]] = field(default_factory=list)
     head_faults: bool = False
     """Whether faults are those of HEAD requests, too."""
+    drops_conditions: bool = False
+    """Whether the store ignores `If-None-Match`, as s3rver, rclone and the gateway of JuiceFS do."""
     page_keys: int = 0
     """How many keys an answer lists; 0 leaves it to the server."""
     has_ranges: bool = True
@@ -145,6 +147,8 @@ def s3_proxy(server: str) -> Iterator[Proxy]:
             kept = {name: self.headers[name] for name in FORWARDED if name in self.headers}
             if not proxy.has_ranges:
                 kept.pop("Range", None)
+            if not proxy.drops_conditions and "If-None-Match" in self.headers:
+                kept["If-None-Match"] = self.headers["If-None-Match"]
             is_paged = proxy.page_keys and "list-type" in self.path
             path = self.path + f"&max-keys={proxy.page_keys}" * bool(is_paged)
             connection.request(self.command, path, self.sent or None, headers=kept)

@@ -14,13 +14,12 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import BinaryIO
 
 import obstore
-from obstore.exceptions import BaseError, InvalidPathError
+from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError
 
 from simpletuner.data.config.object_store_keys import BucketPlace, Service
 from simpletuner.data.storage.object_errors import (
@@ -151,6 +150,15 @@ class ObjectStorage:
         with self._writing():
             obstore.put(self.store, name, content, use_multipart=False)
 
+    def create(self, name: str, content: bytes) -> bool:
+        """Store an object unless there is one, and return whether it did. Some stores overwrite it, and say that."""
+        with self._explained():
+            try:
+                obstore.put(self.store, name, content, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+        return True
+
     def write_parts(self, name: str, parts: Iterable[bytes | memoryview], size: int) -> None:
         """Store an object of about `size` bytes as its content comes; an error of `parts` leaves what was there."""
         chunk = max(PART_BYTES, -(-size // MOST_PARTS))
@@ -193,11 +201,6 @@ class ObjectStorage:
             with suppress(InvalidPathError):
                 sizes |= self._walked(below)
         return sizes
-
-    def age_seconds(self, name: str) -> float:
-        """Return the time since an object was written, by this machine's clock. Raises as `read` does."""
-        with self._explained(name):
-            return (datetime.now(UTC) - obstore.head(self.store, name)["last_modified"]).total_seconds()
 
     def describe(self, name: str = "") -> str:
         return f"{self.address}/{name}".rstrip("/")

@@ -25,7 +25,9 @@ from simpletuner.settings import Settings
 from simpletuner.system.files.atomic import remove
 from simpletuner.system.files.cache_files import user_home
 from simpletuner.system.files.checksums import value_checksum
-from simpletuner.system.files.locks import RUN_LOCK, is_locked
+from simpletuner.system.files.lease import Holding
+from simpletuner.system.files.lease_folder import holder_of
+from simpletuner.system.files.locks import RUN_LOCK
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus
 
@@ -111,7 +113,7 @@ def start_check(request: Request, checked: Checked, decode: bool) -> None:
     run, processes = checked.run, processes_of(request)
     await_exit(processes.started.get(run.path), read_status_of(run))
     with request.app.state.saving:  # two tabs start one
-        if is_locked(run.lock, exclusively=True) or processes.known(run).started_pid:
+        if run.lease[1] is Holding.HELD or processes.known(run).started_pid:
             return
         run.path.mkdir(parents=True, exist_ok=True)
         remove_oldest(run.path)
@@ -138,7 +140,7 @@ def remove_oldest(kept: Path) -> None:
     """Remove the results of the configurations that were checked longest ago, unless a check writes there."""
     others = sorted((path for path in kept.parent.iterdir() if path.is_dir() and path != kept), key=last_change)
     for path in others[: max(0, len(others) + 1 - MAX_KEPT)]:
-        if not is_locked(path / RUN_LOCK, exclusively=True):
+        if holder_of(path / RUN_LOCK)[1] is Holding.FREE:
             remove(path)
 
 

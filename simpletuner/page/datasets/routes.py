@@ -15,7 +15,9 @@ from simpletuner.page.datasets.checks import Checked, CheckState, check_state, s
 from simpletuner.page.datasets.files import file_in
 from simpletuner.page.datasets.view import dataset_of, dataset_values, image_name
 from simpletuner.page.rendering import field, folders_of, render, respond
-from simpletuner.system.files.locks import RUN_LOCK, is_locked
+from simpletuner.system.files.lease import Holding
+from simpletuner.system.files.lease_folder import holder_of
+from simpletuner.system.files.locks import RUN_LOCK
 
 NO_PICTURE = "/static/no-picture.svg"
 
@@ -41,7 +43,7 @@ def is_used(request: Request, checked: Checked) -> bool:
         output = checked.settings(request).training.output_dir
     except SettingsError:  # which the check says
         return False
-    return bool(is_locked(output / RUN_LOCK, exclusively=True))
+    return holder_of(output / RUN_LOCK)[1] is not Holding.FREE
 
 
 def check(request: Request) -> Response:

@@ -24,7 +24,8 @@ from simpletuner.page.runs.listing import RunList
 from simpletuner.page.runs.processes import PreparedStart, Processes, is_in_use, prepare_start, start_prepared
 from simpletuner.page.runs.summary import Summary, read_status_of
 from simpletuner.system.files.checksums import value_checksum
-from simpletuner.system.files.locks import is_locked, lock_file
+from simpletuner.system.files.lease import Holding
+from simpletuner.system.files.locks import lock_file
 from simpletuner.system.numbers import count_noun
 
 SECONDS = 2.0
@@ -257,9 +258,8 @@ def failed(entry: QueueEntry, error: SimpleTunerError) -> QueueEntry:
 
 def pid_here(summary: Summary) -> int:
     """Return the pid of a run that has not ended and is run on this machine; 0 for others."""
-    host, _, pid = summary.run.holder.strip().rpartition(" ")
-    if summary.condition.has_ended or summary.condition.state is State.UNKNOWN or host != socket.gethostname():
+    if summary.condition.has_ended or summary.condition.state is State.UNKNOWN:
         return 0
     # Again: the summary may be a second old, and the run of a page that is started again has ended just now.
-    is_held = is_locked(summary.run.lock, exclusively=True) is not False
-    return int(pid) if is_held and pid.isascii() and pid.isdecimal() and len(pid) < 10 else 0
+    holder, holding = summary.run.lease
+    return holder.pid if holding is not Holding.FREE and holder.is_here else 0

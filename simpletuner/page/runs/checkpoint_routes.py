@@ -19,7 +19,7 @@ from simpletuner.page.runs.exporting import Exporting
 from simpletuner.page.runs.folder import RunFolder, open_run
 from simpletuner.page.runs.processes import look_at, processes_of
 from simpletuner.page.runs.watching import Watched, WatchedRun
-from simpletuner.system.files.locks import is_locked
+from simpletuner.system.files.lease import Holding
 from simpletuner.training.html_report.thumbnails import GalleryImage
 from simpletuner.training.metrics.charts import with_mean
 from simpletuner.training.metrics.comparison import COMPARED, SMOOTHED
@@ -30,8 +30,9 @@ def delete(request: Request) -> Response:
     run = open_run(folders_of(request), field(request, "run"))
     checkpoint = named_checkpoint(run, field(request, "name"))
     with request.app.state.saving:  # no run is started meanwhile
-        # Both: one that has said its end may still hold the lock, and a file system may have no locks.
-        if is_locked(run.lock, exclusively=True) or not look_at(processes_of(request), run)[1].has_ended:
+        # Both: one that has said its end may still hold the folder.
+        is_held = run.lease[1] is Holding.HELD
+        if is_held or not look_at(processes_of(request), run)[1].has_ended:
             raise EnvironmentNotReady(f"a run may be using {run.name}", "stop it first: it may read this checkpoint")
         remove_checkpoint(run.path / "checkpoints" / checkpoint.row.name)
     said = toast(f"{checkpoint.row.name} of {run.name} is deleted", f"{checkpoint.row.size} are free")

@@ -1,14 +1,14 @@
 """The state of a run, and how it ended.
 
-Only what cannot lie counts: the lock of the output folder, which the kernel releases when its process ends, and the
-status that the run itself wrote. One that wrote no end and holds no lock was killed, or its machine was.
+Only what cannot lie counts: the lease of the output folder, and the status that the run itself wrote. One that wrote no
+end and holds no lease was killed, or its machine was. Of a run on another machine that may take watching for a while.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from functools import partial
@@ -19,7 +19,9 @@ from simpletuner.page.runs.folder import RunFolder
 from simpletuner.page.runs.log import parse_log
 from simpletuner.run_log import CONSOLE, LOG, START_CONSOLE
 from simpletuner.status_line import LINE_SECONDS, format_seconds
-from simpletuner.system.files.locks import describe_holder, is_locked
+from simpletuner.system.files.lease import Holding
+from simpletuner.system.files.lease_folder import StandingRecords
+from simpletuner.system.files.lease_record import Record
 from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus
 from simpletuner.training.metrics.metrics_reader import METRICS
 
@@ -68,12 +70,13 @@ class Known:
     started_pid: int = 0
     asked: RunStatus | None = None
     """The status of the start that the page has asked to stop."""
+    standing: StandingRecords = field(default_factory=StandingRecords)
 
 
 def find_condition(run: RunFolder, status: RunStatus | None, known: Known) -> Condition:
-    locked = is_locked(run.lock, exclusively=True)
-    if locked:
-        return condition_of_holder(run, status, known)
+    holder, holding = run.lease
+    if holding is Holding.HELD and not holder.damaged:
+        return condition_of_holder(run, holder, status, known)
     # A run takes the lock only when it reaches its output folder, some seconds after its process has started.
     if known.started_pid and (status is None or status.pid != known.started_pid):
         return Condition(State.STARTING, "the process has started and has not reached its output folder yet")
@@ -81,8 +84,8 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: Known) -> Co
         return find_refusal(run) or condition_without_status(run)
     if status.has_ended:
         return describe_end(status)
-    if locked is None:  # a file system without locks leaves the times of files
-        return condition_without_locks(run, status)
+    if holding is not Holding.FREE and not known.standing.is_dead(run.lock, holder):
+        return condition_elsewhere(run, holder, status)
     if is_alive(status):
         return Condition(State.STOPPING, "its processes are exiting")
     was_asked = status.state is RunState.STOPPING  # as by a signal to srun or mpirun, which leave no time to save
@@ -95,10 +98,9 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: Known) -> Co
     return Condition(State.KILLED, sentence, RESUME_HINT)
 
 
-def condition_of_holder(run: RunFolder, status: RunStatus | None, known: Known) -> Condition:
+def condition_of_holder(run: RunFolder, holder: Record, status: RunStatus | None, known: Known) -> Condition:
     """Return the condition of a run that holds its folder."""
-    holder = run.holder
-    if status is None or holder.split() != [status.host, str(status.pid)]:
+    if status is None or (holder.host, holder.pid) != (status.host, status.pid):
         return Condition(State.RUNNING, "it has not said yet what it is doing", can_stop=True)
     if status.has_ended:
         return describe_end(status)
@@ -109,7 +111,7 @@ def condition_of_holder(run: RunFolder, status: RunStatus | None, known: Known) 
         return condition(State.STUCK, f"process {paused} is paused (SIGSTOP)", hint)
     silent = time.time() - run.written(STATUS, LOG, METRICS)
     if silent > SILENT_SECONDS:
-        sentence = f"it is alive{describe_holder(holder)}, but has written nothing for {format_seconds(silent)}"
+        sentence = f"it is alive{holder.describe()}, but has written nothing for {format_seconds(silent)}"
         return condition(State.STUCK, sentence, "look at the processes on that machine")
     asked = "asked to stop" if is_asked else ""
     is_in_step = bool(status.max_steps) and status.total == status.max_steps  # which the reason is about
@@ -150,12 +152,14 @@ def paused_process(status: RunStatus) -> int | None:
         return None
 
 
-def condition_without_locks(run: RunFolder, status: RunStatus) -> Condition:
+def condition_elsewhere(run: RunFolder, holder: Record, status: RunStatus) -> Condition:
+    """Return the condition of a run that this machine cannot see, by the times of its files: to be shown, no more."""
     silent = time.time() - run.written(STATUS, LOG, METRICS)
+    where = f"only the machine on which it was started{holder.describe()} knows more"
     if silent < SILENT_SECONDS:
-        return Condition(State(status.state), "this file system has no locks to tell for sure")
-    sentence = f"it has written nothing for {format_seconds(silent)}, and this file system has no locks to tell more"
-    return Condition(State.UNKNOWN, sentence, "look at the machine on which it was started")
+        return Condition(State(status.state), f"{doing(status)}, says its status; {where}")
+    sentence = f"it has written nothing for {format_seconds(silent)}, and {where}"
+    return Condition(State.UNKNOWN, sentence, "look at that machine; a start waits until its death is certain")
 
 
 def condition_without_status(run: RunFolder) -> Condition:

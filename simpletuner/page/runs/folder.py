@@ -8,6 +8,9 @@ from pathlib import Path
 from simpletuner.errors import SettingsError
 from simpletuner.page.folders import Folders
 from simpletuner.run_log import CONSOLE, LOG, START_CONSOLE
+from simpletuner.system.files.lease import Holding
+from simpletuner.system.files.lease_folder import holder_of
+from simpletuner.system.files.lease_record import Record
 from simpletuner.system.files.locks import RUN_LOCK
 from simpletuner.system.files.regular_files import read_end
 from simpletuner.system.processes.run_status import STATUS
@@ -18,7 +21,6 @@ FILES = (STATUS, METRICS, LOG, SETTINGS, CONSOLE)
 RUN_FILES = (STATUS, METRICS, RUN_LOCK, CONSOLE, START_CONSOLE)
 """A folder with one of them is the output folder of a run; one of settings alone is not."""
 MAX_RUNS = 200
-HOLDER_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class RunFolder:
         return self.path / RUN_LOCK
 
     @property
-    def holder(self) -> str:
-        """The content of the lock file: `host pid` of the run that has locked it last."""
-        return self.tail(RUN_LOCK, HOLDER_BYTES)
+    def lease(self) -> tuple[Record, Holding]:
+        """The holder of the folder, or the last one."""
+        return holder_of(self.lock)
 
     def file(self, name: str) -> Path | None:
         path = self.path / name

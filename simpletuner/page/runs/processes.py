@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,8 @@ from simpletuner.page.runs.folder import RunFolder
 from simpletuner.page.runs.summary import read_status_of
 from simpletuner.run_log import START_CONSOLE
 from simpletuner.settings import Loaded
-from simpletuner.system.files.locks import describe_holder, is_locked
+from simpletuner.system.files.lease import Holding
+from simpletuner.system.files.lease_folder import StandingRecords
 from simpletuner.system.processes.python_process import module_command
 from simpletuner.system.processes.run_status import RunState, RunStatus
 from simpletuner.system.processes.signals import REPEAT_SECONDS
@@ -43,6 +43,7 @@ class Processes:
     """Kept to learn of their ends."""
     asked: dict[Path, RunStatus] = field(default_factory=dict)
     """The starts that were asked to stop. A run says so itself, but a second click can be faster."""
+    standing: StandingRecords = field(default_factory=StandingRecords)
 
     def is_started(self, output: Path) -> bool:
         """Return whether a process that this page has started for a folder is alive."""
@@ -50,7 +51,7 @@ class Processes:
 
     def known(self, run: RunFolder) -> Known:
         pid = self.started[run.path].pid if self.is_started(run.path) else 0
-        return Known(pid, self.asked.get(run.path))
+        return Known(pid, self.asked.get(run.path), self.standing)
 
 
 def processes_of(request: Request) -> Processes:
@@ -74,7 +75,7 @@ def prepare_start(folders: Folders, name: str, complete: bool = False) -> Prepar
 
 
 def is_in_use(processes: Processes, run: RunFolder) -> bool:
-    return is_locked(run.lock, exclusively=True) is True or bool(processes.known(run).started_pid)
+    return run.lease[1] is Holding.HELD or bool(processes.known(run).started_pid)
 
 
 def start_prepared(
@@ -167,20 +168,20 @@ def look_at(processes: Processes, run: RunFolder) -> tuple[RunStatus | None, Con
 
 def signal_holder(run: RunFolder) -> int:
     """Send SIGTERM to the run that holds an output folder; return its pid. Raises as `stop_run` does."""
-    if is_locked(run.lock, exclusively=True) is not True:
+    holder, holding = run.lease
+    if holding is Holding.FREE:
         raise SettingsError(f"no run is using {run.name}", "it has ended already")
-    host, _, pid = run.holder.strip().rpartition(" ")
-    if host != socket.gethostname():
-        raise EnvironmentNotReady(f"{run.name} is run{describe_holder(run.holder)}", "stop it on that machine")
-    if not pid.isdigit() or not holds(int(pid), run.lock):
+    if not holder.is_here:
+        raise EnvironmentNotReady(f"{run.name} is run{holder.describe()}", "stop it on that machine")
+    if not holds(pid := holder.pid, run.lock):
         raise EnvironmentNotReady(
             f"the process that {run.name} names as its run does not hold its lock", "look at the processes by hand"
         )
     try:
-        os.kill(int(pid), signal.SIGTERM)
+        os.kill(pid, signal.SIGTERM)
     except (PermissionError, ProcessLookupError) as error:
         raise EnvironmentNotReady(f"process {pid} cannot be stopped: {error.strerror}", "is it yours?") from None
-    return int(pid)
+    return pid
 
 
 def holds(pid: int, lock: Path) -> bool:

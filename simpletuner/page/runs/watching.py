@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class Watched:
 
     def of(self, run: RunFolder) -> WatchedRun:
         with self.lock:
-            started = lock_time(run)
+            started = start_of(run)
             known = self.runs.pop(run.path, None)
             # A start may go back to an earlier checkpoint, and make images of the same names again.
             if known is None or known.started != started:
@@ -46,8 +47,9 @@ class Watched:
             return known
 
 
-def lock_time(run: RunFolder) -> float:
-    try:
-        return run.lock.lstat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+def start_of(run: RunFolder) -> float:
+    """Return a number that only starts of this run have."""
+    record, _ = run.lease
+    with suppress(ValueError, FileNotFoundError):  # of a record that somebody else wrote
+        return int(record.id[:8], 16) if record.id else run.lock.lstat().st_mtime
+    return 0.0

@@ -24,9 +24,12 @@ REMOVING = ".removing"
 """A file in a folder that is being removed in place."""
 
 
-def unfinished_path(folder: Path) -> Path:
-    """Return the hidden sibling to which a file or folder is written before it is renamed to its final name."""
-    return folder.with_name(f".{folder.name}.unfinished")
+def unfinished_path(folder: Path, writer: str = "") -> Path:
+    """Return the hidden sibling to which a file or folder is written before it is renamed to its final name.
+
+    `writer` tells apart those of two runs, one of which was stopped while it wrote and wakes up.
+    """
+    return folder.with_name(f".{folder.name}{'.' * bool(writer)}{writer}.unfinished")
 
 
 def replace_folder(new: Path, folder: Path) -> None:

@@ -13,7 +13,7 @@ SHARD_SUFFIX, INDEX_SUFFIX = ".shard", ".index.jsonl"
 BLOCK_CACHE = "fsdp_block_cache.json"
 
 IN_USE = ".in-use"
-"""The lock file of a cache folder; see `locks.shared_lock`."""
+"""The lock file of a cache folder; see `lease_folder.shared_folders`."""
 
 MERGED_INDEX = "merged.index"
 """All records of a cache folder, derived from the indexes of its shards."""

@@ -14,11 +14,13 @@ import stat
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+from simpletuner.system.files.file_systems import file_system_at
 from simpletuner.system.files.mounts import find_mount, read_mounts
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 NO_REPLACING = (errno.EEXIST, errno.ENOSYS, errno.EOPNOTSUPP)
+BY_RECORD = "a second run on another machine is found by the record in .lock, which takes longer"
 PROBE = ".simpletuner-probe-"
 MAY_SAY = "`simpletuner nfs check --path FOLDER` says more; Lustre has locks when it is mounted with `flock`"
 
@@ -66,7 +68,9 @@ def missing_promises(folder: Path) -> list[str]:
             for path in (first, second):
                 path.touch(exist_ok=False)
             if not can_lock(first):
-                found.append("has no file locks: nothing keeps a second run on another machine out of it")
+                found.append(f"has no file locks: {BY_RECORD}")
+            elif file_system_at(folder).keeps_locks_to_itself:
+                found.append(f"keeps file locks on one machine: {BY_RECORD}")
             if not can_sync(first, folder):
                 found.append("cannot sync: a power failure may take the newest files, and a checkpoint with them")
             if not can_replace(second, first):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from simpletuner.errors import SIGNAL_CODES, SimpleTunerError, describe_bug
 from simpletuner.system.files.atomic import atomic_file
-from simpletuner.system.files.locks import launcher_pid
+from simpletuner.system.files.lease_record import launcher_pid
 from simpletuner.system.files.regular_files import read_file
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ class RunStatus:
     """The file of settings, where the command line names that alone."""
     started: str = ""
     time: str = ""
+    token: int = 0
+    """Of the lease of the folder: one that is lower never replaces a higher one."""
 
     @property
     def has_ended(self) -> bool:
@@ -124,7 +126,7 @@ class StatusWriter:
         self.written, self.written_at = b"", 0.0
         self.lock = threading.RLock()
 
-    def begin(self, folder: Path, config: str) -> None:
+    def begin(self, folder: Path, config: str, token: int = 0) -> None:
         """Begin the status of a start; only rank 0, which holds the lock of the folder."""
         with self.lock:
             self.path, self.holds_lock = folder / STATUS, True
@@ -141,6 +143,7 @@ class StatusWriter:
                 rank_pid=os.getpid(),
                 config=config,
                 started=now(),
+                token=token,
             )
             self.is_own = self.status.is_of_same_start
             self._write()
@@ -251,6 +254,9 @@ class StatusWriter:
         found = read_status(self.path) if self.written else None
         if found is not None and found.has_ended and self.is_own(found):
             self.holds_lock = False  # another rank has failed, and has said so
+            return
+        if found is not None and found.token > self.status.token:
+            self.holds_lock = False  # the folder is another run's by now
             return
         content = json.dumps(asdict(shown), indent=2).encode()
         self.written_at = time.monotonic()

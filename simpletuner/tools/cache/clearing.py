@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from simpletuner.deepspeed.swap_files import remove_swap_folder
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import unfinished_path
 from simpletuner.system.files.cache_files import IN_USE, bytes_of, files_of, lock_of
-from simpletuner.system.files.locks import exclusive_lock, lock_file
+from simpletuner.system.files.lease import nothing, wait_until_free
+from simpletuner.system.files.lease_folder import FolderPlace
+from simpletuner.system.files.locks import exclusive_lock
 from simpletuner.tools.cache.contents import CacheItem, CacheKind
 
 SHARDED = (CacheKind.LATENTS, CacheKind.TEXT)
 
 
 def refuse_in_use(items: Sequence[CacheItem]) -> None:
-    """Raise EnvironmentNotReady for caches that a run uses, or may use. Swap folders of live runs are skipped."""
+    """Raise EnvironmentNotReady for caches that a run uses, or may use. Swap folders of live runs are skipped.
+
+    Those that a run on another machine may use are watched when they are cleared.
+    """
     for item in items:
-        if item.kind in SHARDED and item.in_use is not False:
+        may_be_watched = item.in_use is None and FolderPlace(item.path, IN_USE).reads_other_machines
+        if item.kind in SHARDED and item.in_use is not False and not may_be_watched:
             raise in_use_error(item, item.in_use)
 
 
@@ -35,15 +40,17 @@ def in_use_error(item: CacheItem, in_use: bool | None) -> EnvironmentNotReady:
     )
 
 
-def clear(items: Sequence[CacheItem]) -> int:
+def clear(items: Sequence[CacheItem], say: Callable[[str], None] = nothing) -> int:
     """Remove caches, except those marked as kept, and return how many bytes were removed.
+
+    Where locks do not cross machines, it is watched for a while whether a run uses one, which `say` tells.
 
     Raises EnvironmentNotReady before anything is removed when a run uses one of them, or when a file cannot be removed.
     """
     with ExitStack() as stack, removal_errors():
         for item in items:
             if item.kind in SHARDED:
-                lock_exclusively(item, stack)
+                lock_exclusively(item, stack, say)
         return sum(REMOVE[item.kind](item) for item in items if not item.kept)
 
 
@@ -57,17 +64,22 @@ def removal_errors() -> Iterator[None]:
         raise EnvironmentNotReady(f"cannot remove {error.filename}: {error.strerror}", hint) from None
 
 
-def lock_exclusively(item: CacheItem, stack: ExitStack) -> None:
+def lock_exclusively(item: CacheItem, stack: ExitStack, say: Callable[[str], None] = nothing) -> None:
     """Keep runs out of a cache folder until `stack` is closed. A folder that is gone needs no lock."""
+    place = FolderPlace(item.path, IN_USE)
+    stack.callback(place.unlock)
     try:
-        descriptor = lock_file(item.path / IN_USE, exclusive=True)
+        is_locked = place.lock(exclusive=True)
+        if is_locked:
+            raise in_use_error(item, in_use=True)
+        if place.reads_other_machines:
+            wait_until_free(place, is_locked, nothing, say, "stop that run")
+        elif is_locked is None:
+            raise in_use_error(item, in_use=None)
     except FileNotFoundError:
         return
-    except BlockingIOError:
-        raise in_use_error(item, in_use=True) from None
     except OSError:
         raise in_use_error(item, in_use=None) from None
-    stack.callback(os.close, descriptor)
 
 
 def remove_blocks(item: CacheItem) -> int:

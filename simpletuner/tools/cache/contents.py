@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner.deepspeed.swap_files import SWAP_PREFIX, find_state, read_owner
 from simpletuner.system.files.cache_files import (
-    IN_USE,
     INDEX_SUFFIX,
     block_cache_paths,
     bytes_of,
@@ -155,12 +154,14 @@ def find_shards(
 
 def shards_in(kind: CacheKind, folder: Path) -> CacheItem | None:
     """Return a cache folder; None if simpletuner wrote nothing in it."""
+    from simpletuner.system.files.lease_folder import is_used  # later than `--help`, which says no word of it
+
     ours, others = files_of(folder)
     if not ours:
         return None
     entries = sum(count_lines(path) for path in ours if path.name.endswith(INDEX_SUFFIX))
     foreign = [path for path in others if not is_plain_folder(path)]
-    return CacheItem(kind, folder, entries, sum(map(bytes_of, ours)), is_locked(folder / IN_USE), others=foreign)
+    return CacheItem(kind, folder, entries, sum(map(bytes_of, ours)), is_used(folder), others=foreign)
 
 
 def count_lines(path: Path) -> int:

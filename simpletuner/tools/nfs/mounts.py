@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from simpletuner.system.files.file_systems import LOCAL, OBJECT_STORES
 from simpletuner.system.files.mounts import Mount, find_mount, read_mounts
 from simpletuner.tools.nfs.results import OTHER_FILESYSTEM, Finding, failed, format_ranks, passed, warned
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from simpletuner.tools.nfs.rendezvous import Node
 
 NFS = ("nfs", "nfs4")
-OBJECT_STORES = {f"fuse.{name}": name for name in ("s3fs", "rclone", "gcsfuse", "goofys")}
-OBJECT_STORES["fuse.mountpoint-s3"] = "Mountpoint for S3"
 SHARED = (
     {"nfs": "NFS 3", "nfs4": "NFS 4", "lustre": "Lustre", "ceph": "CephFS", "fuse.ceph": "CephFS (fuse)"}
     | {"fuse.ceph-fuse": "CephFS (fuse)", "beegfs": "BeeGFS", "gpfs": "IBM Storage Scale (GPFS)", "wekafs": "WEKA"}
@@ -27,11 +26,6 @@ SHARED = (
 OVER_OTHERS = {"fuse": "FUSE (bindfs or another)", "fuse.bindfs": "bindfs", "fuse.mergerfs": "mergerfs"}
 OVER_OTHERS |= {"fuse.gocryptfs": "gocryptfs", "fuse.encfs": "EncFS", "fuse.cryfs": "CryFS"}
 """Filesystems over others, whose files are shared if those below are, with their names."""
-LOCAL = (
-    *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "fuse.fuse-overlayfs"),
-    *("tmpfs", "ramfs", "rootfs", "devtmpfs", "squashfs", "erofs", "iso9660"),
-    *("vfat", "exfat", "ntfs", "ntfs3", "fuseblk"),
-)
 OBJECTS = "keeps files as objects: rename is no single step there, and locks and appends may be missing"
 ON_THIS_HOST = "keeps files on the host of this virtual machine: shared only between machines on that host"
 UNSUITABLE = {

@@ -172,7 +172,7 @@ def judge_rename(seen: Counter[str], folders: Counter[str], replaced: int, fstyp
 
 def check_lock(peers: Rendezvous) -> Finding:
     """Check `lock`: node 0 takes a lock, the others must be refused, and obtain it after its release."""
-    # flock(2), since that keeps two runs out of one folder (`locks.lock_output_dir`)
+    # flock(2), since that keeps two runs out of one folder where it works (`lease.py`)
     node, path = peers.node, peers.workspace.file(0, "lock")
     if node.rank == 0:
         path.touch()

@@ -19,6 +19,7 @@ from simpletuner.data.storage.storage import UnreadableFileError
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import remove, replace_folder, unfinished_path, write_file
 from simpletuner.system.files.checksums import HashedParts, write_with_checksum
+from simpletuner.system.files.lease import Lease
 from simpletuner.system.files.promises import rename_over
 from simpletuner.system.files.regular_files import MAX_BYTES, open_regular
 from simpletuner.training.mirroring.run_files import (
@@ -44,6 +45,8 @@ class RemoteRun:
 
     storage: ObjectStorage
     sizes: dict[str, int] = field(default_factory=dict)
+    lease: Lease = field(default_factory=Lease)
+    """Checked before anything is removed, replaced or made visible."""
 
     def refresh(self) -> None:
         self.sizes = self.storage.all_sizes()
@@ -65,7 +68,8 @@ class RemoteRun:
         """Upload a file, of one that grows what it holds now; return the checksum of what was sent. Raises OSError."""
         with open_regular(path) as file:
             size = path.stat().st_size
-            parts = HashedParts(iter(lambda: file.read(BLOCK_BYTES), b""))
+            self.lease.check_recent()
+            parts = HashedParts(self._checked(iter(lambda: file.read(BLOCK_BYTES), b"")))
             if size <= SMALL_BYTES:
                 content = b"".join(parts)
                 self.storage.write(name, content)
@@ -75,10 +79,10 @@ class RemoteRun:
                 self.sizes[name] = size
         return parts.checksum
 
-    def upload(self, whole: WholeFolder, folder: Path, content: bytes, check: Callable[[], None]) -> None:
-        """Upload a checkpoint or a pipeline that is in a folder; `check` is called before it becomes visible.
+    def upload(self, whole: WholeFolder, folder: Path, content: bytes) -> None:
+        """Upload a checkpoint or a pipeline that is in a folder.
 
-        Raises FolderDamaged, and OSError where a file cannot be read.
+        Raises FolderDamaged, LeaseLost where another run writes there, and OSError where a file cannot be read.
         """
         manifest = parse_manifest(content, whole.manifest_name)
         here = file_sizes(folder)
@@ -99,7 +103,7 @@ class RemoteRun:
             raise EnvironmentNotReady(f"{self.storage.owner}: {problem}")
         with suppress(StoreRefuses):  # what the manifest does not name is no part of the folder
             self._remove(found.keys() - {f"{whole.name}/{name}" for name in rest})
-        check()
+        self.lease.check()
         self.storage.write(whole.manifest_name, content)
         self.sizes[whole.manifest_name] = len(content)
 
@@ -183,9 +187,17 @@ class RemoteRun:
 
     def _remove(self, names: Iterable[str]) -> None:
         gone = list(names)
+        if gone:
+            self.lease.check()
         self.storage.remove(gone)
         for name in gone:
             self.sizes.pop(name, None)
+
+    def _checked(self, parts: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield parts as long as no other run has taken over: an upload that stood still ends before it is complete."""
+        for part in parts:
+            self.lease.check_recent()
+            yield part
 
     def _for_each(self, work: Callable[[str], None], names: Iterable[str]) -> None:
         with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="mirror") as pool:

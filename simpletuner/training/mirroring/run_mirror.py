@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,11 +19,13 @@ from simpletuner.errors import EnvironmentNotReady, SimpleTunerError, Stopped, w
 from simpletuner.run_log import LOG
 from simpletuner.session import Session
 from simpletuner.system.files.atomic import remove
+from simpletuner.system.files.lease import Lease, nothing
+from simpletuner.system.files.lease_record import LeaseLost
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.run_status import STATUS, RunState
 from simpletuner.training.metrics.eta import UPLOADING, Durations
-from simpletuner.training.mirroring.lease import Lease, LeaseLost
+from simpletuner.training.mirroring.bucket_records import BucketRecords
 from simpletuner.training.mirroring.remote_run import RemoteRun
 from simpletuner.training.mirroring.restoring import Restoring, newest_step
 from simpletuner.training.mirroring.run_files import (
@@ -66,7 +68,8 @@ class RunMirror:
         storage = open_bucket(place)
         self.session, self.report, self.status = session, session.report, session.status
         self.output, self.keep = session.settings.training.output_dir, wanted.checkpoints_total_limit
-        self.address, self.remote, self.lease = place.address, RemoteRun(storage), Lease(storage, session.report.say)
+        self.address, self.remote, self.lease = place.address, RemoteRun(storage), Lease()
+        self.place, self.remote.lease = BucketRecords(storage), self.lease
         self.restoring = Restoring(
             self.remote, self.output, wanted.resume_from_checkpoint, session.report, session.stop.check
         )
@@ -94,7 +97,7 @@ class RunMirror:
         Raises what is wrong with the bucket, unless there are checkpoints here to go on from.
         """
         try:
-            self.lease.acquire(self.session.stop.check)
+            self._acquire(self.session.stop.check)
             self._list()
             fetched = set(self.restoring.fetch_files())
             self.known |= {name: stamp for name, stamp in single_files(self.output).items() if self._has(name, fetched)}
@@ -105,6 +108,10 @@ class RunMirror:
                 error.hint = HINT
                 raise
             self._fail(error)
+
+    def _acquire(self, stop: Callable[[], None] = nothing) -> None:
+        if not self.lease.is_held:
+            self.lease.acquire(self.place, stop, self.report.say, "give this one another mirror_output")
 
     def _has(self, name: str, fetched: set[str]) -> bool:
         """Return whether the bucket has a file of an earlier start, which images are, if their sizes are equal."""
@@ -179,6 +186,7 @@ class RunMirror:
         elif isinstance(error, SimpleTunerError):
             self.status.fail(error)
         with suppress(SimpleTunerError, OSError):
+            self.lease.check()
             for name in (STATUS, LOG):
                 self.remote.upload_file(self.output / name, name)
 
@@ -207,7 +215,7 @@ class RunMirror:
     def _synchronize(self, all_files: bool) -> None:
         """Upload what is new. Raises what is wrong with the bucket, and OSError for what is wrong with the folder."""
         self.trying = LISTING
-        self.lease.acquire()
+        self._acquire()
         self._list()
         self._move_aside()
         self._prune()  # what a run that was killed has left
@@ -261,7 +269,7 @@ class RunMirror:
         began, stamp = time.monotonic(), stamp_of(self.output / whole.manifest_name)
         try:
             folder, manifest = linked(self.output, whole)
-            self.remote.upload(whole, folder, manifest, self.lease.check)
+            self.remote.upload(whole, folder, manifest)
         except FolderDamaged as error:
             self.report.warn(f"{error.message}; it is not uploaded to {self.address}")
         except FileNotFoundError:

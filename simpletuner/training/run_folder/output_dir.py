@@ -34,7 +34,7 @@ from simpletuner.settings import Settings
 from simpletuner.settings.declared.secret_names import mask_arguments
 from simpletuner.system.files.atomic import refuse_special, remove, restore_replaced, write_file
 from simpletuner.system.files.cache_files import entries_of
-from simpletuner.system.files.locks import lock_output_dir
+from simpletuner.system.files.lease_folder import held_folder
 from simpletuner.system.files.promises import MAY_SAY, missing_promises
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.training.mirroring.run_mirror import RunMirror, open_run_mirror
@@ -48,12 +48,12 @@ def open_output_dir(session: Session, stack: ExitStack) -> RunMirror | None:
     output, mirrors = session.settings.training.output_dir, list[RunMirror]()
 
     def begin() -> None:
-        stack.enter_context(lock_output_dir(output, session.stop.check, session.report.say))
+        stack.enter_context(held_folder(output, session.world.lease, session.stop.check, session.report.say))
         if (mirror := open_run_mirror(session)) is not None:
             stack.callback(mirror.lease.release)
             mirror.begin()
             mirrors.append(mirror)
-        session.status.begin(output, config_alone(sys.argv[1:]))
+        session.status.begin(output, config_alone(sys.argv[1:]), session.world.lease.record.token)
         open_log(output, create=True)
         for sentence in missing_promises(output):
             session.report.warn(sentence, MAY_SAY)
@@ -61,6 +61,7 @@ def open_output_dir(session: Session, stack: ExitStack) -> RunMirror | None:
         check_targets(pipelines_of(session.settings))
 
     on_first_rank(session, begin)
+    session.world.lease.follow(session.world.gather_texts(session.world.lease.record.id)[0])
     if not session.world.is_first:
         open_log(output, create=False)  # once it is known to be the folder of this run
         session.status.follow(output)
@@ -198,7 +199,7 @@ def export_single_files(session: Session) -> None:
         path, written = single_file_of(pipeline), (pipeline / FINISHED).stat().st_mtime_ns
         if not path.exists() or path.stat().st_mtime_ns < written:
             session.report.say(f"writing {path}")
-            export_single_file(pipeline, path, session.settings.model.model_family)
+            export_single_file(pipeline, path, session.settings.model.model_family, session.world.lease.check)
 
 
 def single_file_of(pipeline: Path) -> Path:

@@ -134,5 +134,6 @@ def set_later_aside(session: Session, step: int) -> None:
     """Move checkpoints after `step` aside, on rank 0: a run that goes back must not mix with them."""
     root = checkpoints_of(session.settings)
     # Moved and not removed: going back is the one decision of a start that could lose hours of training.
+    session.world.lease.check()
     if session.world.is_first and (moved := set_aside(root, step)):
         session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")

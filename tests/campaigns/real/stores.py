@@ -180,7 +180,7 @@ def mirror(storage: ObjectStorage, folder: Path) -> str:
         save_checkpoint(output, step, 9 << 20 if step == 3 else 1000)
         whole = WholeFolder(f"checkpoints/checkpoint-{step:06d}", "state.json")
         source, manifest = linked(output, whole)
-        remote.upload(whole, source, manifest, lambda: None)
+        remote.upload(whole, source, manifest)
         remote.prune(2)
     again = RemoteRun(storage)
     again.refresh()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,13 @@ from patience import PATIENCE
 
 from simpletuner.errors import EnvironmentNotReady, ExitCode, Stopped
 from simpletuner.system.files.cache_files import IN_USE
+from simpletuner.system.files.lease import Lease
+from simpletuner.system.files.lease_folder import held_folder, holder_of, shared_folders
+from simpletuner.system.files.lease_record import Record
 from simpletuner.system.files.locks import (
     exclusive_lock,
     is_locked,
-    is_running_here,
     lock_file,
-    lock_output_dir,
-    shared_lock,
 )
 from simpletuner.system.processes.signals import StopRequest
 
@@ -48,7 +49,7 @@ def test_a_run_waits_while_its_folder_is_cleared_and_makes_it_again(tmp_path):
     held = threading.Event()
 
     def run() -> None:
-        with shared_lock([folder]):
+        with shared_folders([folder]):
             held.set()
             time.sleep(0.2)
 
@@ -105,7 +106,7 @@ def test_a_cache_that_cannot_be_made_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(EnvironmentNotReady, match="cannot write to the cache"),
-        shared_lock([tmp_path / "file" / "cache"]),
+        shared_folders([tmp_path / "file" / "cache"]),
     ):
         pass
 
@@ -118,7 +119,7 @@ def read_only(tmpfs) -> Path:
 
 def test_a_folder_that_can_only_be_read_is_used_without_a_hold(read_only):
     began = time.monotonic()
-    with shared_lock([read_only]):
+    with shared_folders([read_only]):
         assert list(read_only.iterdir()) == []
     assert time.monotonic() - began < 5
 
@@ -126,8 +127,9 @@ def test_a_folder_that_can_only_be_read_is_used_without_a_hold(read_only):
 HOLD = """
 import sys
 from pathlib import Path
-from simpletuner.system.files.locks import lock_output_dir
-with lock_output_dir(Path(sys.argv[1])):
+from simpletuner.system.files.lease import Lease
+from simpletuner.system.files.lease_folder import held_folder
+with held_folder(Path(sys.argv[1]), Lease()):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -139,7 +141,7 @@ def test_a_second_process_is_told_that_the_folder_is_in_use_until_the_first_ends
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
-        with pytest.raises(EnvironmentNotReady) as caught, lock_output_dir(output):
+        with pytest.raises(EnvironmentNotReady) as caught, held_folder(output, Lease()):
             raise AssertionError("entered a folder in use")
         assert caught.value.message == f"another run is using {output} (pid {first.pid} on {socket.gethostname()})"
         assert "--output_dir" in caught.value.hint
@@ -151,40 +153,42 @@ def test_a_second_process_is_told_that_the_folder_is_in_use_until_the_first_ends
         (output / ".lock").write_text(f"{socket.gethostname()} {dead.pid}\n")
         request, said = StopRequest(), []
         request.signal_number = int(signal.SIGTERM)
-        with pytest.raises(Stopped), lock_output_dir(output, request.check, said.append):
+        with pytest.raises(Stopped), held_folder(output, Lease(), request.check, said.append):
             raise AssertionError("entered a folder in use")
         threading.Timer(0.5, first.kill).start()
-        with lock_output_dir(output, say=said.append):
+        with held_folder(output, Lease(), say=said.append):
             assert output.is_dir()
         assert said == [f"waiting up to 30 s for an earlier run to release {output}"]
 
 
 def test_who_holds_a_folder_is_written_over_a_longer_name(tmp_path):
-    (tmp_path / ".lock").write_text(f"a-host-with-a-very-long-name.{'x' * 60}.example 4194304\n")
-    with lock_output_dir(tmp_path):
-        assert (tmp_path / ".lock").read_text() == f"{socket.gethostname()} {os.getpid()}\n"
+    (tmp_path / ".lock").write_text(f"a-host-with-a-very-long-name.{'x' * 600}.example 4194304\n")
+    with held_folder(tmp_path, Lease()):
+        record, _ = holder_of(tmp_path / ".lock")
+        assert (record.host, record.pid) == (socket.gethostname(), os.getpid())
 
 
 def test_a_folder_can_be_used_again_after_a_failure(tmp_path):
     for _ in range(2):
-        with pytest.raises(RuntimeError), lock_output_dir(tmp_path / "run"):
+        with pytest.raises(RuntimeError), held_folder(tmp_path / "run", Lease()):
             raise RuntimeError
         assert not (tmp_path / "run").exists(), "a start that was refused leaves no folder"
-    with lock_output_dir(tmp_path / "run"):
+    with held_folder(tmp_path / "run", Lease()):
         (tmp_path / "run" / "log.txt").touch()
-    with pytest.raises(RuntimeError), lock_output_dir(tmp_path / "run"):
+    with pytest.raises(RuntimeError), held_folder(tmp_path / "run", Lease()):
         raise RuntimeError
     assert (tmp_path / "run" / "log.txt").exists()
 
 
-def test_who_holds_a_folder_runs_here_only_if_the_host_is_this_one_whoever_owns_it(monkeypatch):
+def test_who_holds_a_folder_runs_here_only_if_the_machine_is_this_one_whoever_owns_it(monkeypatch):
     here, alive = socket.gethostname(), os.getpid()
-    assert is_running_here(f"{here} {alive}\n")
-    assert not is_running_here(f"elsewhere {alive}\n"), "its pid means nothing here"
-    assert not is_running_here(f"{here} 1\n") and not is_running_here(f"{here} x\n") and not is_running_here("")
+    assert Record(host=here, pid=alive).is_launcher_alive and Record.of_this_process().is_launcher_alive
+    assert not Record(host="elsewhere", pid=alive).is_launcher_alive, "its pid means nothing here"
+    assert not replace(Record.of_this_process(), boot="other").is_launcher_alive, "nor that of a machine of this name"
+    assert not Record(host=here, pid=1).is_launcher_alive and not Record().is_launcher_alive
 
     def refused(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "kill", refused)
-    assert is_running_here(f"{here} {alive}\n"), "another user's process cannot be signalled, and is there"
+    assert Record(host=here, pid=alive).is_launcher_alive, "another user's process cannot be signalled, and is there"

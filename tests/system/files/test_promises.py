@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
-import time
+from dataclasses import replace
 
 import pytest
 from conftest import SMALL
@@ -14,13 +15,16 @@ from poor_disk import LACKS, command_line_without, file_system_without
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import flush_to_disk, replace_file, write_file
-from simpletuner.system.files.locks import RUN_LOCK, exclusive_lock, is_locked, lock_file, lock_output_dir, shared_lock
+from simpletuner.system.files.lease import Lease
+from simpletuner.system.files.lease_folder import held_folder, shared_folders
+from simpletuner.system.files.lease_record import Record, process_start
+from simpletuner.system.files.locks import RUN_LOCK, exclusive_lock, is_locked, lock_file
 from simpletuner.system.files.promises import missing_promises
 from simpletuner.system.processes.run_status import replace_status
 
 CASES = [(what, number) for what, numbers in LACKS.items() for number in numbers]
 SAID = {
-    "locks": "has no file locks: nothing keeps a second run on another machine out of it",
+    "locks": "has no file locks: a second run on another machine is found by the record in .lock",
     "syncing folders": "cannot sync: a power failure may take the newest files",
     "syncing": "cannot sync: a power failure may take the newest files",
     "replacing": "cannot replace a file at once: a kill may leave one under a name that ends with .old",
@@ -39,7 +43,7 @@ def test_files_are_written_and_what_cannot_be_promised_is_named(what, number, tm
         assert path.read_bytes() == b"three"
         replace_status(tmp_path / "status.json", b"{}", durably=True)
         flush_to_disk(tmp_path)
-        with exclusive_lock(tmp_path / "lock"), shared_lock([tmp_path / "cache"]):
+        with exclusive_lock(tmp_path / "lock"), shared_folders([tmp_path / "cache"]):
             pass
         os.close(lock_file(tmp_path / "probe", exclusive=True, needed=False))
         assert (is_locked(tmp_path / "probe") is None) == (what == "locks")
@@ -62,22 +66,22 @@ def test_what_is_no_lack_of_the_file_system_still_ends_a_write(tmp_path):
     assert (tmp_path / "folder").is_dir()
 
 
-def test_without_locks_a_second_run_of_this_machine_is_found_by_its_pid(tmp_path):
+def test_without_locks_a_second_run_of_this_machine_is_found_by_its_process(tmp_path):
     lock = tmp_path / RUN_LOCK
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        lock.write_text(f"{os.uname().nodename} {other.pid}\n")
+        record = replace(Record.of_this_process(), id="other", token=1, pid=other.pid, process=other.pid)
+        lock.write_bytes(replace(record, ticks=process_start(other.pid)).encode())
         with file_system_without("locks", errno.ENOSYS):
             with (
                 pytest.raises(EnvironmentNotReady, match=f"another run is using .* \\(pid {other.pid}"),
-                lock_output_dir(tmp_path),
+                held_folder(tmp_path, Lease()),
             ):
                 pass
-            long_ago = time.time() - 3600  # the pid is another process's by now
-            os.utime(lock, (long_ago, long_ago))
-            with lock_output_dir(tmp_path):
-                assert lock.read_text().split()[1] == str(os.getpid())
-            with lock_output_dir(tmp_path):  # it was ours
-                pass
+            lock.write_bytes(record.encode())  # the pid is another process's by now
+            lease = Lease()
+            for token in (2, 3):
+                with held_folder(tmp_path, lease):
+                    assert json.loads(lock.read_text())["pid"] == os.getpid() and lease.record.token == token
         other.communicate()
 
 

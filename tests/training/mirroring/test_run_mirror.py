@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,12 +29,14 @@ from simpletuner.errors import EnvironmentNotReady, Stopped
 from simpletuner.report import Report
 from simpletuner.settings.declared.sections import Checkpoints, Launch, Settings, Training
 from simpletuner.system.files.checksums import file_checksum, with_checksum
+from simpletuner.system.files.lease import Lease, read_record, take
+from simpletuner.system.files.lease_record import LeaseLost, Record
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.run_status import StatusWriter
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.metrics.eta import UPLOADING, Durations
-from simpletuner.training.mirroring import lease, run_mirror
-from simpletuner.training.mirroring.lease import LEASE, Lease, LeaseLost
+from simpletuner.training.mirroring import run_mirror
+from simpletuner.training.mirroring.bucket_records import LEASE, BucketRecords
 from simpletuner.training.mirroring.remote_run import RemoteRun
 from simpletuner.training.mirroring.run_files import FOLDERS, NAMES, WholeFolder
 from simpletuner.training.mirroring.run_mirror import RunMirror
@@ -64,7 +67,6 @@ def proxy(server, monkeypatch) -> Proxy:
     monkeypatch.setattr(run_mirror, "PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(run_mirror, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(run_mirror, "RETRY_SECONDS", 0.2)
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
     server.faults = []
     bucket().remove([*bucket().all_sizes()])
     return server
@@ -107,6 +109,7 @@ def mirrored(proxy, tmp_path) -> Iterator[Callable[..., RunMirror]]:
         status.begin(output, "")
         session = SimpleNamespace(settings=settings, report=Report(), status=status, stop=StopRequest(), world=world)
         made.append(RunMirror(session))
+        made[-1].lease.own = replace(Record.of_this_process(), seconds=0.2)
         return made[-1]
 
     yield opened
@@ -144,7 +147,7 @@ def test_checkpoints_are_uploaded_while_others_are_pruned_and_come_back_as_they_
     mirror.finish(None)
     assert whole_in_bucket()[-1] == 4 and len(whole_in_bucket()) <= 2
     assert mirror.status.status.mirror == f"{ADDRESS} has checkpoints/checkpoint-000004"
-    assert LEASE not in bucket().all_sizes(), "the next start need not wait"
+    assert read_record(BucketRecords(bucket()), LEASE).released, "the next start need not wait"
     assert not (mirror.output / ".mirror.unfinished").exists()
 
     second = mirrored("second")
@@ -298,57 +301,107 @@ def test_a_run_that_went_back_sets_later_checkpoints_aside_in_the_bucket(proxy, 
     assert f"later checkpoints are set aside in {ADDRESS}" in capsys.readouterr().err
 
 
-def test_two_runs_do_not_write_to_one_folder(proxy, mirrored, tmp_path, capsys):
-    def nothing() -> None: ...
+def of_another_machine(**values: object) -> Record:
+    own = replace(Record.of_this_process(), boot="another", host="elsewhere", pid=7, seconds=0.2, id="other")
+    return replace(own, **values)
 
-    first, second = Lease(bucket(), print), Lease(bucket(), print)
-    first.acquire(nothing)
+
+def test_two_runs_do_not_write_to_one_folder(proxy, mirrored, tmp_path, capsys):
+    first, second = Lease(), Lease(of_another_machine())
+    first.acquire(BucketRecords(bucket()))
     with pytest.raises(LeaseLost) as caught:
-        second.acquire(nothing)
-    assert "another run (pid" in caught.value.message and f"writes to {ADDRESS}" in caught.value.message
+        Lease().acquire(BucketRecords(bucket()), way_on="give this one another mirror_output")
+    assert (
+        f"another run is using {ADDRESS} (pid" in caught.value.message and "another mirror_output" in caught.value.hint
+    )
     first.release()
-    second.acquire(nothing)
+    second.acquire(BucketRecords(bucket()))
+    assert second.record.token == 2 and BucketRecords(bucket()).read(f"{LEASE}.1") is None
     second.release()
 
     mirror = mirrored("first")
+    mirror.lease.own = replace(Record.of_this_process(), seconds=1000.0)  # it stands still
     mirror.begin()
     mirror.start(0, Durations())
     save(mirror.output, 1)
     wait_for(lambda: whole_in_bucket() == [1])
-    other = {"id": "other", "host": "elsewhere", "pid": 7, "renewed": 1}
-
-    def take_over() -> None:
-        bucket().write(LEASE, json.dumps(other).encode())
-        mirror.lease.check()
-
+    other = of_another_machine(token=mirror.lease.record.token + 1)
+    bucket().write(LEASE, other.encode())
     folder = save_checkpoint(tmp_path / "elsewhere", 9)
     late = WholeFolder("checkpoints/checkpoint-000009", "state.json")
     with pytest.raises(LeaseLost):  # while it uploads: the checkpoint stays invisible
         # Not by `mirror.remote`: its thread may still prune what is not whole.
-        RemoteRun(bucket()).upload(late, folder, (folder / "state.json").read_bytes(), take_over)
+        RemoteRun(bucket(), lease=mirror.lease).upload(late, folder, (folder / "state.json").read_bytes())
     assert whole_in_bucket() == [1]
     save(mirror.output, 2)
     with pytest.raises(EnvironmentNotReady, match="another run .pid 7 on elsewhere. has taken over"):
         mirror.finish(None)
     assert whole_in_bucket() == [1] and "this run uploads nothing any more" in capsys.readouterr().err
-    assert json.loads(bucket().read(LEASE, 1000)) == other
+    assert read_record(BucketRecords(bucket()), LEASE) == other
 
 
-def test_a_dead_run_on_another_machine_is_waited_for_and_an_old_one_is_not(proxy, mirrored, monkeypatch, capsys):
-    monkeypatch.setattr(lease, "DEAD_SECONDS", 1.0)
-    bucket().write(LEASE, b'{"id": "other", "host": "elsewhere", "pid": 7, "renewed": 1}')
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_run_that_woke_up_after_another_has_finished_there_changes_nothing(removed, proxy, mirrored, monkeypatch):
+    """R103: the lease of the one that took over was given back by then, or by an earlier version, removed."""
+    mirror = mirrored("first")
+    mirror.lease.own = replace(Record.of_this_process(), seconds=1000.0)  # it stands still
+    mirror.begin()
+    (mirror.output / "pipeline").mkdir()
+    marker = with_checksum({"steps": 2, "files": {"weights": 3}, "checksums": {}})
+    (mirror.output / "pipeline" / "simpletuner.json").write_text(json.dumps(marker))
+    (mirror.output / "pipeline" / "weights").write_bytes(b"old")
+    for name in ("pipeline/weights", "pipeline/simpletuner.json", "status.json"):
+        bucket().write(name, b"of the other run")
+    if removed:
+        bucket().remove([LEASE])
+    else:
+        bucket().write(LEASE, of_another_machine(token=2, released=True).encode())
+    mirror.remote.refresh()
+    with pytest.raises(EnvironmentNotReady, match="has taken over"):
+        mirror.finish(None)
+    for name in ("pipeline/weights", "pipeline/simpletuner.json", "status.json"):
+        assert bucket().read(name, 100) == b"of the other run", name
+
+
+def test_a_dead_run_on_another_machine_is_waited_for_and_one_of_this_machine_is_not(proxy, mirrored, capsys):
+    bucket().write(LEASE, of_another_machine(token=5, seconds=0.4).encode())
     mirror = mirrored("first")
     began = time.monotonic()
     mirror.begin()
-    assert time.monotonic() - began >= 1
-    assert "waiting up to 1 s for an earlier run (pid 7 on elsewhere)" in capsys.readouterr().err
+    assert time.monotonic() - began >= 1.2 and mirror.lease.record.token == 6
+    assert "for an earlier run (pid 7 on elsewhere) that may write to" in " ".join(capsys.readouterr().err.split())
     mirror.finish(None)
-    bucket().write(LEASE, b'{"id": "other", "host": "elsewhere", "pid": 7, "renewed": 1}')
-    monkeypatch.setattr(lease, "SURELY_DEAD_SECONDS", -1.0)
+    dead = replace(Record.of_this_process(), id="dead", ticks="1", token=7)
+    bucket().write(LEASE, dead.encode())
     mirror = mirrored("first")
     mirror.begin()
     assert "waiting" not in capsys.readouterr().err
     mirror.finish(None)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_where_a_store_creates_what_is_there_the_one_has_it_that_still_reads_its_own(refuses, proxy, monkeypatch):
+    """s3rver, rclone and JuiceFS's gateway answer as if they had created it."""
+    monkeypatch.setattr("simpletuner.system.files.lease.SETTLE_SECONDS", 0.5)
+    places, found = [BucketRecords(bucket()) for _ in range(4)], list[tuple[BucketRecords, Record | None]]()
+    if not refuses:
+        proxy.drops_conditions = True
+    barrier = threading.Barrier(len(places))
+
+    def attempt(place: BucketRecords) -> None:
+        own = replace(Record.of_this_process(), id=f"{id(place)}")
+        barrier.wait()
+        found.append((place, take(place, own, None)))
+
+    threads = [threading.Thread(target=attempt, args=(place,)) for place in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    proxy.drops_conditions = False
+    [(winner, record)] = [(place, record) for place, record in found if record is not None]
+    assert read_record(places[0], LEASE) == record
+    assert winner.system.creates_exclusively == refuses
 
 
 def test_a_pipeline_comes_after_its_average_without_which_a_run_is_not_done(proxy, mirrored):
@@ -501,9 +554,7 @@ def test_keys_that_are_no_files_of_a_run_are_passed_over(proxy, mirrored, capsys
 
 
 @pytest.mark.parametrize("content", [b"[" * 60_000, b'{"id": ' * 5_000, b"[]", b"\xff", b'{"id": ["' + b"9" * 5000])
-def test_a_lease_that_cannot_be_read_is_none(proxy, mirrored, content):
+def test_a_lease_that_cannot_be_read_counts_as_held(proxy, mirrored, content):
     bucket().write(LEASE, content)
-    mirror = mirrored("first")
-    mirror.begin()
-    mirror.lease.check()
-    mirror.lease.release()
+    with pytest.raises(LeaseLost, match="is damaged: who holds it cannot be read, so it counts as held"):
+        mirrored("first").begin()

@@ -1,0 +1,170 @@
+"""The record of who holds a folder or a bucket, which a holder writes and renews.
+
+A host name, a pid, a clock and the time of a file say nothing about another machine: containers share names, and
+clocks are minutes apart. They do on the machine of the record, which the kernel's random id of its boot tells.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from simpletuner.errors import EnvironmentNotReady
+
+VERSION = 1
+RECORD_BYTES = 512
+"""Of a record, one sector, and always as many: it is written over the one before, so no reader finds it cut short."""
+BEAT_SECONDS = 10.0
+"""Between two renewals of a record."""
+MISSED_BEATS = 3
+
+
+class LeaseLost(EnvironmentNotReady):
+    """Another run holds the folder."""
+
+
+def boot_id() -> str:
+    """Return the kernel's random id of this boot, the same in all containers on it; empty where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def pid_namespace() -> str:
+    """Return what tells containers of one machine apart: the same pid is another process in each of them."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def process_start(pid: int) -> str:
+    """Return when a process began, in clock ticks since the boot, which no clock changes; empty for one that is dead.
+
+    See /proc/PID/stat in proc(5). A zombie is dead.
+    """
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state in (b"Z", b"X") else rest[18].decode()
+
+
+def launcher_pid() -> int:
+    """Return the pid that identifies the run: the parent of a rank, otherwise this process."""
+    return os.getppid() if "RANK" in os.environ else os.getpid()
+
+
+@dataclass(frozen=True)
+class Record:
+    """A holder. `pid` is the process to signal, `process` the one that renews, which began at `ticks`; `token` grows by
+    one with each holder, `beat` with each renewal."""
+
+    id: str = ""
+    token: int = 0
+    host: str = ""
+    pid: int = 0
+    boot: str = ""
+    namespace: str = ""
+    process: int = 0
+    ticks: str = ""
+    since: str = ""
+    """By the clock of the holder, to be shown."""
+    beat: int = 0
+    seconds: float = BEAT_SECONDS
+    """Between two beats."""
+    released: bool = False
+    shared: bool = False
+    """True for one of several users of a cache, which all renew one record: it says nothing of the others."""
+    version: int = VERSION
+    damaged: str = field(default="", compare=False)
+    """The fault of a record that cannot be read; it counts as that of a holder."""
+
+    @staticmethod
+    def of_this_process() -> Record:
+        since, process = datetime.now(UTC).isoformat(timespec="seconds"), os.getpid()
+        boot, namespace, ticks = boot_id(), pid_namespace(), process_start(process)
+        return Record("", 0, socket.gethostname(), launcher_pid(), boot, namespace, process, ticks, since)
+
+    @property
+    def is_of_earlier_version(self) -> bool:
+        """Return whether it was only the name of who had locked the file."""
+        return not self.id and not self.damaged
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Return whether its pid means something here."""
+        return bool(self.boot and self.namespace) and (self.boot, self.namespace) == (boot_id(), pid_namespace())
+
+    @property
+    def is_of_living_process(self) -> bool:
+        return process_start(self.process) == self.ticks != ""
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether its pid is of this machine: by the name of that where an earlier version wrote the record."""
+        return self.is_on_this_machine if self.boot else self.host == socket.gethostname()
+
+    @property
+    def is_launcher_alive(self) -> bool:
+        """Return whether the process to signal runs here."""
+        if not self.is_here or self.pid <= 1:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # it is another user's
+            return True
+        return True
+
+    def describe(self) -> str:
+        """Return ` (pid 12 on host)`; empty if it does not name a process."""
+        return f" (pid {self.pid} on {self.host})" if self.host and self.host.isprintable() and self.pid else ""
+
+    def encode(self) -> bytes:
+        """Return the record in RECORD_BYTES bytes."""
+        values = asdict(replace(self, host=self.host[:64]))
+        del values["damaged"]
+        return json.dumps(values, ensure_ascii=True).encode().ljust(RECORD_BYTES - 1) + b"\n"
+
+    def renewed(self) -> Record:
+        return replace(self, beat=self.beat + 1)
+
+
+def parse_record(content: bytes, path: str) -> Record | None:
+    """Return what a file says; None for an empty one. One that cannot be read has `damaged`, a sentence."""
+    if not content.strip(b"\0 \n"):
+        return None
+    with suppress(ValueError, RecursionError):
+        host, pid = content.decode().split()
+        if pid.isascii() and pid.isdecimal() and len(pid) < 10:
+            return Record(host=host, pid=int(pid))
+    with suppress(ValueError, RecursionError, TypeError):
+        if isinstance(values := json.loads(content), dict):
+            return from_values(values, path)
+    return Record(damaged=f"{path} is damaged: who holds it cannot be read")
+
+
+def from_values(values: dict[str, Any], path: str) -> Record:
+    """Raises TypeError, ValueError for what is no record."""
+    version = values.get("version", VERSION)
+    if type(version) is int and version > VERSION:
+        return Record(damaged=f"{path} is of a newer simpletuner (version {version} of its records)")
+    if "renewed" in values:  # of a bucket, by an earlier version
+        values = {**values, "beat": values["renewed"]}
+    known = {each.name: each.default for each in fields(Record) if each.name in values and each.name != "damaged"}
+    for name, default in known.items():
+        if not isinstance(values[name], (int, float) if isinstance(default, float) else type(default)):
+            raise TypeError(name)
+    record = Record(**{name: values[name] for name in known})
+    if not record.id or not 0 < record.seconds < 1e6 or min(record.token, record.pid, record.process) < 0:
+        raise ValueError("no record")
+    return record
