@@ -17,7 +17,9 @@ FLAGS = (
     *("--model_family=sdxl", "--model_flavour=tiny", "--instance_data_dir=shapes", "--max_train_steps=6"),
     *("--train_batch_size=1", "--validation_prompt=a circle", "--validation_num_inference_steps=1"),
     *("--validation_step_interval=2", "--checkpoint_step_interval=2", "--output_dir=out"),
+    *("--use_ema=true", "--ema_validation=none"),
 )
+WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 CONFIG = "".join(f"{name[2:]} = '{value}'\n" for name, _, value in (flag.partition("=") for flag in FLAGS))
 
 
@@ -81,6 +83,17 @@ def test_going_on_from_a_checkpoint_comparing_two_and_deleting_one(page: Page, s
     assert asked[-1] == "checkpoint-000006 is exported already: write it again, in its place?"
     expect(exports.get_by_role("progressbar")).to_have_count(0)
     assert (folder / "out" / "pipeline-000006" / "simpletuner.json").is_file()
+    page.get_by_role("button", name="Export EMA of checkpoint-000006").click()
+    expect(exports.locator(".notice.done")).to_contain_text("EMA of checkpoint-000006 is exported")
+    expect(exports.get_by_role("row", name="out/pipeline-ema-000006")).to_contain_text("pipeline, EMA")
+    assert len(asked) == 2, "only what is there already is asked for"
+    trained, average = ((folder / "out" / f"pipeline{kind}-000006" / WEIGHTS).read_bytes() for kind in ("", "-ema"))
+    assert trained != average
+    assert average == (folder / "out" / "pipeline-ema" / WEIGHTS).read_bytes()
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
 
     # One that lacks bytes cannot be gone on from.
     checkpoints = folder / "out" / "checkpoints"

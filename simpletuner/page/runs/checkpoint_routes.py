@@ -42,11 +42,12 @@ def delete(request: Request) -> Response:
 def export(request: Request) -> Response:
     """Begin to write the pipeline or LoRA of a checkpoint beside that of the run; the page of the run shows the end."""
     run = open_run(folders_of(request), field(request, "run"))
-    name = named_checkpoint(run, field(request, "name")).row.name
+    name, average = named_checkpoint(run, field(request, "name")).row.name, ["--ema"] * bool(field(request, "ema"))
     base = field(request, "base")  # as the user was shown it, and agreed
     named = [f"--pretrained_model_name_or_path={base}"] if base else []
     exporting: Exporting = request.app.state.exporting
-    exporting.begin(run, name, ["runs", "export", str(run.path), f"--checkpoint={name}", *named])
+    label = "EMA of " * bool(average) + name
+    exporting.begin(run, label, ["runs", "export", str(run.path), f"--checkpoint={name}", *average, *named])
     return HTMLResponse(headers={"HX-Trigger": json.dumps({"attend": {"id": "results-title"}})})
 
 

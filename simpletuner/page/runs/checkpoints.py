@@ -16,6 +16,8 @@ class ListedCheckpoint:
 
     row: CheckpointRow
     problem: str
+    has_average: bool
+    """EMA weights, which are exported apart from the trained ones."""
     later: int
     """Number of checkpoints of later steps, which going on from this one sets aside."""
 
@@ -25,16 +27,16 @@ def list_rows(run: RunFolder) -> list[ListedCheckpoint]:
     if not run.holds_folder("checkpoints"):
         return []
     rows = [row for row in checkpoint_rows(run.path) if run.holds_folder(f"checkpoints/{row.name}")]
-    return [ListedCheckpoint(row, problem_of(run, row), later) for later, row in enumerate(rows)]
+    return [examine(run, row, later) for later, row in enumerate(rows)]
 
 
-def problem_of(run: RunFolder, row: CheckpointRow) -> str:
-    """Say what is missing of a checkpoint, by its state and the sizes of its files; their content is not read."""
+def examine(run: RunFolder, row: CheckpointRow, later: int) -> ListedCheckpoint:
+    """Find what is missing of a checkpoint by its state and the sizes of its files; their content is not read."""
     try:
-        load_checkpoint(run.path / "checkpoints" / row.name)
+        checkpoint = load_checkpoint(run.path / "checkpoints" / row.name)
     except EnvironmentNotReady as error:
-        return error.message.replace(f"{run.path}/", "")
-    return ""
+        return ListedCheckpoint(row, error.message.replace(f"{run.path}/", ""), False, later)
+    return ListedCheckpoint(row, "", checkpoint.state["ema_updates"] is not None, later)
 
 
 def named_checkpoint(run: RunFolder, name: str) -> ListedCheckpoint:

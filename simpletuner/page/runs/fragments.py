@@ -74,7 +74,7 @@ def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) ->
             checkpoints=list_rows(run),
             summary=summary,
             base=summary.base,
-            exported={each.step for each in results if not each.is_average},
+            exported={(each.step, each.is_average) for each in results},
             job=job,
         ),
         made("results", run=run, results=results, job=job),
