@@ -63,7 +63,7 @@ def their_datasets(
 ) -> ImportedDatasets:
     lost: list[Lost] = []
     is_kohya = "datasets" in values
-    entries = with_different_ids(kohya_entries(values, lost, training) if is_kohya else pipe_entries(values, lost))
+    entries = with_different_ids((kohya_entries if is_kohya else pipe_entries)(values, lost, training))
     if training is None and not is_kohya:
         lost.append(("resolutions", values.get("resolutions"), "set aspect_bucket_alignment=16, as there", "look"))
     found = import_datasets([DatasetEntry.of(entry, path) for entry in entries], path, data, Path(), {})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from simpletuner.settings.declared.knob import Section
@@ -12,6 +12,13 @@ from simpletuner.settings.declared.knob import Section
 BLOCK = "video"
 DEFAULT_FRAMES = 125
 """5 s at the 25 frames per second of LTX-Video, as other trainers have it; Wan's 4n + 1 and LTX's 8n + 1 round it."""
+
+
+def parse_lengths(value: Any) -> Any:
+    """Raises ValueError for what is not a list of lengths."""
+    if not isinstance(value, list | tuple) or not value or not all(type(each) is int and each > 0 for each in value):
+        raise ValueError("use a list of lengths in frames, such as [17, 33, 65]")
+    return tuple(sorted({*value}))
 
 
 class VideoSettings(Section):
@@ -22,6 +29,8 @@ class VideoSettings(Section):
     min_frames: int | None = Field(None, ge=1)
     """None: shorter than `num_frames` is left out."""
     max_frames: int | None = Field(None, ge=1)
+    frame_buckets: Annotated[tuple[int, ...] | None, BeforeValidator(parse_lengths)] = None
+    """Lengths of which each clip has the longest that its video is long enough for, as diffusion-pipe's key of the name."""
     bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = "aspect_ratio"
     frame_interval: int | None = Field(None, ge=1)
     fps: float | None = Field(None, gt=0)
@@ -33,8 +42,14 @@ class VideoSettings(Section):
 
     @model_validator(mode="after")
     def check_lengths(self) -> VideoSettings:
-        if self.max_frames is not None and self.max_frames < (self.min_frames or self.num_frames or 1):
-            raise PydanticCustomError("video.max_frames", "is below what min_frames or num_frames asks for")
+        if self.frame_buckets and (self.num_frames or self.bucket_strategy != "aspect_ratio"):
+            message = "it says how long clips are: leave num_frames and bucket_strategy out"
+            raise PydanticCustomError("video.frame_buckets", message)
+        if self.max_frames is not None and self.max_frames < max(
+            self.min_frames or self.num_frames or 1, min(self.frame_buckets or (1,))
+        ):
+            asks = "min_frames, num_frames or frame_buckets asks for"
+            raise PydanticCustomError("video.max_frames", f"is below what {asks}")
         if self.frame_interval is not None and self.bucket_strategy != "resolution_frames":
             message = "rounds the lengths of bucket_strategy resolution_frames: set it, or leave this out"
             raise PydanticCustomError("video.frame_interval", message)

@@ -6,6 +6,7 @@ Arrays have one number per video; all lengths count frames.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,9 @@ def usable_frames(lengths: np.ndarray, strides: np.ndarray) -> np.ndarray:
 def clip_frames(video: VideoSettings, lengths: np.ndarray, rates: np.ndarray, step: int) -> np.ndarray:
     """Return the frames of each clip: a multiple of `step` and one more, as the family's VAE takes them."""
     frames = usable_frames(lengths, strides_of(video, rates))
+    if video.frame_buckets is not None:
+        buckets = bucket_lengths(video.frame_buckets, step)
+        return buckets[np.maximum(0, np.searchsorted(buckets, frames, side="right") - 1)]
     if video.wanted_frames is not None:
         frames = np.minimum(frames, video.wanted_frames)
     if video.frame_interval is not None:
@@ -44,9 +48,17 @@ def clip_frames(video: VideoSettings, lengths: np.ndarray, rates: np.ndarray, st
     return (frames - 1) // step * step + 1
 
 
+def bucket_lengths(buckets: Sequence[int], step: int) -> np.ndarray:
+    """Return the lengths that the family takes, shortest first."""
+    return np.unique((np.array(buckets) - 1) // step * step + 1)
+
+
 def are_long_enough(video: VideoSettings, lengths: np.ndarray, rates: np.ndarray, step: int) -> np.ndarray:
-    """Return whether videos are within min_frames and max_frames."""
+    """Return whether videos are within min_frames and max_frames, and fill the shortest of frame_buckets."""
     usable = usable_frames(lengths, strides_of(video, rates))
+    if video.frame_buckets is not None:
+        usable = np.where(usable < bucket_lengths(video.frame_buckets, step)[0], 0, usable)
+        return (usable >= (video.min_frames or 1)) & (usable <= (video.max_frames or np.inf))
     # A video of 81 frames is enough for the 81 that are left of num_frames=84.
     least = video.min_frames or ((video.wanted_frames or 1) - 1) // step * step + 1
     return (usable >= least) & (usable <= (video.max_frames or np.inf))

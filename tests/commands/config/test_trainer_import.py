@@ -307,16 +307,39 @@ def test_what_a_file_of_diffusion_pipe_is_silent_about_is_its_default(run):
         ("epochs = 10", "epochs = 10\nlr_scheduler = 'cosine'", 0, "1 needs a look"),
         ('type = "flux"', 'type = "sdxl"', 2, "both text encoders are trained"),
         ("num_repeats = 2", "num_repeats = 1.5", 2, "passes are whole here"),
-        ("num_repeats = 2", "frame_buckets = [1, 33]", 2, "clips need dataset_type video"),
     ],
 )
 def test_meanings_of_diffusion_pipe_are_written_named_or_refused(run, before, after, code, said):
-    Path("pictures/a.mp4").touch()
     text, data = (each.replace(before, after) for each in (PIPE_RUN, PIPE_DATA))
     made, _, err = imported(run, text, data, code)
     assert said in err
     if made and made.optimizer.lr_scheduler == "cosine":
         assert made.optimizer.lr_end == 1e-6
+
+
+def test_frame_buckets_of_diffusion_pipe_are_a_dataset_of_stills_and_one_of_clips(run):
+    def made_of(*names: str, mode: str = "") -> tuple[list[dict], str]:
+        for file in Path("pictures").iterdir():
+            file.unlink()
+        for name in names:
+            Path("pictures", name).touch()
+        text = PIPE_RUN.replace('"flux"', '"wan"').replace("FLUX.1-dev", "Wan")
+        data = PIPE_DATA.replace("num_repeats = 2", "frame_buckets = [33, 1, 17]").replace(", [1280, 720]", "")
+        _, entries, err = imported(run, f"{mode}\n{text}", data)
+        return entries, err
+
+    stills, clips = made_of("a.png", "a.txt", "b.MP4", "b.txt")[0]
+    assert "video" not in stills and "dataset_type" not in stills
+    assert (clips["dataset_type"], clips["video"]) == ("video", {"frame_buckets": [17, 33]})
+    same = {"instance_data_dir", "resolution", "resolution_type", "skip_uncaptioned", "caption_lines"}
+    assert {name: stills[name] for name in same} == {name: clips[name] for name in same}
+    assert stills["id"] != clips["id"]
+    [clips], err = made_of("b.mp4", mode="video_clip_mode = 'single_middle'")
+    assert clips["video"]["clip_position"] == "middle" and "set video.fps" in err
+    [stills], err = made_of("a.png")
+    assert "video" not in stills and "frame_buckets" not in err
+    entries, err = made_of()
+    assert len(entries) == 2 and "remove that of which the folder has none" in err
 
 
 def test_captions_json_of_diffusion_pipe_is_named(run):

@@ -58,6 +58,21 @@ def test_lengths_follow_the_family_and_short_videos_are_left_out(videos):
     assert "1 .jpg" in warning and "what is read is MP4, MOV" in warning
 
 
+def test_each_clip_has_the_longest_of_frame_buckets_that_its_video_fills(videos):
+    found = clips(videos, frame_buckets=[17, 8, 33])
+    assert {each.name: each.geometry.target.frames for each in found.samples} == {
+        "long.mp4": 17,
+        "middle.mkv": 5,  # 8 is 5 to a family that takes 4n + 1
+        "short.webm": 5,
+    }
+    assert found.other_lengths == 0
+    found = clips(videos, step=8, frame_buckets=[17, 9], max_frames=13)
+    assert {each.name: each.geometry.target.frames for each in found.samples} == {"middle.mkv": 9}
+    assert found.other_lengths == 2, "one is too short for 9 frames, one longer than asked for"
+    halved = clips(videos, frame_buckets=[9, 5], fps=12.5).samples  # of 25
+    assert {each.name: each.geometry.target.frames for each in halved} == {"long.mp4": 9, "middle.mkv": 5}
+
+
 def test_each_video_may_keep_its_own_length(videos):
     found = clips(videos, bucket_strategy="resolution_frames", frame_interval=3, max_frames=19)
     assert {each.name: each.geometry.target.frames for each in found.samples} == {"middle.mkv": 9, "short.webm": 5}
@@ -149,9 +164,13 @@ def test_a_clip_lies_in_its_video_and_has_a_length_that_the_family_takes(length,
         ({"dataset_type": "video", "video": {"num_frames": 0}}, "video.num_frames = 0"),
         (
             {"dataset_type": "video", "video": {"num_frames": 9, "max_frames": 5}},
-            "is below what min_frames or num_frames",
+            "is below what min_frames, num_frames or frame_buckets asks for",
         ),
         ({"dataset_type": "video", "video": {"frame_interval": 4}}, "bucket_strategy resolution_frames"),
+        ({"dataset_type": "video", "video": {"frame_buckets": [9], "num_frames": 9}}, "leave num_frames"),
+        ({"dataset_type": "video", "video": {"frame_buckets": [9, 0]}}, "use a list of lengths in frames"),
+        ({"dataset_type": "video", "video": {"frame_buckets": []}}, "use a list of lengths in frames"),
+        ({"dataset_type": "video", "video": {"frame_buckets": [9, 17], "max_frames": 8}}, "or frame_buckets asks for"),
         ({"dataset_type": "video", "video": {"clip_position": "end"}}, "video.clip_position = 'end'"),
         ({"dataset_type": "video", "is_i2v": True}, "it belongs into the block `video`"),
     ],

@@ -163,8 +163,11 @@ def subfolders(path: Any) -> Iterator[Lost]:
             yield "image_dir", path, reason, "lost"
 
 
-def pipe_entries(values: Mapping[str, Any], lost: list[Lost]) -> Iterator[dict[str, Any]]:
-    """Yield an entry for each folder and resolution, after adding to `lost` what has no place here."""
+def pipe_entries(
+    values: Mapping[str, Any], lost: list[Lost], training: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield entries for each folder and resolution, after adding to `lost` what has no place here."""
+    is_middle = (training or {}).get("video_clip_mode") == "single_middle"
     general = {name: value for name, value in values.items() if name != "directory"}
     for directory in values["directory"]:
         given = {**general, **directory}
@@ -184,10 +187,30 @@ def pipe_entries(values: Mapping[str, Any], lost: list[Lost]) -> Iterator[dict[s
         for resolution in resolutions:
             shown = "x".join(map(str, resolution)) if isinstance(resolution, list) else resolution
             more = {"id": f"{base['id']}-{shown}"} if len(resolutions) > 1 else {}
-            yield base | more | size(resolution, is_bucketed=bool(given.get("enable_ar_bucket")))
+            entry = base | more | size(resolution, is_bucketed=bool(given.get("enable_ar_bucket")))
+            for kind in pipe_kinds(path, given, is_middle):
+                yield entry | kind
         lost += pipe_remarks(path, given)
         unknown = (name for name in given if name not in (*PIPE_IDLE, *PIPE_BUCKETS))
         lost.extend((name, given[name], UNKNOWN, "lost") for name in unknown)
+
+
+def pipe_kinds(path: Any, given: Mapping[str, Any], is_middle: bool) -> Iterator[dict[str, Any]]:
+    """Yield what is added to the entry of a folder for its stills, and for its clips, which are two datasets here.
+
+    Videos are never of the bucket of 1 frame there (dataset.py, `_find_closest_ar_bucket`).
+    """
+    lengths, suffixes = clip_lengths(given), {file.suffix.lower() for file in files_in(path)}
+    has_clips = bool(lengths) and (not suffixes or not suffixes.isdisjoint(VIDEOS))
+    if not has_clips or not suffixes or not suffixes.isdisjoint(IMAGES):
+        yield {}
+    if has_clips:
+        place = {"clip_position": "middle"} if is_middle else {}
+        yield {"dataset_type": "video", "video": {"frame_buckets": lengths, **place}}
+
+
+def clip_lengths(given: Mapping[str, Any]) -> list[int]:
+    return sorted(size for size in given.get("frame_buckets") or [] if size != 1)
 
 
 def pipe_remarks(path: Any, given: Mapping[str, Any]) -> Iterator[Lost]:
@@ -201,19 +224,13 @@ def pipe_remarks(path: Any, given: Mapping[str, Any]) -> Iterator[Lost]:
             f"{path}/{CAPTIONS} goes before .txt files there, and is not read here: the .txt files are",
             "look",
         )
-    clips = [size for size in given.get("frame_buckets") or [] if size != 1]
-    if clips and any(file.suffix.lower() in VIDEOS for file in files):
-        reason = (
-            "stills and clips of a folder are two datasets here: clips need dataset_type video and video.num_frames"
-        )
-        yield "frame_buckets", given["frame_buckets"], reason, "lost"
-    elif clips and not files:
-        yield (
-            "frame_buckets",
-            given["frame_buckets"],
-            "of clips, if the folder has any, nothing is trained by a dataset of images",
-            "look",
-        )
+    if clip_lengths(given):
+        if not files:
+            reason = "one dataset is of its stills and one of its clips: remove that of which the folder has none"
+            yield "frame_buckets", given["frame_buckets"], reason, "look"
+        if not files or any(file.suffix.lower() in VIDEOS for file in files):
+            reason = "clips are brought to the model's frames per second there: set video.fps, or they keep their own"
+            yield "frame_buckets", given["frame_buckets"], reason, "look"
     if given.get("enable_ar_bucket"):
         sizes = {name: given[name] for name in PIPE_BUCKETS if name in given}
         reason = (
