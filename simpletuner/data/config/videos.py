@@ -30,7 +30,7 @@ class VideoSettings(Section):
     """None: shorter than `num_frames` is left out."""
     max_frames: int | None = Field(None, ge=1)
     frame_buckets: Annotated[tuple[int, ...] | None, BeforeValidator(parse_lengths)] = None
-    """Lengths of which each clip has the longest that its video is long enough for, as diffusion-pipe's key of the name."""
+    """Lengths; each clip has the longest that its video fills. diffusion-pipe has the same key."""
     bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = "aspect_ratio"
     frame_interval: int | None = Field(None, ge=1)
     fps: float | None = Field(None, gt=0)
