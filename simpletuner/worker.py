@@ -76,7 +76,7 @@ from simpletuner.training.run_folder.resuming import (
     warn_of_changed_base,
 )
 from simpletuner.training.run_folder.run_summary import Rows, facts_of
-from simpletuner.training.run_folder.settings_record import record_settings, report_changes
+from simpletuner.training.run_folder.settings_record import SETTINGS, read_settings, record_settings, report_changes
 from simpletuner.training.run_folder.summary import describe_prompts, describe_run, print_datasets, print_result
 
 
@@ -174,7 +174,8 @@ def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier, 
     schedule, _ = resume_point(settings, plan, checkpoint)
     done = exported_steps(settings, world)
     if done >= schedule.max_steps:
-        on_first_rank(session, partial(refuse_other_base, settings.training.output_dir, changes))
+        before = read_settings(settings.training.output_dir / SETTINGS) or {}
+        on_first_rank(session, partial(refuse_other_base, settings, before, has_finished=True))
         # A run that was killed after its export, and before it said so, has left the status of a step before.
         session.status.train(done, schedule.max_steps)
         steps = count_noun(done, "step") + ", with the settings of then" * bool(changes)

@@ -11,8 +11,10 @@ data is another only if none of its images was trained on before.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,20 +25,21 @@ from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.scan.comparison import hash_content
 from simpletuner.errors import EnvironmentNotReady, OtherRunsFolder
+from simpletuner.models.catalog.registry import flavours_of
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.numbers import count_noun
 from simpletuner.training.metrics.metrics_reader import parse_lines
 from simpletuner.training.run_folder.data_listing import DataListing, place_of, read_listing_of
-from simpletuner.training.run_folder.settings_record import HISTORY, SETTINGS, Changes, read_settings
+from simpletuner.training.run_folder.settings_record import HISTORY, SETTINGS, read_settings
 
-BASE = "pretrained_model_name_or_path"
+BASE, FLAVOUR = "pretrained_model_name_or_path", "model_flavour"
 OTHER_FOLDER = "give this run another --output_dir, or --resume_from_checkpoint=none to begin anew in this one"
 MOST_READ = 1000
 """Images that are opened, where those of a moved folder are looked for."""
-HUB = "datasets--"
-"""Beginning of the folder of a dataset in the hub's cache, below which each commit has one."""
+HUB, HUB_MODEL = "datasets--", "models--"
+"""Beginnings of the folder of a dataset and of a model in the hub's cache, below which each commit has one."""
 
 
 def refuse_other_model(session: Session, checkpoint: Checkpoint | None) -> None:
@@ -57,31 +60,51 @@ def refuse_other_model(session: Session, checkpoint: Checkpoint | None) -> None:
     if held not in (None, wanted):
         what = {"full": "all weights", "lora": "a LoRA"}.get(held, held)
         raise OtherRunsFolder(f"{place} holds {what}, but model_type = {wanted}", f"set model_type={held}, or {hint}")
-    # Of a folder or file of weights the flavour is only a hint, and the shapes of the weights are compared.
-    if before and not (model.pretrained_model_name_or_path or before.get(BASE)):
-        flavour = before.get("model_flavour")
-        if flavour and model.model_flavour not in ("", flavour):
-            said = f"{output} is of model_flavour {flavour}, but model_flavour = {model.model_flavour}"
-            raise OtherRunsFolder(said, f"set model_flavour={flavour}, or {hint}")
+    if before:
+        refuse_other_base(settings, before, has_finished=False)
 
 
-def refuse_other_base(output: Path, changes: Changes) -> None:
-    """Raise OtherRunsFolder where a run that has finished was of another base model than a start names.
+def refuse_other_base(settings: Settings, before: Mapping[str, Any], has_finished: bool) -> None:
+    """Raise OtherRunsFolder where the run in output_dir was of another base model than a start names.
 
-    A model that was moved keeps the last part of its name. One that has not finished goes on with what the table of
-    changes says.
+    `before` are its settings. A folder may be moved, and a flavour downloaded to one: they keep the last part of the
+    name. A run that has not finished is refused for another flavour alone; of another folder the shapes of the weights
+    are compared, and the table of changes says what goes on.
     """
-    before, now = (str(each or "") for each in changes.get(BASE, ("", "")))
-    if not (before and now) or base_name(before) == base_name(now):
+    output, model = settings.training.output_dir, settings.model
+    was, now = BaseModel.of(before), BaseModel.of(model.model_dump())
+    are_published = FLAVOUR == was.setting == now.setting
+    is_same = was.name == now.name and not (are_published and was.denoiser != now.denoiser)
+    if not (was.value and now.value) or is_same or not (has_finished or are_published):
         return
-    said = f"{output} has a run that was trained from {before}, and has finished, but {BASE} = {now}"
-    raise OtherRunsFolder(said, f"set {BASE}={before}, or {OTHER_FOLDER}")
+    said = f"{output} has a run that was trained from {was.value}{', and has finished' * has_finished}"
+    alone = f" without {BASE}" * (was.setting == FLAVOUR != now.setting)
+    hint = f"set {was.setting}={was.value}{alone}, or {OTHER_FOLDER}"
+    raise OtherRunsFolder(f"{said}, but {now.setting} = {now.value}", hint)
 
 
-def base_name(name: str) -> str:
-    """Return what a base model is known by wherever it is."""
-    path = Path(name).expanduser()
-    return (path.resolve() if path.exists() else path).name
+@dataclass(frozen=True)
+class BaseModel:
+    """The base model of a start: the setting that decides it, and what it is known by wherever it is."""
+
+    setting: str
+    value: str
+    name: str
+    denoiser: str = ""
+    """Of two in one pipeline that which a flavour names; a folder's is compared with that of the checkpoint."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> BaseModel:
+        """Of a folder, file or hub id the flavour is only a hint, so it counts without one."""
+        if value := str(settings.get(BASE) or ""):
+            path = Path(value).expanduser()
+            path = path.resolve() if path.exists() else path
+            of_hub = next((part.rpartition("--")[2] for part in path.parts if part.startswith(HUB_MODEL)), "")
+            return cls(BASE, value, of_hub or path.name)
+        flavours = flavours_of(str(settings.get("model_family") or ""))
+        value = str(settings.get(FLAVOUR) or next(iter(flavours), ""))
+        chosen = flavours.get(value)
+        return cls(FLAVOUR, value, Path(chosen.hub).name, chosen.denoiser) if chosen else cls(FLAVOUR, value, value)
 
 
 def is_gone_on_with(settings: Settings) -> bool:

@@ -15,8 +15,10 @@ from scanning import found
 
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.samples.samples import DatasetSamples, Samples
+from simpletuner.errors import OtherRunsFolder
+from simpletuner.settings import load
 from simpletuner.training.run_folder.data_listing import DataListing, place_of, record_data
-from simpletuner.training.run_folder.other_project import has_image_of, places_in, shares_images
+from simpletuner.training.run_folder.other_project import has_image_of, places_in, refuse_other_base, shares_images
 
 HELD_OUT = np.array([], dtype=np.int64)
 
@@ -143,3 +145,63 @@ def test_images_of_buckets_and_of_the_hub(address, name, version, is_own, tmp_pa
     part = part_in(address, [name], [version])
     assert has_image_of(before, Samples([part])) == is_own and place_of(part) == address
     assert address.startswith("/hub") or shares_images(before, table, part) == is_own
+
+
+XL, PATH = "stable-diffusion-xl-base-1.0", "pretrained_model_name_or_path"
+SNAPSHOT = f"/hub/models--stabilityai--{XL}/snapshots/0123456789abcdef"
+BASES = [
+    # Family, settings of the run and of the start; what is said to one that has finished, and to one that goes on.
+    (
+        "sdxl",
+        {"model_flavour": "base-1.0"},
+        {PATH: "/models/other"},
+        "set model_flavour=base-1.0 without pretrained",
+        "",
+    ),
+    ("sdxl", {}, {PATH: "/models/other"}, "was trained from base-1.0, and has finished, but pretrained", ""),
+    ("sdxl", {PATH: "/models/other"}, {}, "from /models/other, and has finished, but model_flavour = base-1.0", ""),
+    ("sdxl", {PATH: "/models/other"}, {"model_flavour": "tiny"}, "but model_flavour = tiny", ""),
+    (
+        "sdxl",
+        {PATH: "a/one"},
+        {PATH: "a/two"},
+        "from a/one, and has finished, but pretrained_model_name_or_path = a/two",
+        "",
+    ),
+    (
+        "flux",
+        {"model_flavour": "dev"},
+        {"model_flavour": "schnell"},
+        "trained from dev, and has finished",
+        "trained from dev, but",
+    ),
+    ("flux", {"model_flavour": "schnell"}, {}, "but model_flavour = krea", "but model_flavour = krea"),
+    (
+        "wan",
+        {"model_flavour": "t2v-14b-2.2-high"},
+        {"model_flavour": "t2v-14b-2.2-low"},
+        "trained from t2v",
+        "trained from t2v",
+    ),
+    ("sdxl", {}, {"model_flavour": "base-1.0"}, "", ""),
+    ("sdxl", {}, {PATH: f"/models/{XL}"}, "", ""),
+    ("sdxl", {PATH: f"stabilityai/{XL}"}, {"model_flavour": "base-1.0", PATH: SNAPSHOT}, "", ""),
+    ("sdxl", {PATH: SNAPSHOT}, {}, "", ""),
+    ("sdxl", {PATH: "/models/own", "model_flavour": "base-1.0"}, {PATH: "/moved/own"}, "", ""),
+    ("auto", {PATH: "/models/own"}, {PATH: "/models/own/"}, "", ""),
+    ("auto", {PATH: "/models/own"}, {PATH: "/models/two"}, "but pretrained_model_name_or_path = /models/two", ""),
+]
+
+
+@pytest.mark.parametrize(("family", "before", "now", "finished", "goes_on"), BASES)
+def test_another_base_model_is_refused_however_it_is_named(family, before, now, finished, goes_on, shapes):
+    """A flavour that became a path was told as a changed setting, and ended as "finished already"."""
+    settings = load({"model_family": family, "instance_data_dir": str(shapes), **now}, environment={}).settings
+    for has_finished, said in ((True, finished), (False, goes_on)):
+        recorded = {"model_family": family, "model_flavour": "", PATH: None, **before}
+        if not said:
+            refuse_other_base(settings, recorded, has_finished)
+            continue
+        with pytest.raises(OtherRunsFolder) as refused:
+            refuse_other_base(settings, recorded, has_finished)
+        assert said in f"{refused.value.message}; {refused.value.hint}" and "another --output_dir" in refused.value.hint
