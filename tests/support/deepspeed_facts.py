@@ -1,16 +1,17 @@
-"""Print what the installed DeepSpeed knows, as JSON on stdout; run in its own process: importing it takes seconds.
+"""Answer questions about the installed DeepSpeed, each a line of JSON on stdin; a process of its own, since importing
+DeepSpeed takes seconds, and what it prints stands between the answers.
 
-`facts` prints the keys that it knows; `accept` reads a JSON list of [config, ranks] and prints the error for each;
-`run` reads a JSON list of configs, and prints [rate, weight decay, clipping] of each of ten steps of a tiny model.
+["facts"] asks for the keys that it knows; ["accept", LIST] for the error of each [config, ranks]; ["run", LIST] for
+[rate, weight decay, clipping] of each of ten steps of a tiny model by each config, or for the error.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from typing import Any
+from unittest.mock import patch
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["DEEPSPEED_LOG_LEVEL"] = "error"
@@ -114,13 +115,21 @@ def defaults() -> dict[str, dict[str, Any]]:
     return {name: {key: values[key] for key in known if key in values} for name, values in found.items()}
 
 
-def taken(config: dict[str, Any]) -> list[tuple[float, float, float]]:
+def taken(config: dict[str, Any]) -> list[tuple[float, float, float]] | str:
     """Train a layer by a configuration as DeepSpeed's own programs do."""
     import deepspeed
     import torch
 
+    # It would be compiled for a minute: ranks of one machine talk by it, and here is one.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     layer = torch.nn.Linear(4, 4)
-    engine, optimizer, *_ = deepspeed.initialize(model=layer, model_parameters=layer.parameters(), config=config)
+    try:
+        engine, optimizer, *_ = deepspeed.initialize(model=layer, model_parameters=layer.parameters(), config=config)
+    except ValueError as error:
+        return str(error)
     rows = []
     for _ in range(10):
         group = optimizer.param_groups[0]
@@ -137,24 +146,23 @@ def accepted(wanted: dict[str, Any], ranks: int) -> str:
     from deepspeed import comm
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    comm.get_rank, comm.get_world_size = lambda: 0, lambda *_: ranks  # no ranks are started for this
-    try:
-        config = DeepSpeedConfig(wanted, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: ranks))
-    except Exception as error:  # noqa: BLE001 - whatever DeepSpeed raises is its answer
-        return f"{type(error).__name__}: {error}"
+    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: ranks)
+    with patch.multiple(comm, get_rank=lambda: 0, get_world_size=lambda *_: ranks):  # no ranks are started for this
+        try:
+            config = DeepSpeedConfig(wanted, mpu=mpu)
+        except Exception as error:  # noqa: BLE001 - whatever DeepSpeed raises is its answer
+            return f"{type(error).__name__}: {error}"
     micro = wanted["train_micro_batch_size_per_gpu"]
     return "" if config.train_batch_size == micro * wanted["gradient_accumulation_steps"] * ranks else "other batch"
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "run":
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in ranks.items()})
-    answer: Any = {
-        "facts": lambda _: facts(),
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    answers: dict[str, Any] = {
+        "facts": facts,
         "accept": lambda cases: [accepted(*case) for case in cases],
         "run": lambda configs: [taken(config) for config in configs],
-    }[sys.argv[1]](json.load(sys.stdin))
-    print("\n" + json.dumps(answer))
+    }
+    for line in sys.stdin:
+        what, *question = json.loads(line)
+        print("\nanswer " + json.dumps(answers[what](*question)), flush=True)

@@ -21,7 +21,6 @@ SETTINGS = {
     "lr": "learning_rate",
     "eps": "adam_epsilon",
     "weight_decay": "adam_weight_decay",
-    "max_grad_norm": "max_grad_norm",
 }
 """Parameters that are settings of ours; `betas` are two settings."""
 
@@ -39,13 +38,14 @@ class OptimizerSpec:
     @property
     def table(self) -> KeyTable:
         """The rules of its parameters, except `betas`."""
-        shared = {name: Maps(SETTINGS[name]) for name in (*self.shared, "max_grad_norm") if name in SETTINGS}
+        shared = {name: Maps(SETTINGS[name]) for name in self.shared if name in SETTINGS}
         return KeyTable(in_section("optimizer.params", shared | dict(self.own)), unset=(None, AUTO), is_off=is_off)
 
 
 # How a step is computed, as classes of torch and of DeepSpeed call it: it changes no result.
 HOW: dict[str, Rule] = dict.fromkeys(("foreach", "fused", "capturable", "differentiable", "set_grad_none"), ANYWAY)
 HOW |= {"fp32_optimizer_states": ANYWAY, "maximize": Refuses("losses are minimized")}
+HOW |= {"max_grad_norm": Refuses("DeepSpeed refuses it there: write gradient_clipping at the top")}
 ADAM: dict[str, Rule] = HOW | {
     "torch_adam": ANYWAY,
     "bias_correction": Refuses("moments are always corrected", (True,)),

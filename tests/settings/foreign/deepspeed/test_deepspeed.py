@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,20 +32,29 @@ OWN = {"optimizer", "scheduler"}
 """What other modules read."""
 
 
-def asked(what: str, question: Any = None) -> Any:
-    """Ask the installed DeepSpeed."""
-    if find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed")
-    command = [sys.executable, "-W", "ignore", str(FACTS), what]
-    done = subprocess.run(
-        command, input=json.dumps(question), capture_output=True, text=True, timeout=240, env=dict(os.environ)
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+Ask = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
+def asked() -> Iterator[Ask]:
+    """What asks the installed DeepSpeed."""
+    if find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    command = [sys.executable, "-W", "ignore", str(FACTS)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin and process.stdout
+        questions, said = process.stdin, process.stdout
+
+        def ask(*question: Any) -> Any:
+            print(json.dumps(question), file=questions, flush=True)
+            return json.loads(next(line for line in said if line.startswith("answer ")).removeprefix("answer "))
+
+        yield ask
+        questions.close()
+
+
+@pytest.fixture(scope="module")
+def facts(asked: Ask) -> dict[str, Any]:
     return asked("facts")
 
 
@@ -124,7 +133,9 @@ FILES = {
 """Files, and what has to be said of each: settings, or a key that is not there."""
 
 
-def test_rates_clipping_and_decay_are_those_of_deepspeed_from_the_same_file_or_the_difference_is_said(tmp_path):
+def test_rates_clipping_and_decay_are_those_of_deepspeed_from_the_same_file_or_the_difference_is_said(
+    asked, tmp_path
+):
     """DeepSpeed runs each file by itself, and as our engine starts it; rates are ours at every step."""
     configs = []
     loaded = {}
@@ -153,6 +164,16 @@ def test_rates_clipping_and_decay_are_those_of_deepspeed_from_the_same_file_or_t
             assert is_same or said & {"learning_rate", "lr_warmup_steps", "warmup_max_lr"}, (name, step)
         if said & {"learning_rate", "lr_warmup_steps", "warmup_max_lr"}:
             assert theirs[9][0] != pytest.approx(rate.at(9), rel=0.02), name
+
+
+def test_clipping_among_the_parameters_of_an_optimizer_is_refused_as_deepspeed_refuses_it(asked):
+    files = [of_file(name, params | {"max_grad_norm": 0.5}) for name, params in (("AdamW", ADAMW), ("Adagrad", {}))]
+    for config, answer in zip(files, asked("run", files), strict=True):
+        assert "'max_grad_norm' is not supported as an optimizer parameter" in answer
+        with pytest.raises(SettingsError) as caught:
+            load({"deepspeed_config": config}, complete=False, environment=NOWHERE)
+        assert "optimizer.params.max_grad_norm" in caught.value.message
+        assert "write gradient_clipping at the top" in caught.value.message
 
 
 ALL_SAID = ("max_grad_norm", "learning_rate", "adam_epsilon", "adam_weight_decay", "lr_warmup_steps", "lr_end",
@@ -189,7 +210,7 @@ def sample_configs() -> list[tuple[dict[str, Any], int]]:
     return found
 
 
-def test_deepspeed_accepts_every_configuration_that_we_give_it():
+def test_deepspeed_accepts_every_configuration_that_we_give_it(asked):
     configs = [*drawn_configs(60), *sample_configs()]
     assert len(configs) > 60
     assert "auto" not in json.dumps([config for config, _ in configs])
@@ -197,7 +218,7 @@ def test_deepspeed_accepts_every_configuration_that_we_give_it():
     assert {answer: config for answer, (config, _) in zip(answers, configs, strict=True) if answer} == {}
 
 
-def test_a_configuration_that_deepspeed_refuses_is_told_by_that_test():
+def test_a_configuration_that_deepspeed_refuses_is_told_by_that_test(asked):
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stag": 2}}
     [answer] = asked("accept", [[config, 1]])
     assert "stag" in answer
