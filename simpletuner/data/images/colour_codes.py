@@ -1,4 +1,4 @@
-"""Colours that no ICC profile tells: PNG's cICP, gAMA and cHRM, nclx of AVIF and HEIC, Adobe RGB by EXIF.
+"""Colours that no ICC profile tells: PNG's cICP, gAMA and cHRM, nclx of AVIF and HEIC, TIFF's tags, Adobe RGB by EXIF.
 
 Each becomes an ICC profile, which `colour_profiles` converts from. What is coded for HDR screens has none.
 """
@@ -6,9 +6,9 @@ Each becomes an ICC profile, which `colour_profiles` converts from. What is code
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 
@@ -77,12 +77,65 @@ def of_gamma(gamma: float | None, coordinates: Primaries | None) -> Colours:
     return described(coordinates or SRGB_PRIMARIES, None if is_srgb else 1 / (gamma or 1))
 
 
-def of_exif(exif: bytes) -> Colours:
+def of_exif(exif: bytes | FileBytes) -> Colours:
     """Return Adobe RGB where EXIF names it, by DCF's interoperability index or by the value 2 of some cameras."""
-    exif = exif.removeprefix(EXIF_MARK)
+    if isinstance(exif, bytes):
+        exif = exif.removeprefix(EXIF_MARK)
     index, space = exif_entry(exif, EXIF_IFD, INTEROPERABILITY_IFD, INDEX), exif_entry(exif, EXIF_IFD, COLOUR_SPACE)
     is_adobe = index[8:11] == ADOBE_INDEX or space[8:10] in (b"\0\2", b"\2\0")
     return described(ADOBE_RGB, 563 / 256) if is_adobe else Colours()
+
+
+WHITE_POINT, PRIMARY_CHROMATICITIES, TRANSFER_FUNCTION = 318, 319, 301
+CLASSIC_TIFF: Final = (b"II*\0", b"MM\0*")
+TABLE_SIZE: Final = 256
+"""Entries of a curve that are kept, of the 65,536 that images of 16 bits have."""
+
+
+class FileBytes:
+    """A file that is sliced as bytes are, so that an EXIF directory in a TIFF is read without the pixels."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.length = file, file.seek(0, 2)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(self.length)
+        self.file.seek(start)
+        return self.file.read(max(stop - start, 0))
+
+
+def of_tiff(tags: Mapping[int, Any], file: BinaryIO) -> Colours:
+    """Return the colours of TIFF's WhitePoint, PrimaryChromaticities and TransferFunction (TIFF 6.0, section 20), else
+    those of its EXIF."""
+    white, corners = numbers(tags.get(WHITE_POINT), 2), numbers(tags.get(PRIMARY_CHROMATICITIES), 6)
+    curves = tables(tags.get(TRANSFER_FUNCTION))
+    if corners or curves:
+        return described((*(white or D65), *(corners or SRGB_PRIMARIES[2:])), None, curves)
+    content = FileBytes(file)
+    return of_exif(content) if content[:4] in CLASSIC_TIFF else Colours()
+
+
+def numbers(values: Any, count: int) -> tuple[float, ...]:
+    """Return the values of a tag as numbers; none where there are not so many, or some are no numbers."""
+    try:
+        found = tuple(float(value) for value in values or ())
+    except (TypeError, ValueError, ZeroDivisionError):
+        return ()
+    return found if len(found) == count and np.isfinite(found).all() else ()
+
+
+def tables(values: Any) -> list[bytes]:
+    """Return the curve of each channel as an ICC profile has it, one for all or three; none where they are damaged."""
+    length = len(values) if isinstance(values, tuple) else 0
+    count = 3 if length % 3 == 0 else 1
+    found = np.array(numbers(values, length)).reshape(count, -1)
+    if found.shape[1] < TABLE_SIZE or found.min() < 0 or found.max() > 65535 or found.max() == 0:
+        return []
+    rows = found[:, np.linspace(0, found.shape[1] - 1, TABLE_SIZE).round().astype(int)]
+    return [b"curv" + bytes(4) + struct.pack(f">I{TABLE_SIZE}H", TABLE_SIZE, *row.astype(int)) for row in rows]
 
 
 def of_boxes(file: BinaryIO) -> Colours:
@@ -115,21 +168,23 @@ def boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, in
         start = stop
 
 
-def described(primaries: Primaries, gamma: float | None) -> Colours:
-    """Return the profiles of primaries and a gamma, that of sRGB's curve where it is None."""
+def described(primaries: Primaries, gamma: float | None, curves: Sequence[bytes] = ()) -> Colours:
+    """Return the profiles of primaries and a gamma or curves; without either, of sRGB's curve."""
     is_same = max(abs(one - other) for one, other in zip(primaries, SRGB_PRIMARIES, strict=True)) < SAME
-    if is_same and gamma is None:
+    if is_same and gamma is None and not curves:
         return Colours()
     if min(primaries[1::2]) <= 0 or abs(np.linalg.det(columns_of(primaries)[:, 1:])) < LEAST_VOLUME:
         return Colours()
     matrix = adapted(primaries)
     if np.abs(matrix).max() > LARGEST:
         return Colours()
-    curve = curve_of(gamma)
-    colours = {name + b"TRC": curve for name in (b"r", b"g", b"b")}
+    is_curved, curves = bool(gamma or curves), curves or [curve_of(gamma)]
+    colours: dict[bytes, bytes] = dict(
+        zip((b"rTRC", b"gTRC", b"bTRC"), curves if len(curves) == 3 else [curves[0]] * 3, strict=True)
+    )
     for name, column in zip((b"r", b"g", b"b"), matrix.T, strict=True):
         colours[name + b"XYZ"] = xyz(column)
-    return Colours(icc_profile(b"RGB ", colours), icc_profile(b"GRAY", {b"kTRC": curve}) if gamma else b"")
+    return Colours(icc_profile(b"RGB ", colours), icc_profile(b"GRAY", {b"kTRC": curves[0]}) if is_curved else b"")
 
 
 D50: Final = (0.9642, 1.0, 0.8249)

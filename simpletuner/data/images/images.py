@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from simpletuner.data.images.colour_codes import Colours, of_boxes, of_exif
+from simpletuner.data.images.colour_codes import Colours, of_boxes, of_exif, of_tiff
 from simpletuner.data.images.colour_profiles import to_srgb
 from simpletuner.data.images.containers import StoredImage, pixels_only, read_container
 from simpletuner.data.images.image_formats import INSTALL, PILLOW_FORMATS, PLUGIN_FORMAT, is_heif, register_plugin
@@ -137,6 +137,8 @@ def read_rgb(file: BinaryIO, smallest: tuple[int, int], size: tuple[int, int] | 
 
 def other_colours(image: Image.Image, file: BinaryIO) -> Colours:
     """Return the colours of a format of which Pillow is given the whole file."""
+    if image.format == "TIFF":
+        return of_tiff(getattr(image, "tag_v2", {}), file)
     found = of_boxes(file) if image.format in ("AVIF", "HEIF") else Colours()
     return found if found != Colours() else of_exif(image.info.get("exif") or b"")
 

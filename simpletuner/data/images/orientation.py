@@ -6,7 +6,7 @@ Read here and not by Pillow, which would decode a whole PNG for it, and warns on
 from __future__ import annotations
 
 import re
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from PIL import Image
 
@@ -51,11 +51,18 @@ def exif_orientation(exif: bytes) -> int | None:
     return int.from_bytes(values[:length], order, signed=signed)
 
 
-def byte_order(exif: bytes) -> Literal["little", "big"]:
+class Sliceable(Protocol):
+    """Bytes, or a file that is sliced as bytes are."""
+
+    def __getitem__(self, part: slice, /) -> bytes: ...
+    def __len__(self) -> int: ...
+
+
+def byte_order(exif: Sliceable) -> Literal["little", "big"]:
     return "little" if exif[:2] == b"II" else "big"
 
 
-def exif_entry(exif: bytes, *tags: int) -> bytes:
+def exif_entry(exif: Sliceable, *tags: int) -> bytes:
     """Return the 12 bytes of a tag, which is found over those of the directories that it is in; empty if not there."""
     if exif[:2] not in (b"II", b"MM"):
         return b""

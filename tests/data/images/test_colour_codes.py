@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from colour_profile import ADOBE_RGB, make_profile
 from PIL import Image
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
-from simpletuner.data.images.colour_codes import HDR, of_boxes, of_exif
+from simpletuner.data.images.colour_codes import HDR, of_boxes, of_exif, of_tiff
 from simpletuner.data.images.image_formats import register_plugin
 from simpletuner.data.images.images import DOUBT, read_rgb
 
@@ -78,6 +79,19 @@ def adobe_exif(order: str = "<", index: bytes = b"R03\0", space: int = 0xFFFF) -
     return b"Exif\0\0" + mark + struct.pack(f"{order}I", 8) + first + own + interoperability
 
 
+def tiff(mode: str = "RGB", **tags: tuple[float, ...]) -> bytes:
+    directory = ImageFileDirectory_v2()
+    for name, values in tags.items():
+        number = {"white": 318, "primaries": 319, "curve": 301}[name]
+        directory.tagtype[number], directory[number] = (3 if name == "curve" else 5), values
+    return saved("TIFF", mode, tiffinfo=directory)
+
+
+SRGB_CURVE = tuple(
+    round(65535 * (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4)) for v in (n / 255 for n in range(256))
+)
+LINEAR_CURVE = tuple(257 * n for n in range(256))
+P3_TAGS = {"white": WHITE_AND_P3[:2], "primaries": WHITE_AND_P3[2:]}
 LOSSLESS = {"quality": 100, "subsampling": "4:4:4"}
 
 
@@ -102,8 +116,11 @@ def middles(image: Image.Image) -> np.ndarray:
         png((b"gAMA", numbers(1 / 2.2)), (b"cHRM", numbers(*WHITE_AND_P3))),
         with_nclx(saved("AVIF", **LOSSLESS), 12, 13),
         with_nclx(saved("HEIF", quality=-1, chroma=444), 12, 13),
+        tiff(**P3_TAGS),
+        tiff(**P3_TAGS, curve=SRGB_CURVE),
+        tiff(primaries=WHITE_AND_P3[2:], curve=3 * SRGB_CURVE),
     ],
-    ids=["cICP", "cHRM", "AVIF", "HEIC"],
+    ids=["cICP", "cHRM", "AVIF", "HEIC", "TIFF", "TIFF with a curve", "TIFF with three curves"],
 )
 def test_display_p3_becomes_srgb(content):
     assert np.abs(middles(read(content)) - p3_of_srgb_curve()).max() <= 3
@@ -120,9 +137,22 @@ def test_adobe_rgb_by_exif_is_that_of_its_profile(kind, options, exif):
     assert differs(read(saved(kind, exif=is_srgb, **options)), read(saved(kind, **options))) == 0
 
 
+@pytest.mark.parametrize("own", [{0xA001: 2}, {0xA001: 0xFFFF, 0xA005: {1: "R03"}}])
+def test_adobe_rgb_by_the_exif_of_a_tiff_is_that_of_its_profile(own):
+    def of(entries) -> bytes:
+        exif = Image.Exif()
+        exif.get_ifd(0x8769).update(entries)
+        exif[0x8769] = entries
+        return saved("TIFF", exif=exif)
+
+    assert differs(read(of(own)), by_profile("TIFF", make_profile(ADOBE_RGB, 563 / 256))) <= 2
+    assert differs(read(of({0xA001: 1, 0xA005: {1: "R98"}})), swatches()) == 0
+
+
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L"])
-def test_a_gamma_of_one_is_linear(mode):
-    found = read(png((b"gAMA", numbers(1.0)), mode=mode))
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_a_gamma_of_one_is_linear(kind, mode):
+    found = read(tiff(mode, curve=LINEAR_CURVE) if kind == "TIFF" else png((b"gAMA", numbers(1.0)), mode=mode))
     values = np.asarray(swatches(mode).convert("RGB"), float)[8, 8::16] / 255
     expected = 255 * np.where(values <= 0.0031308, 12.92 * values, 1.055 * values ** (1 / 2.4) - 0.055)
     assert np.abs(middles(found) - expected).max() <= 2
@@ -145,6 +175,12 @@ SRGB_CHUNKS = (b"gAMA", numbers(1 / 2.2)), (b"cHRM", numbers(0.3127, 0.329, 0.64
         png((b"cHRM", numbers(*[0.3] * 8))),
         png((b"cHRM", numbers(0.3, 0.3))),
         png((b"cICP", b"\x0c"), (b"gAMA", b"")),
+        tiff(primaries=(0.64, 0.33, 0.3, 0.6, 0.15, 0.06), white=(0.3127, 0.329), curve=SRGB_CURVE),
+        tiff(primaries=WHITE_AND_P3[2:7]),
+        tiff(primaries=(0.3,) * 6),
+        tiff(white=(0.0, 0.0), primaries=(0.0,) * 6),
+        tiff(curve=LINEAR_CURVE[:255]),
+        tiff(curve=(0,) * 256),
     ],
 )
 def test_what_is_srgb_or_damaged_changes_not_a_bit(content):
@@ -168,5 +204,6 @@ def test_boxes_and_directories_that_are_cut_or_endless_say_nothing_and_raise_not
         damaged[start : start + 4] = chance.choice([bytes(4), b"\0\0\0\1", b"\xff\xff\xff\xff", b"\0\0\0\7"])
         of_boxes(io.BytesIO(damaged))
         exif = adobe_exif()
+        of_tiff({}, io.BytesIO(exif[6 : chance.randrange(6, len(exif))]))
         of_exif(exif[: chance.randrange(len(exif))])
         of_exif(exif[:14] + chance.randbytes(len(exif) - 14))

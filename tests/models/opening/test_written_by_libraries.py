@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,20 @@ OF_LANGUAGE_MODELS = {
 """Kinds that peft makes for language models alone: they add tokens, or route between adapters."""
 
 
-def made(kind: str, flux: Path) -> Any:
+@pytest.fixture(scope="module")
+def flux(pipelines, tmp_path_factory) -> Path:
+    """A pipeline whose denoiser has one block of each kind: all that is written here, of a third of the layers."""
+    folder = tmp_path_factory.mktemp("one-block") / "flux"
+    shutil.copytree(pipelines("flux"), folder, copy_function=os.link)
+    whole = denoiser_of(opened("flux", folder))
+    torch.manual_seed(1)
+    denoiser = type(whole).from_config({**whole.config, "num_layers": 1, "num_single_layers": 1})
+    shutil.rmtree(folder / "transformer")
+    denoiser.save_pretrained(folder / "transformer")
+    return folder
+
+
+def made(kind: str, denoiser: torch.nn.Module) -> Any:
     """Return a model with an adapter of a kind, by as few arguments as peft wants; None where it makes none."""
     for arguments in (
         {"target_modules": TARGETS},
@@ -47,7 +61,7 @@ def made(kind: str, flux: Path) -> Any:
     ):
         try:
             config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)](**arguments)
-            return get_peft_model(denoiser_of(opened("flux", flux)), config)
+            return get_peft_model(deepcopy(denoiser), config)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError, ImportError):
             continue
     return None
@@ -58,8 +72,9 @@ def test_every_kind_is_loaded_or_refused_by_its_name(flux, tmp_path):
     kinds = sorted(kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING)
     assert len(kinds) >= 40
     loaded, refused, not_made = [], [], []
+    denoiser = denoiser_of(opened("flux", flux))
     for kind in sorted(set(kinds) - OF_LANGUAGE_MODELS):
-        adapted = made(kind, flux)
+        adapted = made(kind, denoiser)
         if adapted is None:
             not_made.append(kind)
             continue
@@ -86,12 +101,12 @@ def test_every_kind_is_loaded_or_refused_by_its_name(flux, tmp_path):
             )
             refused.append(kind)
             continue
-        fresh = denoiser_of(goes_on)
+        fresh = deepcopy(denoiser)
         goes_on.adapter.attach_new(fresh)
         tensors = {name: each.detach() for name, each in adapter_parameters(fresh).items()}
         load_lora(lora_file(folder), goes_on, tensors)
         if kind == "LORA":
-            expected = of_layers(PeftModel.from_pretrained(denoiser_of(goes_on), folder).base_model.model)
+            expected = of_layers(PeftModel.from_pretrained(deepcopy(denoiser), folder).base_model.model)
             torch.testing.assert_close(of_layers(fresh), expected, rtol=1e-5, atol=1e-6)
         else:  # tests of the scales compare what these compute
             stored = load_file(folder / "adapter_model.safetensors")

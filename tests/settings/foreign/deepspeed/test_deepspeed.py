@@ -133,9 +133,7 @@ FILES = {
 """Files, and what has to be said of each: settings, or a key that is not there."""
 
 
-def test_rates_clipping_and_decay_are_those_of_deepspeed_from_the_same_file_or_the_difference_is_said(
-    asked, tmp_path
-):
+def test_rates_clipping_and_decay_are_those_of_deepspeed_from_the_same_file_or_the_difference_is_said(asked, tmp_path):
     """DeepSpeed runs each file by itself, and as our engine starts it; rates are ours at every step."""
     configs = []
     loaded = {}
