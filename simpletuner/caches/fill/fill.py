@@ -91,11 +91,11 @@ def open_on_all_ranks(
     world.store.set(f"{place}/written/{world.rank}", json.dumps(dict(written)))
     world.store_barrier(f"{place}/closed", stop)
     if world.is_first:
-        if job.mirror:
-            job.mirror.synchronize(stop)
         texts = [world.store.get(f"{place}/written/{rank}") for rank in range(world.size)]
         named = {name: size for text in texts for name, size in json.loads(text).items()}
         wait_for_files(job.folder, named, stop)
+        if job.mirror:
+            job.mirror.synchronize(stop, named)
         reader = ShardReader(job.folder, job.mirror, list_sources(job.folder, named))
         world.store.set(f"{place}/sources", json.dumps(reader.index.sources))
         world.store_barrier(f"{place}/merged", stop)

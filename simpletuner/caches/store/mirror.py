@@ -12,11 +12,12 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO
 
 from simpletuner.caches.store.records import RecordLocation
@@ -53,14 +54,16 @@ class Mirror:
     """Held while a store that answers no ranges sends a whole shard."""
     _new_bytes: int = 0
 
-    def synchronize(self, stop: Callable[[], None]) -> None:
+    def synchronize(self, stop: Callable[[], None], written: Mapping[str, int] = MappingProxyType({})) -> None:
         """Fetch the indexes that are in the bucket alone, and upload the shards that an interrupted run has left here.
 
-        For one rank, while no other one writes. Raises what ends the run where the store does not answer.
+        `written` are files with their sizes that all ranks have written here, which a network file system may not list
+        yet. For one rank, while no other one writes. Raises what ends the run where the store does not answer.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         away = {name: size for name, size in self.storage.sizes().items() if OURS.fullmatch(name)}
         here = {path.name: path.stat().st_size for path in self.folder.iterdir() if OURS.fullmatch(path.name)}
+        here |= written
         shards = {name for name in away if name.endswith(SHARD_SUFFIX) and index_name(name) in away}
         with ThreadPoolExecutor(self.storage.concurrent_reads, thread_name_prefix="fetch") as pool:
             run_all(pool, self._fetch_index, (n for n in shards if is_behind(n, here, away)), away, stop)

@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from patience import PATIENCE
+from real_mounts import or_skipped, sshfs_views
 from s3_server import BUCKET, Fault, Proxy, s3_proxy, s3_server
 
 from simpletuner.caches.fill.fill import fill_cache
 from simpletuner.caches.fill.jobs import CacheJob, CacheRequest, Made
 from simpletuner.caches.fill.write_through import open_growing
 from simpletuner.caches.store import mirror as mirrors
+from simpletuner.caches.store.merged_index import list_sources
 from simpletuner.caches.store.mirror import Mirror, open_mirror
 from simpletuner.caches.store.shards import ShardReader
 from simpletuner.data.config.embeds import S3TextEmbeds
@@ -96,6 +98,24 @@ def test_what_two_ranks_filled_another_machine_reads_record_by_record_and_keeps(
     proxy.requests.clear()
     assert values(reader, 2 * COUNT) == values(opened(here), 2 * COUNT) == [*range(2 * COUNT)]
     assert not [path for path, _ in proxy.requests if "list-type" not in path], "all is there by now"
+
+
+def test_shards_that_ranks_have_named_are_not_fetched_although_they_are_listed_late(proxy, tmp_path):
+    with or_skipped(), sshfs_views(tmp_path) as (here, there):
+        there_first = mirror_at(proxy, there / "cache", "late")
+        there_first.synchronize(lambda: None)
+        assert not [*there_first.folder.iterdir()]
+        writing = mirror_at(proxy, here / "cache", "late")
+        with writing.writer(1, compress=False) as writer:
+            for number in range(COUNT):
+                writer.write(str(number), PARTS, {"t": torch.full((NUMBERS,), float(number))})
+        assert not [*there_first.folder.iterdir()], "listed at once: nothing is shown by this test"
+        proxy.requests.clear()
+        there_first.synchronize(lambda: None, writer.written)
+        assert len(writer.written) >= 6
+        assert [path for path, _ in proxy.requests if "list-type" not in path] == []
+        reader = ShardReader(there_first.folder, there_first, list_sources(there_first.folder, writer.written))
+        assert values(reader) == [*range(COUNT)]
 
 
 def test_a_shard_that_is_uploaded_in_parts_is_whole_elsewhere_and_no_object_before_its_last_part(
