@@ -107,6 +107,20 @@ def test_paths_in_the_place_of_bytes_and_what_save_to_disk_writes_are_named(shap
     with pytest.raises(DataError) as caught:
         found([snapshot(tmp_path / "disk")])
     assert "written by `save_to_disk`" in caught.value.hint
+    assert f'`load_from_disk("{tmp_path / "disk"}").to_parquet("OTHER/train.parquet")`' in caught.value.hint
+    (tmp_path / "disk" / "dataset_dict.json").write_text("{}")  # of several splits: it has no to_parquet
+    with pytest.raises(DataError) as caught:
+        found([snapshot(tmp_path / "disk", split="test")])
+    assert f'`load_from_disk("{tmp_path / "disk"}")["test"].to_parquet("OTHER/test.parquet")`' in caught.value.hint
+
+
+def test_a_row_without_a_caption_is_named_by_its_column(shapes, tmp_path):
+    """As img2dataset writes rows of a list without a caption."""
+    files = sorted(shapes.glob("*.png"))[:2]
+    write(tmp_path, "train.parquet", [row(file) for file in files], ["a", None])
+    with pytest.raises(DataError, match="1 image without a caption in the column `text`") as caught:
+        found([snapshot(tmp_path)])
+    assert caught.value.hint.endswith("or name another caption_column")
 
 
 def test_a_folder_of_images_beside_a_table_is_named_with_the_keys_that_read_it(tmp_path):

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
@@ -68,6 +68,15 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     is_regularisation_data: bool = False
     _embeds: ImageEmbeds | None = PrivateAttr(None)
     _conditioning: tuple[ImageDataset, ...] = PrivateAttr(())
+
+    other_captions: ClassVar[str] = "set another caption_strategy: textfile, filename, instanceprompt or parquet"
+    """Where else captions may come from, as a hint."""
+
+    @property
+    def captions_are_in(self) -> str:
+        if self.parquet and self.caption_strategy in TABLE_STRATEGIES:
+            return f"the table {self.parquet.path}"
+        return "the file name" if self.caption_strategy == "filename" else "a .txt file of the same name"
 
     @property
     def are_masks(self) -> bool:
@@ -213,6 +222,10 @@ class UrlImages(ImageDataset):
     csv_url_column: str = "url"
     csv_caption_column: str | None = None
 
+    @property
+    def captions_are_in(self) -> str:
+        return f"the table {self.csv_file}"
+
     @model_validator(mode="after")
     def check_list(self) -> UrlImages:
         if self.parquet or self.metadata_backend == BLOCK:
@@ -243,6 +256,11 @@ class SnapshotImages(ImageDataset):
     image_column: str = "image"
     video_column: str = "video"
     caption_column: str | None = None
+    other_captions: ClassVar[str] = "name another caption_column"
+
+    @property
+    def captions_are_in(self) -> str:
+        return f"the column `{self.caption_column}`"
 
     @property
     def content_key(self) -> str:

@@ -243,14 +243,11 @@ def uncaptioned_error(scan: Scan, names: Sequence[str]) -> DataError:
     dataset = scan.dataset
     if dataset.caption_strategy in TABLE_STRATEGIES and scan.others.unmatched_rows and len(names) == len(scan.table):
         return no_row_error(scan)
-    where = {"filename": "the file name", "textfile": "a .txt file of the same name"}
-    table = f"the table {dataset.parquet.path}" if dataset.parquet else ""
     beside = "".join(f"\n{said}" for said in (*captions_found(scan.others), *phrases_found(scan.others)))
     return DataError(
         f"dataset `{dataset.id}`: {count_noun(len(names), dataset.noun)} without a caption in "
-        f"{where.get(dataset.caption_strategy, table)}:{format_names(names)}{beside}",
-        "write captions, leave such images out with --skip_uncaptioned, or set another caption_strategy: textfile, "
-        "filename, instanceprompt or parquet",
+        f"{dataset.captions_are_in}:{format_names(names)}{beside}",
+        f"write captions, leave such images out with --skip_uncaptioned, or {dataset.other_captions}",
     )
 
 
@@ -289,8 +286,11 @@ def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
             "; ".join(beside) or "write captions, or set another caption_strategy: filename or instanceprompt",
         )
     such = f"; {found.not_read.most_common(1)[0][0]} is not" if found.not_read else ""
-    if found.not_read[".tar"]:
-        such += "; img2dataset writes Parquet files with output_format parquet, which type huggingface reads"
+    if found.not_read[".tar"]:  # beside a table for each, which is none of the images either
+        such = (
+            "; .tar is not: unpack it (`for F in *.tar; do tar -xf $F; done`), or have img2dataset write output_format "
+        )
+        such += "parquet, which type huggingface reads"
     such += frames_hint([scan.dataset], found.not_read)
     return DataError(
         f"dataset `{scan.dataset.id}`: no usable {scan.dataset.noun} in {scan.storage.describe()}"

@@ -79,9 +79,11 @@ class SnapshotStorage:
     def _hint_of_other_forms(self) -> str:
         """Return how images beside a table are read, the hub's other form of a dataset, and what save_to_disk wrote."""
         if any(self.folder.rglob("*.arrow")):
+            split = self.dataset.split or "train"
+            part = f'["{split}"]' if (self.folder / "dataset_dict.json").exists() else ""
             return (
                 "it was written by `save_to_disk` of datasets, whose .arrow files are not read: "
-                "`load_from_disk(FOLDER).to_parquet(FILE)` writes Parquet files"
+                f'`load_from_disk("{self.folder}"){part}.to_parquet("OTHER/{split}.parquet")` writes what is'
             )
         table = next((path for path in sorted(self.folder.glob("metadata.*")) if path.suffix in FORMATS), None)
         if table is None:

@@ -171,7 +171,7 @@ def findings_on_captions(found: Discovery) -> Iterator[DatasetFinding]:
     if missing:
         for said in captions_found(scan.others):
             yield DatasetFinding("captions", "not read", len(missing), said)
-    yield from finding("captions", "empty", f"{{}} with an empty caption file{fate}", dict.fromkeys(empty, ""), end)
+    yield from finding("captions", "empty", f"{{}} whose caption is empty{fate}", dict.fromkeys(empty, ""), end)
     lines = found.caption_lines[dataset.id]
     if remark := lines.remark(dataset):
         texts = dict(zip(*(column.to_pylist() for column in one_text_files(scan.table).columns), strict=True))
