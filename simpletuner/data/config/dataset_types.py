@@ -70,7 +70,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     _conditioning: tuple[ImageDataset, ...] = PrivateAttr(())
 
     other_captions: ClassVar[str] = "set another caption_strategy: textfile, filename, instanceprompt or parquet"
-    """Where else captions may come from, as a hint."""
+    """A hint at other places of captions."""
 
     @property
     def captions_are_in(self) -> str:
