@@ -184,7 +184,10 @@ def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier, 
     else:
         print_datasets(plan, session.report)
         caches = folders_of(settings, plan)
-        with shared_folders(caches), ExitStack() as writers:  # `cache clear` must not remove what this run reads
+        with (
+            shared_folders(caches, stop, session.report.say),
+            ExitStack() as writers,
+        ):  # `cache clear` must not remove what this run reads
             verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
             return train(session, plan, checkpoint, verification, writers, notifier, mirror)
     return []

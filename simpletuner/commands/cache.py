@@ -138,7 +138,7 @@ def clear_unused(
     elif must_ask and not report.confirm(f"remove {total}?"):
         report.say("nothing is removed")
     else:
-        report.say(f"freed {format_bytes(remove_unused(found))}")
+        report.say(f"freed {format_bytes(remove_unused(found, report.say))}")
 
 
 def find_items(settings: Settings, kinds: Sequence[CacheKind], report: Report) -> list[CacheItem]:

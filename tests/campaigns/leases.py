@@ -1,11 +1,13 @@
 """Two writers on two machines want one place, and one is stopped, cut off or killed: who writes, and who is told?
 
-    .venv/bin/python tests/campaigns/leases.py --count=200 --grounds=disk,bindfs,sshfs,s3fs,bucket,ignoring
+    .venv/bin/python tests/campaigns/leases.py --count=200    # an hour; installs stores that are missing
+    .venv/bin/python tests/campaigns/leases.py --count=40 --grounds=disk,bindfs,sshfs,s3fs,rclone-mount,bucket,ignoring
 
 Each writer checks its lease and then notes the time and its token. What was written by a lower token after a higher one
 began is lost; a writer that was replaced and did not end with a sentence is silent. `disk` is a folder in which each
-machine has its own table of locks; `ignoring` a bucket that creates what is there. Mounts need root, and what
-`tests/support/real_mounts.py` runs. `tests/system/files/test_lease.py` runs a sample.
+machine has its own table of locks; `ignoring` a bucket that creates what is there; the stores are those of
+`real/stores.py`. Mounts need root, and what `tests/support/real_mounts.py` runs. `tests/end_to_end/test_campaigns.py`
+runs a sample.
 """
 
 from __future__ import annotations
@@ -25,20 +27,32 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
+sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in (".", "support", "campaigns/real")]
 
 from buckets_here import bucket_server  # noqa: E402
+from installing import NotHere  # noqa: E402
 from lease_holders import ForeignHolder  # noqa: E402
-from real_mounts import mounted, sshfs_views  # noqa: E402
+from real_mounts import CannotMount, mounted, sshfs_views  # noqa: E402
 from s3_server import BUCKET  # noqa: E402
+from stores import STORES  # noqa: E402
 
 MACHINES = "abc"
-SECONDS = 0.3
-"""Between two beats."""
 PATIENCE = 120.0
-LATE = {"disk": 0.3, "bindfs": 0.5, "sshfs": 1.0, "s3fs": 3.0, "bucket": 0.5, "ignoring": 0.5}
-"""Seconds that a place may be late; those of real runs are a minute, in which no trial would end."""
+RCLONE_FLAGS = ("--dir-cache-time=1s", "--vfs-write-back=100ms")
+"""Of an rclone that is as much less late as beats are shorter; by default it lists after 5 min and writes after 5 s."""
+BUCKETS = ("bucket", "ignoring", *STORES)
+GROUNDS = {
+    "disk": (0.3, 0.3),
+    "bindfs": (0.3, 0.5),
+    "sshfs": (0.3, 1.0),
+    "s3fs": (1.0, 6.0),
+    "rclone-mount": (1.0, 6.0),
+}
+GROUNDS |= dict.fromkeys(BUCKETS, (0.3, 1.0))
+"""Seconds between two beats, and by which a place may be late; those of real runs are a minute, in which no trial would
+end."""
 
 
 @dataclass
@@ -47,11 +61,13 @@ class Ground:
 
     name: str
     views: list[str]
+    seconds: float
+    late: float
     cut: Callable[[bool], None] | None = None
 
     def place(self, number: int, view: int) -> str:
         place = f"{self.views[view]}/trial-{number}"
-        if not place.startswith("s3://"):
+        if "://" not in place:
             Path(place).mkdir(exist_ok=True)
         return place
 
@@ -74,7 +90,7 @@ class Trial:
 
     def start(self, machine: str) -> ForeignHolder:
         place = self.ground.place(self.number, MACHINES.index(machine))
-        holder = ForeignHolder(place, machine, SECONDS, LATE[self.ground.name], self.log)
+        holder = ForeignHolder(place, machine, self.ground.seconds, self.ground.late, self.log)
         self.holders.append(holder)
         return holder
 
@@ -97,7 +113,7 @@ class Trial:
         try:
             first = self.start("a")
             self.expect(first, "wrote")
-            time.sleep(rng.uniform(0, SECONDS))
+            time.sleep(rng.uniform(0, self.ground.seconds))
             getattr(self, kind)(first, rng)
         finally:
             self.end()
@@ -123,7 +139,7 @@ class Trial:
         """Stopped for less than a holder lives: it goes on."""
         os.kill(first.pid, signal.SIGSTOP)
         second = self.start("b")
-        time.sleep(rng.uniform(0, SECONDS))
+        time.sleep(rng.uniform(0, self.ground.seconds))
         os.kill(first.pid, signal.SIGCONT)
         self.expect(second, "LeaseLost: another run is using")
         if first.poll() is not None:
@@ -132,7 +148,7 @@ class Trial:
     def stopped(self, first: ForeignHolder, rng: random.Random) -> None:
         os.kill(first.pid, signal.SIGSTOP)
         self.take_over(2)
-        time.sleep(rng.uniform(0, 2 * SECONDS))
+        time.sleep(rng.uniform(0, 2 * self.ground.seconds))
         os.kill(first.pid, signal.SIGCONT)
         self.expect(first, "LeaseLost: another run")
         self.expect_code(first)
@@ -146,7 +162,7 @@ class Trial:
         self.ground.cut(True)
         try:
             self.take_over(1)
-            time.sleep(rng.uniform(0, 2 * SECONDS))
+            time.sleep(rng.uniform(0, 2 * self.ground.seconds))
         finally:
             self.ground.cut(False)
         self.expect(first, "LeaseLost: another run", "OSError")
@@ -191,15 +207,19 @@ def ground_named(name: str, base: Path) -> Iterator[Ground]:
     """Mount or serve a place. Raises what `real_mounts` raises where that is not possible here."""
     base.mkdir()
     with ExitStack() as stack:
-        if name == "disk":
-            yield Ground(name, [str(base)] * len(MACHINES))
-        elif name in ("bucket", "ignoring"):
+        if name in MOUNTS:
+            views = stack.enter_context(MOUNTS[name](base))
+            yield Ground(name, [str(each) for each in views], *GROUNDS[name], cut_of(views[0]))
+            return
+        place = str(base)
+        if name in STORES:
+            place, variables = stack.enter_context(STORES[name][1](base, True))
+            stack.enter_context(patch.dict(os.environ, variables))
+        elif name in BUCKETS:
             proxy, _ = stack.enter_context(bucket_server(base))
             proxy.drops_conditions = name == "ignoring"
-            yield Ground(name, [f"s3://{BUCKET}/leases"] * len(MACHINES))
-        else:
-            views = stack.enter_context(MOUNTS[name](base))
-            yield Ground(name, [str(each) for each in views], cut_of(views[0]))
+            place = f"s3://{BUCKET}/leases"
+        yield Ground(name, [place] * len(MACHINES), *GROUNDS[name])
 
 
 @contextmanager
@@ -212,16 +232,29 @@ def bindfs_views(base: Path) -> Iterator[list[Path]]:
 
 @contextmanager
 def s3fs_views(base: Path) -> Iterator[list[Path]]:
+    passwords = base / "passwords"
+    passwords.write_text("A:hidden7\n")
+    passwords.chmod(0o600)
     with bucket_server(base) as (proxy, _), ExitStack() as stack:
-        passwords = base / "passwords"
-        passwords.write_text("A:hidden7\n")
-        passwords.chmod(0o600)
         given = f"passwd_file={passwords},url={proxy.server},use_path_request_style"
         views = [base / f"view{number}" for number in range(len(MACHINES))]
         yield [stack.enter_context(mounted(each, "s3fs", BUCKET, str(each), "-o", given)) for each in views]
 
 
+@contextmanager
+def rclone_views(base: Path) -> Iterator[list[Path]]:
+    with bucket_server(base) as (proxy, _), ExitStack() as stack:
+        store = f":s3,provider=Other,access_key_id=A,secret_access_key=hidden7,endpoint='{proxy.server}':{BUCKET}"
+        command = ("rclone", "mount", "--daemon", "--vfs-cache-mode=full", *RCLONE_FLAGS)
+        views = [base / f"view{number}" for number in range(len(MACHINES))]
+        yield [
+            stack.enter_context(mounted(each, *command, f"--cache-dir={each}.cache", store, str(each)))
+            for each in views
+        ]
+
+
 MOUNTS = {"sshfs": partial(sshfs_views, count=len(MACHINES)), "bindfs": bindfs_views, "s3fs": s3fs_views}
+MOUNTS["rclone-mount"] = rclone_views
 
 
 def cut_of(view: Path) -> Callable[[bool], None]:
@@ -246,11 +279,11 @@ def read_or_empty(path: Path) -> bytes:
         return b""
 
 
-def run_trials(name: str, count: int, seed: int, folder: Path) -> tuple[Counter[str], list[str]]:
+def run_trials(name: str, numbers: range, seed: int, folder: Path) -> tuple[Counter[str], list[str]]:
     """Return how many trials of each kind ran on a ground, and what was wrong."""
     kinds, problems = Counter[str](), []
     with ground_named(name, folder / name) as ground:
-        for number in range(count):
+        for number in numbers:
             trial = Trial(ground, number, seed, folder)
             kind = trial.run()
             kinds[kind] += 1
@@ -263,13 +296,19 @@ def run_trials(name: str, count: int, seed: int, folder: Path) -> tuple[Counter[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="trials, over all grounds")
-    parser.add_argument("--grounds", default=",".join(LATE))
+    parser.add_argument("--grounds", default=",".join(GROUNDS))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     names, wrong = arguments.grounds.split(","), 0
     with tempfile.TemporaryDirectory(prefix="leases-") as folder:
         for name in names:
-            kinds, problems = run_trials(name, -(-arguments.count // len(names)), arguments.seed, Path(folder))
+            try:
+                kinds, problems = run_trials(
+                    name, range(-(-arguments.count // len(names))), arguments.seed, Path(folder)
+                )
+            except (CannotMount, NotHere) as why:
+                print(f"{name}: {why}", file=sys.stderr, flush=True)
+                continue
             lost, silent = (sum(what in each for each in problems) for what in ("lost:", "silent:"))
             row = {"ground": name, "trials": kinds.total(), "lost": lost, "silent": silent, "other": len(problems)}
             print(json.dumps({**row, "other": len(problems) - lost - silent, "kinds": dict(kinds)}), flush=True)

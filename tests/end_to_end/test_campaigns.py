@@ -17,8 +17,10 @@ from fuzz import Fuzz
 from kills import FIXTURES, Campaign
 from kills import KINDS as RUNS
 from learning import learn
+from leases import run_trials
 from mutants import ROOT, read_mutants
 from page_files import page_with_files
+from real_mounts import or_skipped
 from recipes import train
 from settings_files import KINDS
 from tables import SUFFIXES, TableFuzz
@@ -52,6 +54,14 @@ def test_runs_that_a_bucket_alone_remembers_lose_nothing_by_kills(starter, tmp_p
         campaign = BucketCampaign(starter, base, tmp_path, BUCKET_KINDS["one"], seed=4, steps=8, proxy=proxy)
         campaign.run(2)
     assert campaign.problems == [] and campaign.killed.total() == 2
+
+
+@pytest.mark.parametrize(("ground", "numbers"), [("disk", range(2)), ("bindfs", range(5, 7))])
+def test_of_two_writers_on_two_machines_one_writes_and_the_other_is_told(ground, numbers, tmp_path):
+    with or_skipped():
+        kinds, problems = run_trials(ground, numbers, seed=5, folder=tmp_path)
+    assert problems == []
+    assert [*kinds] == (["refused", "stopped"] if ground == "disk" else ["clocks", "cut"])
 
 
 @pytest.mark.long

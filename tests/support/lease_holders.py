@@ -19,6 +19,8 @@ from simpletuner.system.files.lease_folder import FolderPlace
 from simpletuner.system.files.lease_record import Record
 from simpletuner.system.files.locks import lock_file
 
+LIFE_SECONDS = 100.0
+
 
 class ForeignMount(FolderPlace):
     """A folder as one of several machines sees it, each of which has its own table of locks."""
@@ -42,7 +44,7 @@ def of_machine(machine: str, seconds: float) -> Record:
 
 def place_at(address: str, machine: str, late_seconds: float) -> Place:
     """Return a bucket, a mount as it is, or a folder of a disk in which each machine locks for itself."""
-    if address.startswith("s3://"):
+    if "://" in address:
         from simpletuner.data.config.object_store_keys import mirror_place
         from simpletuner.data.storage.object_storage import open_bucket
         from simpletuner.training.mirroring.bucket_records import BucketRecords
@@ -52,7 +54,7 @@ def place_at(address: str, machine: str, late_seconds: float) -> Place:
     system = file_system_at(folder)
     if system.is_local:
         return ForeignMount(folder, machine, late_seconds)
-    return FolderPlace(folder, system=replace(system, late_seconds=late_seconds))
+    return FolderPlace(folder, system=replace(system, late_seconds=late_seconds, settle_seconds=late_seconds))
 
 
 class ForeignHolder(subprocess.Popen[str]):
@@ -75,13 +77,15 @@ def main(address: str, machine: str, seconds: float, late: float, log: Path) -> 
     try:
         lease.acquire(place_at(address, machine, late), say=lambda text: print(f"says {text}", flush=True))
         print(f"held {lease.record.token}", flush=True)
-        for number in range(100_000):
+        end, number = time.monotonic() + LIFE_SECONDS, 0
+        while time.monotonic() < end:
             lease.check()
             with log.open("a") as file:
                 file.write(f"{time.monotonic()} {machine} {lease.record.token}\n")
             time.sleep(0.01)
             if number == 0:
                 print("wrote", flush=True)
+            number += 1
     except (SimpleTunerError, OSError) as error:
         hint = getattr(error, "hint", "")
         print(f"{type(error).__name__}: {error} / {hint}", flush=True)

@@ -146,21 +146,28 @@ class Lease:
         own = replace(self.own or Record.of_this_process(), id=secrets.token_hex(8))
         try:
             is_locked = self._lock(place, stop, say, way_on)
-            while not (record := take(place, own, wait_until_free(place, is_locked, stop, say, way_on))):
+            while not (record := take(place, own, wait_until_free(place, is_locked, stop, say, way_on), stop, say)):
                 time.sleep(POLL_SECONDS)
         except BaseException:
             place.unlock()
             raise
         self._begin(place, record)
 
-    def share(self, place: Place, renews: bool) -> None:
-        """Be one of the users of a place, which holds its shared lock; with `renews` write that it is in use, too."""
-        if renews and not (place.system.is_local or place.system.has_shared_locks):
-            own = self.own or Record.of_this_process()
-            record = replace(own, id=secrets.token_hex(8), token=1, shared=True)
-            with suppress(OSError):  # a file of another user
-                place.write(place.name, record.encode())
-                self._begin(place, record)
+    def share(self, place: Place, stop: Callable[[], None] = nothing, say: Callable[[str], None] = nothing) -> None:
+        """Be one of the users of a place, and write so; each of them holds its shared lock.
+
+        Raises LeaseLost where one holds it that shares it with none, and OSError where that cannot be written.
+        """
+        own = replace(self.own or Record.of_this_process(), id=secrets.token_hex(8), shared=True)
+        while True:
+            found = current_record(place)
+            if found is not None and not found.shared:
+                found = wait_until_free(place, False, stop, say, "")
+            record = replace(own, token=found.token if found is not None else 0)
+            place.write(place.name, record.encode())
+            # One that wants the place alone claims the next token, and then reads the record: one of both sees.
+            if place.read(claim_of(place, record.token + 1)) is None:
+                return self._begin(place, record)
 
     def follow(self, identifier: str) -> None:
         """Name the holder, which is another rank of this run."""
@@ -313,14 +320,20 @@ def wait_until_free(
         time.sleep(min(POLL_SECONDS, limit / 20))
 
 
-def take(place: Place, own: Record, judged: Record | None) -> Record | None:
+def take(
+    place: Place,
+    own: Record,
+    judged: Record | None,
+    stop: Callable[[], None] = nothing,
+    say: Callable[[str], None] = nothing,
+) -> Record | None:
     """Become the holder after one that is gone; return the record, None where another one was faster."""
     record = replace(own, token=(judged.token if judged is not None else 0) + 1)
     claim, began = claim_of(place, record.token), time.monotonic()
     if not place.create(claim, record.encode()):
         return None
     if not place.system.creates_exclusively:
-        time.sleep(max(SETTLE_SECONDS, 4 * (time.monotonic() - began)))
+        settle(place, 4 * (time.monotonic() - began), stop, say)
         if read_record(place, claim) != record:
             return None
     # A claim that its holder has removed by now could be made again, by one that has slept since it looked.
@@ -334,16 +347,29 @@ def take(place: Place, own: Record, judged: Record | None) -> Record | None:
     return record
 
 
+def settle(place: Place, least: float, stop: Callable[[], None], say: Callable[[str], None]) -> None:
+    """Wait until what was written has arrived."""
+    system, began = place.system, time.monotonic()
+    limit = max(SETTLE_SECONDS, system.settle_seconds, least)
+    if limit > 2 * SETTLE_SECONDS:
+        say(f"waiting {format_seconds(limit)}: {system.name} shows so late what others begin; a disk needs no wait")
+    while (left := limit - (time.monotonic() - began)) > 0:
+        stop()
+        time.sleep(min(POLL_SECONDS, left))
+
+
 def held_error(place: Place, holder: Record, way_on: str, seconds: float | None = None) -> LeaseLost:
     """Return that the place is held; `seconds` after the beginning of a watch its record was renewed."""
+    ways = f", or {way_on}" if way_on else ""
     if holder.damaged:
         return LeaseLost(
-            f"{holder.damaged}, so it counts as held", f"if no run uses it on any machine, remove it, or {way_on}"
+            f"{holder.damaged}, so it counts as held", f"if no run uses it on any machine, remove it{ways}"
         )
     since = f", begun {holder.since} by its clock" if holder.since else ""
     renewed = f"{since}; it has renewed its record within {seconds:.0f} s" if seconds is not None else ""
-    where = "wait for it" if seconds is None else "wait for it, stop it on that machine"
-    return LeaseLost(f"another run is using {place.describe()}{holder.describe()}{renewed}", f"{where}, or {way_on}")
+    if seconds is not None:
+        ways = f", stop it on that machine{ways}" if ways else ", or stop it on that machine"
+    return LeaseLost(f"another run is using {place.describe()}{holder.describe()}{renewed}", f"wait for it{ways}")
 
 
 def asked(place: Place, is_locked: bool | None) -> tuple[Record | None, Holding]:

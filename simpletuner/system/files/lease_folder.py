@@ -164,11 +164,13 @@ class StandingRecords:
 
 
 @contextmanager
-def shared_folders(folders: Iterable[Path]) -> Iterator[None]:
+def shared_folders(
+    folders: Iterable[Path], stop: Callable[[], None] = nothing, say: Callable[[str], None] = nothing
+) -> Iterator[None]:
     """Use cache folders, which `cache clear` then leaves alone, on this rank.
 
     Missing folders are created. A read-only folder is used without saying so. Raises EnvironmentNotReady when a folder
-    cannot be created.
+    cannot be created, or is being cleared; `stop` may raise to end waiting for that.
     """
     with ExitStack() as stack:
         for folder in sorted(set(folders)):
@@ -176,7 +178,9 @@ def shared_folders(folders: Iterable[Path]) -> Iterator[None]:
             stack.callback(place.unlock)
             if lock_shared(place):
                 stack.callback(lease.release)
-                lease.share(place, renews=os.environ.get("RANK", "0") == "0")
+                if place.reads_other_machines and os.environ.get("RANK", "0") == "0":
+                    with suppress(OSError):  # a file of another user
+                        lease.share(place, stop, say)
         yield
 
 

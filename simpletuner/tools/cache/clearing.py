@@ -9,7 +9,7 @@ from simpletuner.deepspeed.swap_files import remove_swap_folder
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import unfinished_path
 from simpletuner.system.files.cache_files import IN_USE, bytes_of, files_of, lock_of
-from simpletuner.system.files.lease import nothing, wait_until_free
+from simpletuner.system.files.lease import Lease, nothing
 from simpletuner.system.files.lease_folder import FolderPlace
 from simpletuner.system.files.locks import exclusive_lock
 from simpletuner.tools.cache.contents import CacheItem, CacheKind
@@ -47,11 +47,14 @@ def clear(items: Sequence[CacheItem], say: Callable[[str], None] = nothing) -> i
 
     Raises EnvironmentNotReady before anything is removed when a run uses one of them, or when a file cannot be removed.
     """
+    removed = 0
     with ExitStack() as stack, removal_errors():
+        leases = [lock_exclusively(item, stack, say) for item in items if item.kind in SHARDED]
         for item in items:
-            if item.kind in SHARDED:
-                lock_exclusively(item, stack, say)
-        return sum(REMOVE[item.kind](item) for item in items if not item.kept)
+            for lease in leases:  # a run may use them by now, if this process was stopped for a while
+                lease.check()
+            removed += 0 if item.kept else REMOVE[item.kind](item)
+    return removed
 
 
 @contextmanager
@@ -64,22 +67,23 @@ def removal_errors() -> Iterator[None]:
         raise EnvironmentNotReady(f"cannot remove {error.filename}: {error.strerror}", hint) from None
 
 
-def lock_exclusively(item: CacheItem, stack: ExitStack, say: Callable[[str], None] = nothing) -> None:
+def lock_exclusively(item: CacheItem, stack: ExitStack, say: Callable[[str], None] = nothing) -> Lease:
     """Keep runs out of a cache folder until `stack` is closed. A folder that is gone needs no lock."""
-    place = FolderPlace(item.path, IN_USE)
+    place, lease = FolderPlace(item.path, IN_USE), Lease()
     stack.callback(place.unlock)
+    stack.callback(lease.release)
     try:
-        is_locked = place.lock(exclusive=True)
-        if is_locked:
-            raise in_use_error(item, in_use=True)
         if place.reads_other_machines:
-            wait_until_free(place, is_locked, nothing, say, "stop that run")
+            lease.acquire(place, say=say, way_on="")
+        elif is_locked := place.lock(exclusive=True):
+            raise in_use_error(item, in_use=True)
         elif is_locked is None:
             raise in_use_error(item, in_use=None)
     except FileNotFoundError:
-        return
+        return lease
     except OSError:
         raise in_use_error(item, in_use=None) from None
+    return lease
 
 
 def remove_blocks(item: CacheItem) -> int:
@@ -102,7 +106,7 @@ def remove_shards(item: CacheItem) -> int:
     removed = 0
     files, _ = files_of(item.path)
     # The lock goes last: a run that starts meanwhile would lock a new file and find its cache removed under it.
-    for path in sorted(files, key=lambda path: path.name == IN_USE):
+    for path in sorted(files, key=lambda path: (path.name.startswith(IN_USE), path.name == IN_USE)):
         removed += bytes_of(path)
         path.unlink(missing_ok=True)
     with suppress(OSError):  # something else is in it, or it is a link

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,6 +19,7 @@ from simpletuner.caches.store.records import ALIGNMENT_BYTES, RecordLocation, re
 from simpletuner.caches.store.shard_index import read_index
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.cache_files import COMPLETE, IN_USE, MERGED_INDEX, bytes_of, files_of, index_of
+from simpletuner.system.files.lease import nothing
 from simpletuner.tools.cache.clearing import lock_exclusively, removal_errors, remove_shards
 from simpletuner.tools.cache.contents import CacheItem
 
@@ -99,12 +100,12 @@ def find_unused(item: CacheItem, needed: Needed) -> Unused:
         for source, size in zip(index.sources, kept_bytes, strict=True)
         if item.path / source[0] in kept and source[3] > size
     }
-    names = {path.name for shard in kept for path in (shard, index_of(shard))} | {IN_USE, MERGED_INDEX, COMPLETE}
-    files = [path for path in files_of(item.path)[0] if path.name not in names]
+    names = {path.name for shard in kept for path in (shard, index_of(shard))} | {MERGED_INDEX, COMPLETE}
+    files = [path for path in files_of(item.path)[0] if path.name not in names and path.stem != IN_USE]
     return Unused(item, index, used, files, list(spare), sum(map(bytes_of, files)) + sum(spare.values()))
 
 
-def remove_unused(found: Sequence[Unused]) -> int:
+def remove_unused(found: Sequence[Unused], say: Callable[[str], None] = nothing) -> int:
     """Remove what was found, and return how many bytes that freed.
 
     Raises EnvironmentNotReady before anything is removed when a run uses one of the caches, or has used it since.
@@ -112,7 +113,7 @@ def remove_unused(found: Sequence[Unused]) -> int:
     with ExitStack() as stack, removal_errors():
         for each in found:
             # All locks before the first removal: either nothing is in use, or nothing is removed.
-            lock_exclusively(each.item, stack)
+            lock_exclusively(each.item, stack, say)
             if list_sources(each.item.path) != list(each.index.sources):
                 raise EnvironmentNotReady(
                     f"{each.item.path} has changed, so nothing is removed", "run this command again"

@@ -23,6 +23,8 @@ from simpletuner.system.files.lease_folder import FolderPlace, held_folder, hold
 from simpletuner.system.files.lease_record import RECORD_BYTES, LeaseLost, Record, parse_record
 from simpletuner.system.files.locks import RUN_LOCK
 from simpletuner.system.files.mounts import parse_mountinfo
+from simpletuner.tools.cache.clearing import clear
+from simpletuner.tools.cache.contents import CacheItem, CacheKind
 
 SLOW = FileSystem("sshfs", late_seconds=0.2)
 
@@ -263,20 +265,46 @@ def test_records_of_earlier_versions_and_empty_ones_are_read(tmp_path):
 def test_users_of_a_cache_are_found_by_their_beats_where_locks_do_not_cross(tmp_path):
     place = FolderPlace(tmp_path, ".in-use", SLOW)
     user = Lease(of_machine("a", 0.1))
-    user.share(place, renews=True)
+    user.share(place)
     assert asked(place, False)[1] is Holding.UNSURE
-    with pytest.raises(LeaseLost, match="is using"):
-        Lease(of_machine("b", 0.1)).acquire(FolderPlace(tmp_path, ".in-use", SLOW))
+    with pytest.raises(LeaseLost, match="is using") as caught:
+        Lease(of_machine("b", 0.1)).acquire(FolderPlace(tmp_path, ".in-use", SLOW), way_on="")
+    assert caught.value.hint == "wait for it, or stop it on that machine"
     wait_for(lambda: time.clock_gettime(time.CLOCK_BOOTTIME) - user.alone_since > 1.0)
     user.release()
     assert asked(place, False)[1] is Holding.FREE, "another user would have renewed the record meanwhile"
-    user.share(place, renews=True)
+    user.share(place)
     user.release()
     assert asked(place, False)[1] is Holding.UNSURE, "nobody knows yet whether it was the only one"
     Lease(of_machine("b", 0.1)).acquire(FolderPlace(tmp_path, ".in-use", SLOW))  # which watching tells
     with shared_folders([tmp_path / "local"]):
         assert is_used(tmp_path / "local") and (tmp_path / "local" / ".in-use").read_bytes() == b""
     assert is_used(tmp_path / "local") is False
+
+
+def test_a_cache_that_another_machine_clears_is_not_used_and_one_that_it_uses_is_not_cleared(tmp_path, monkeypatch):
+    monkeypatch.setattr("simpletuner.system.files.lease_folder.file_system_at", lambda folder: SLOW)
+    folder = tmp_path / "latents"
+    folder.mkdir()
+    shard, there = folder / "rank000-00000.shard", ForeignMount(folder, "a", 0.2)
+    there.name = ".in-use"
+    shard.write_bytes(b"x")
+    item, other = CacheItem(CacheKind.LATENTS, folder, 1, 1), Lease(of_machine("a", 0.1))
+    other.acquire(there)
+    with pytest.raises(LeaseLost, match="another run is using"), shared_folders([folder]):
+        pass
+    other.release()
+    with shared_folders([folder]):
+        other.share(there)
+    with pytest.raises(LeaseLost, match="another run is using"):
+        clear([item])
+    assert shard.exists()
+    other.release()
+    there.own_lock.unlink()
+    said: list[str] = []
+    assert clear([item], said.append) > 0
+    assert len(said) == 1 and "did not say that it ended" in said[0]
+    assert not folder.exists(), "its record goes, too"
 
 
 @pytest.mark.parametrize(
