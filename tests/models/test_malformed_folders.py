@@ -234,6 +234,33 @@ def test_auto_map_beside_a_class_that_the_library_has_is_not_looked_at(sdxl, tmp
     assert not ran.exists()
 
 
+def test_an_auto_class_with_auto_map_is_refused_by_file_key_and_code_and_trains_by_its_own_class(sdxl, tmp_path):
+    """Which code an Auto class takes is decided by transformers; the index can name the class that it has."""
+    folder, ran = linked(sdxl, tmp_path / "model"), tmp_path / "ran"
+    for name, config, auto in (
+        ("text_encoder", "config.json", "AutoModel"),
+        ("tokenizer", "tokenizer_config.json", "AutoTokenizer"),
+    ):
+        library, cls = json.loads((folder / INDEX).read_text())[name]
+        code = {auto: "evil.Evil"}
+        edited(f"{name}/{config}", auto_map=code)(folder)
+        edited(INDEX, **{name: [library, auto]})(folder)
+        replaced(f"{name}/evil.py", f"open({str(ran)!r}, 'w')\nclass Evil: pass\n")(folder)
+        with pytest.raises(EnvironmentNotReady) as caught:
+            opened(folder)
+        assert caught.value.message == f"{folder / name / config} names code: auto_map = {code!r}"
+        wanted = f"name the class {cls} as {name} in model_index.json of your copy"
+        assert caught.value.hint == f"code of a model is never run: {wanted}"
+        edited(INDEX, **{name: [library, cls]})(folder)
+        assert opened(folder).text_encoder(torch.device("cpu"), torch.float32).encode(["a cat"])
+    edited("tokenizer/tokenizer_config.json", tokenizer_class="EvilTokenizer")(folder)
+    edited(INDEX, tokenizer=["transformers", "AutoTokenizer"])(folder)
+    with pytest.raises(EnvironmentNotReady, match="tokenizer_config.json names code: auto_map") as caught:
+        opened(folder)
+    assert caught.value.hint and "or remove that from your copy" in caught.value.hint
+    assert not ran.exists()
+
+
 @pytest.mark.parametrize(
     ("family", "file", "changed", "said"),
     [

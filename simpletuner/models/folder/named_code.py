@@ -35,10 +35,14 @@ def refuse_code(folder: Path) -> None:
     for name, value in components.items():
         for path in sorted(each for pattern in CONFIGS for each in (folder / name).glob(pattern)):
             config = read_json(path)
+            hint = HINT
             # Asked only then: a class of transformers takes 0.3 CPU s to import, and few starts need it.
-            if "auto_map" in config and not looks_for_code(value):
-                del config["auto_map"]
-            refuse_keys(config, path)
+            if config.get("auto_map"):
+                if not looks_for_code(value):
+                    del config["auto_map"]
+                elif cls := own_class(config):
+                    hint = f"code of a model is never run: name the class {cls} as {name} in {index.name} of your copy"
+            refuse_keys(config, path, hint)
 
 
 def refuse_entry(index: Path, name: str, value: list[Any]) -> None:
@@ -72,16 +76,28 @@ def looks_for_code(entry: list[Any]) -> bool:
     return library != "diffusers" and library not in pipeline_packages()
 
 
-def refuse_keys(config: Mapping[str, Any], path: Path) -> None:
+def own_class(config: Mapping[str, Any]) -> str:
+    """Return the class of transformers that a config names beside its code; empty where there is none.
+
+    An Auto class in the index leaves it to transformers, and to the version of it, which of the two is taken.
+    """
+    import transformers
+
+    named = [config.get(key) for key in ("tokenizer_class", "image_processor_type", "feature_extractor_type")]
+    named += config.get("architectures") or []
+    return next((name for name in named if isinstance(name, str) and hasattr(transformers, name)), "")
+
+
+def refuse_keys(config: Mapping[str, Any], path: Path, hint: str = HINT) -> None:
     """Raise EnvironmentNotReady for a key, at any depth, by which a library finds code."""
     for key, value in keys_in(config):
         is_word = value is None or isinstance(value, bool) or (isinstance(value, str) and bool(WORD.fullmatch(value)))
         if (key in CODE_KEYS and value) or (
             IMPLEMENTATION.fullmatch(key) and isinstance(value, str) and value and not is_word
         ):
-            raise EnvironmentNotReady(f"{path} names code: {key} = {value!r:.80}", HINT)
+            raise EnvironmentNotReady(f"{path} names code: {key} = {value!r:.80}", hint)
         if key == "_class_name" and isinstance(value, list | str) and not is_word:
-            raise EnvironmentNotReady(f"{path} names code: {key} = {value!r:.80}", HINT)
+            raise EnvironmentNotReady(f"{path} names code: {key} = {value!r:.80}", hint)
 
 
 def keys_in(value: Any) -> Iterator[tuple[str, Any]]:
