@@ -124,6 +124,14 @@ def settled(page: Page) -> None:
     expect(page.locator(".htmx-added, .htmx-settling, .htmx-swapping, .htmx-request")).to_have_count(0)
 
 
+MOST_TOASTS = """() => {
+  window.most = 0;
+  const saved = "#toasts > [data-once=saved]";
+  const count = () => { window.most = Math.max(window.most, document.querySelectorAll(saved).length); };
+  new MutationObserver(count).observe(document.getElementById("toasts"), { childList: true });
+}"""
+
+
 def test_from_headers_to_duplicates_filters_and_a_caption(page: Page, server: PageServer, folder: Path):
     """All that a person does on the page, by mouse and by keyboard, without a word in the console."""
     page.get_by_role("link", name="Datasets").click()
@@ -204,9 +212,17 @@ def test_from_headers_to_duplicates_filters_and_a_caption(page: Page, server: Pa
     expect(page.get_by_label("Caption of wide.png")).to_have_value("mine")
     assert text.read_text() == "theirs\n"
     settled(page)
+    page.evaluate(MOST_TOASTS)
     page.get_by_role("button", name="Save mine").click()
     expect(page.locator("#edits li")).to_have_count(3)
     assert text.read_text() == "mine\n"
+    settled(page)
+    page.locator("button.caption").click()
+    page.get_by_label("Caption of wide.png").fill("mine at last")
+    settled(page)
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#edits li")).to_have_count(4)
+    assert page.evaluate("most") == 1, "several would lie over what is edited next"
 
     # What the check has said of a caption goes with the edit, and comes back with an undo; also after a reload.
     page.goto(f"{server.origin}/datasets?file=run.toml&q=bare.png")

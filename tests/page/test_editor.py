@@ -99,6 +99,9 @@ def test_typing_is_checked_and_saved_in_place(page: Page, server: PageServer, fo
     before = page.locator("#f-model_flavour").bounding_box()
     page.get_by_label("learning_rate").fill("fast")
     expect(page.locator("#note-learning_rate .mistake")).to_contain_text("use a number above 0")
+    # Why it is grey is a sentence beside it: a phone shows no tooltip.
+    expect(page.get_by_role("button", name="Start")).to_be_disabled()
+    expect(page.get_by_text("save to start")).to_be_visible()
     page.evaluate("scrollTo(0, 0)")
     assert page.locator("#f-model_flavour").bounding_box() == before, "nothing above the mistake has moved"
     expect(page.get_by_label("learning_rate")).to_have_attribute("aria-invalid", "true")

@@ -182,6 +182,11 @@ def test_a_start_that_fails_says_so_with_the_sentence_of_the_command(page: Page,
     page.wait_for_url("**/runs/watch*")
     expect(page.locator("#live-status .state")).to_have_text("failed")
     assert sentence.replace("`", "") in page.locator("#live-status").inner_text()
+    links = page.locator("#live-status").get_by_role("link")
+    assert [(link.inner_text(), link.get_attribute("href")) for link in links.all()] == [
+        ("wrong.toml", "/configurations/edit?file=wrong.toml"),
+        ("Its datasets and captions", "/datasets?file=wrong.toml"),
+    ]
     (folder / "broken.toml").write_text("learning_rate = 'fast'\n")
     page.goto(server.origin + "/runs")
     page.get_by_label("Configuration").select_option("broken.toml")

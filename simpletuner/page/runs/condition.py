@@ -70,6 +70,8 @@ class Known:
     started_pid: int = 0
     asked: RunStatus | None = None
     """The status of the start that the page has asked to stop."""
+    config: str = ""
+    """The configuration that the page has started it with: a start that is refused leaves no status that names it."""
     standing: StandingRecords = field(default_factory=StandingRecords)
 
 

@@ -43,6 +43,7 @@ class Processes:
     """Kept to learn of their ends."""
     asked: dict[Path, RunStatus] = field(default_factory=dict)
     """The starts that were asked to stop. A run says so itself, but a second click can be faster."""
+    configs: dict[Path, str] = field(default_factory=dict)
     standing: StandingRecords = field(default_factory=StandingRecords)
 
     def is_started(self, output: Path) -> bool:
@@ -51,7 +52,7 @@ class Processes:
 
     def known(self, run: RunFolder) -> Known:
         pid = self.started[run.path].pid if self.is_started(run.path) else 0
-        return Known(pid, self.asked.get(run.path), self.standing)
+        return Known(pid, self.asked.get(run.path), self.configs.get(run.path, ""), self.standing)
 
 
 def processes_of(request: Request) -> Processes:
@@ -93,6 +94,7 @@ def start_prepared(
     run.path.mkdir(parents=True, exist_ok=True)
     resume = [f"--resume_from_checkpoint={resumed}"] if resumed else []
     arguments = ["train", "--config", str(prepared.document.path), *resume]
+    processes.configs[run.path] = str(prepared.document.path)
     processes.started[run.path] = process = launch(run, arguments, run.folders.roots[0], variables)
     return process
 

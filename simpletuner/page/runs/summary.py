@@ -50,7 +50,7 @@ def summarize(run: RunFolder, known: Known) -> Summary:
         model=" ".join(str(settings.get(name) or "") for name in ("model_family", "model_flavour")).strip(),
         written=run.written(*FILES),
         refused=find_later_refusal(run, condition) if status is not None and condition.has_ended else None,
-        config=config_of(run, status),
+        config=config_of(run, status.config if status is not None else known.config),
         base=base_of(settings),
     )
 
@@ -60,12 +60,12 @@ def find_later_refusal(run: RunFolder, condition: Condition) -> Condition | None
     return refused if refused is not None and refused.sentence != condition.sentence else None
 
 
-def config_of(run: RunFolder, status: RunStatus | None) -> str:
+def config_of(run: RunFolder, config: str) -> str:
     """Return the name of the file of settings that a run was started with, if with nothing else.
 
     None in the folder of a run, which may be somebody else's.
     """
-    if status is None or not status.config or not run.folders.holds(status.config):
+    if not config or not run.folders.holds(config):
         return ""
-    path = run.folders.resolve(status.config)
+    path = run.folders.resolve(config)
     return run.folders.shown(path) if path.is_file() and not is_of_run(run.folders, path) else ""

@@ -27,7 +27,7 @@ from simpletuner.settings.declared.knob import extra_of
 from simpletuner.settings.declared.secret_names import is_secret
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, Settings, setting_fields
 from simpletuner.settings.files.file_entries import TOO_DEEP, check_depth, reason_of
-from simpletuner.settings.files.formats import read_text
+from simpletuner.settings.files.formats import FORMATS, read_text
 from simpletuner.settings.files.raw_values import Origin, RawValue, Source
 from simpletuner.settings.foreign.accelerate.messages import missing_ranks
 from simpletuner.settings.foreign.other_programs import meaning_of
@@ -202,7 +202,11 @@ def flag_for(word: str) -> str:
         return f"the folder of a run is named by --output_dir={word}"
     if path.is_dir():
         return f"a folder of images is named by --instance_data_dir={word}"
-    return f"{CONFIG_FILE}{word}" if path.is_file() else "values are written as --name=value"
+    if path.is_file():
+        return f"{CONFIG_FILE}{word}"
+    if path.suffix.lower() in FORMATS:
+        return f"{CONFIG_FILE}{word}, and there is no such file"
+    return "values are written as --name=value"
 
 
 def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
