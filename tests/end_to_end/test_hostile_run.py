@@ -167,6 +167,12 @@ def test_an_export_takes_no_name_from_the_folder(
         said = capsys.readouterr().err
         assert ended.value.code == 2 and f"theirs/settings.json names {name}, which an export" in said
         assert f"simpletuner runs export theirs --{name}=" in " ".join(said.split())
+    for content in ("", "[]", "{", "[" * 100_000):
+        (hostile.run / "settings.json").write_text(content)
+        with pytest.raises(SystemExit) as ended:
+            main(["runs", "export", "theirs"])
+        said = " ".join(capsys.readouterr().err.split())
+        assert ended.value.code == 2 and "theirs has no readable settings.json hint: name the output folder" in said
     assert not hostile.ran.exists() and "theirs" not in sys.modules
 
 

@@ -260,6 +260,27 @@ def test_a_jpeg_of_390_megapixels_is_decoded_at_an_eighth():
     assert read_rgb(BytesIO(content), (64, 64), (20000, 19500)).size == (2500, 2438)
 
 
+JPEG, PNG = saved("JPEG"), saved("PNG")
+SIZE_IN_JPEG = JPEG.index(b"\xff\xc0") + 5
+BROKEN_HEADS = {
+    "a JPEG that ends in its header": (JPEG[: SIZE_IN_JPEG - 2], "ends before its pixels"),
+    "a JPEG of its first bytes": (JPEG[:3], "ends before its pixels"),
+    "a JPEG with a segment of no length": (JPEG[:4] + b"\0\1" + JPEG[6:], "is damaged before its pixels"),
+    "a JPEG with a marker that is none": (JPEG[:2] + b"\xff\x10" + JPEG[4:], "is damaged before its pixels"),
+    "a JPEG of no height": (JPEG[:SIZE_IN_JPEG] + bytes(2) + JPEG[SIZE_IN_JPEG + 2 :], "has no size in its header"),
+    "a PNG of no width": (PNG[:16] + bytes(4) + PNG[20:], "has no size in its header: it is damaged"),
+    "a PNG of its first bytes": (PNG[:8], "has no size in its header: it is damaged"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_HEADS)
+def test_a_damaged_header_is_one_sentence(case):
+    content, sentence = BROKEN_HEADS[case]
+    for read in (read_header, lambda file: read_rgb(file, (8, 8))):
+        with pytest.raises(DECODE_ERRORS, match=sentence):
+            read(BytesIO(content))
+
+
 def test_images_beyond_the_limit_are_named_with_it_before_anything_is_decoded(tmp_path):
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", 25000, 16001, 8, 2, 0, 0, 0))
     canvas = bytes(4) + (15999).to_bytes(3, "little") + (14999).to_bytes(3, "little")

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from PIL import Image
 
+from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.config.datasets import load_datasets
-from simpletuner.errors import SettingsError
+from simpletuner.errors import BrokenRule, SettingsError
 from simpletuner.models.catalog.support import SCOPES
 from simpletuner.settings import load
 from simpletuner.settings.declared.sections import SECTION_OF, setting_fields
@@ -156,8 +158,18 @@ def test_names_of_other_programs_are_answered_by_their_meaning():
     assert not RENAMED.keys() - setting_fields().keys()
 
 
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_an_answer_names_settings_that_there_are_and_values_that_they_take(answer):
+    for name in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b|\b[a-z0-9]+(?==)", answer):
+        assert name in setting_fields() or name in LocalImages.model_fields, name
+    given = {name: value for name, value in re.findall(r"\b([a-z0-9_]+)=(\w+)", answer) if name in setting_fields()}
+    with pytest.raises(SettingsError) as caught:
+        load({**ENOUGH, **given, "learning_rate": "fast"}, environment={})
+    refused = [each.setting for each in caught.value.mistakes if not isinstance(each, BrokenRule)]
+    assert refused == ["learning_rate"]
+
+
 def test_caption_files_beside_one_phrase_are_said(tmp_path):
-    from simpletuner.data.config.dataset_types import LocalImages
     from simpletuner.data.scan.file_list import list_images
     from simpletuner.data.storage.storage import open_storage
 

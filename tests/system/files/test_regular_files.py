@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from patience import PATIENCE
 from real_mounts import bindfs, or_skipped
 
+from simpletuner.system.files.late_files import find_late, shorter_caches
 from simpletuner.system.files.regular_files import MISSES, check_regular, open_regular, read_end, read_file
 
 
@@ -136,3 +138,19 @@ def test_a_stale_handle_is_tried_again_within_a_bound_and_a_missing_file_is_miss
     with pytest.raises(FileNotFoundError):
         read_file(tmp_path / "missing")
     assert len(opened) <= MISSES
+
+
+def test_a_file_that_another_machine_has_named_is_waited_for_until_it_has_its_size(tmp_path):
+    """As a mount with a cache shows it late; each look comes with a question whether to stop."""
+    folder, looks = tmp_path / "late", []
+
+    def show_more() -> None:
+        looks.append(len(looks))
+        folder.mkdir(exist_ok=True)
+        (folder / "shard").write_bytes(bytes(2 * len(looks)))
+
+    assert find_late(folder, {"shard": 6}, show_more, seconds=PATIENCE) == "" and len(looks) == 3
+    assert find_late(folder, {"shard": 6, "other": 1}, show_more, seconds=0.0) == "other"
+    assert f"`simpletuner nfs check --path={folder}`" in shorter_caches(folder)
+    with pytest.raises(KeyboardInterrupt):
+        find_late(folder, {"other": 1}, lambda: signal.raise_signal(signal.SIGINT), seconds=PATIENCE)
