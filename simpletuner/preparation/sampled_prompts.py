@@ -19,6 +19,7 @@ from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.preparation.plan import Plan, samples_by_shape
 from simpletuner.settings import Settings
 from simpletuner.settings.values.shape import Shape, parse_shapes
+from simpletuner.system.files.regular_files import open_regular
 
 Images = tuple[Image.Image, ...]
 
@@ -119,7 +120,7 @@ def read_reference(path: Path, shape: Shape, multiple: int | None) -> Image.Imag
     Raises SettingsError for what cannot be decoded.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             image = read_rgb(file, shape.size)
     except DECODE_ERRORS as error:
         raise SettingsError(f"{path} cannot be decoded: {error}", "name an image that opens elsewhere") from None

@@ -8,18 +8,21 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 from safetensors.torch import load_file, save_file
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.catalog.registry import presets
-from simpletuner.models.folder.malformed import opening
+from simpletuner.models.folder.malformed import CHECK_COPY, opening
 from simpletuner.models.opening.completeness import warn_of_eight_bits, warn_of_unread
 from simpletuner.models.opening.loading import load_family
+from simpletuner.models.opening.unused_packages import has_quantized_part
 from simpletuner.parallel.world import World
 from simpletuner.settings.declared.sections import Data, Model, Settings
 
@@ -398,3 +401,32 @@ def test_a_refused_folder_ends_the_run_before_anything_is_encoded(sdxl, shapes, 
     run = train(tmp_path / "run", "--model_family=sdxl", *flags, "--train_batch_size=2", world=2, code=3)
     assert "vae lacks " in run.said and "Traceback" not in run.said
     assert not list(tmp_path.rglob("*.index.jsonl"))
+
+
+def test_a_config_that_is_a_fifo_keeps_no_start_waiting(sdxl, tmp_path):
+    folder = linked(sdxl, tmp_path / "model")
+    assert not has_quantized_part(folder)
+    (config := folder / "text_encoder/config.json").unlink()
+    os.mkfifo(config)
+    found: list[bool] = []
+    thread = Thread(target=lambda: found.append(has_quantized_part(folder)), daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert found == [True]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (edited("tokenizer/tokenizer_config.json", model_max_length=57), "cannot encode: Sizes of tensors must match"),
+        (edited("tokenizer/tokenizer_config.json", model_max_length=577), "cannot encode: Sequence length"),
+        (edited("text_encoder/config.json", hidden_size=48), "cannot be opened"),
+    ],
+)
+def test_text_encoders_that_changed_since_they_were_found_complete_are_named(change, sentence, sdxl, tmp_path):
+    folder = linked(sdxl, tmp_path / "model")
+    family = opened(folder)
+    change(folder)
+    with pytest.raises(EnvironmentNotReady, match=sentence) as caught:
+        family.text_encoder(torch.device("cpu"), torch.float32).encode(["a red circle"])
+    assert caught.value.hint == CHECK_COPY

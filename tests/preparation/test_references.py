@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,3 +88,12 @@ def test_a_file_is_cropped_to_the_result_or_keeps_its_aspect(multiple, size, whi
     (tmp_path / "a.png").write_bytes(b"no image")
     with pytest.raises(SettingsError, match="cannot be decoded"):
         read_reference(tmp_path / "a.png", Shape(1, 32, 64), multiple)
+
+
+def test_a_reference_that_is_a_fifo_is_not_read(tmp_path):
+    os.mkfifo(path := tmp_path / "a.png")
+    writer = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # who reads does not wait for one
+    os.write(writer, bytes(1 << 12))
+    with pytest.raises(SettingsError, match="not a regular file"):
+        read_reference(path, Shape(1, 32, 64), None)
+    os.close(writer)

@@ -9,9 +9,9 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.errors import EnvironmentNotReady, SettingsError, is_out_of_memory
 from simpletuner.models.family.clip_text import clean_texts
-from simpletuner.models.folder.malformed import CHECK_COPY, reason
+from simpletuner.models.folder.malformed import CHECK_COPY, opening, reason
 
 if TYPE_CHECKING:
     from simpletuner.models.family.base import ModelFamily
@@ -27,22 +27,25 @@ class TextEncoder:
 
     def __init__(self, family: ModelFamily, device: torch.device, dtype: torch.dtype) -> None:
         self.family = family
-        self.pipeline = family.load_pipeline(vae=None, dtype=dtype, with_text=True).to(device)
+        with opening(family.folder):
+            self.pipeline = family.load_pipeline(vae=None, dtype=dtype, with_text=True).to(device)
         clean_texts(self.pipeline)
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str], references: Sequence[Image] = ()) -> Conditioning:
         """Encode captions, with references that all of them are about; the first axis is the caption, on the CPU.
 
-        Raises EnvironmentNotReady for what damaged numbers of a tokenizer lead to, such as a length of 1e20 tokens, and
-        SettingsError for a user's family that returns no `prompt_embeds`.
+        Raises EnvironmentNotReady for what damaged numbers of a tokenizer lead to, such as a length of 1e20 tokens or
+        one that is not the other tokenizer's, and SettingsError for a user's family that returns no `prompt_embeds`.
         """
         try:
             if references:
                 encoded = self.family.encode_edits(self.pipeline, list(captions), references)
             else:
                 encoded = self.family.encode_prompts(self.pipeline, list(captions))
-        except (ArithmeticError, LookupError, ValueError) as error:
+        except (ArithmeticError, LookupError, ValueError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and (type(error) is not RuntimeError or is_out_of_memory(error)):
+                raise  # torch's own classes are of the device
             why = f"the text encoders of {self.family.folder} cannot encode: {reason(error)}"
             raise EnvironmentNotReady(why, CHECK_COPY) from error
         if "prompt_embeds" not in encoded:

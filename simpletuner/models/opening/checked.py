@@ -16,9 +16,14 @@ from simpletuner.launch.node_info import versions
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.cache_files import user_home
-from simpletuner.system.files.regular_files import read_file
+from simpletuner.system.files.checksums import stream_checksum
+from simpletuner.system.files.regular_files import open_regular, read_file
 
 NOTES = "base_models"
+HEADER_LENGTH_BYTES = 8
+"""At the beginning of a safetensors file."""
+MOST_READ_BYTES = 100 << 20
+"""The largest header that safetensors reads; the largest published tokenizers have 33 MB."""
 
 CHECKS = 2
 """Version of the checks, raised with each that is added: earlier notes do not say that it was passed."""
@@ -44,15 +49,29 @@ def note_of(family: ModelFamily) -> Path:
 
 
 def facts_of(family: ModelFamily) -> dict[str, Any]:
-    """Return, as JSON has it, what the verdict depends on: settings of the model, versions, and size and change of each
+    """Return, as JSON has it, what the verdict depends on: settings of the model, versions, and what is read of each
     file."""
-    files = {}
-    for path in sorted(family.folder.rglob("*")):
-        if path.is_file():
-            status = path.stat()
-            files[path.relative_to(family.folder).as_posix()] = [status.st_size, status.st_mtime_ns]
+    paths = (path for path in sorted(family.folder.rglob("*")) if path.is_file())
+    files = {path.relative_to(family.folder).as_posix(): identity_of(path) for path in paths}
     model = family.settings.model.model_dump(mode="json")
     return {"checks": CHECKS, "folder": str(family.folder), "model": model, "versions": versions(), "files": files}
+
+
+def identity_of(path: Path) -> list[Any]:
+    """Return a file's size and the checksum of what the check reads: the header of weights, other files whole.
+
+    Times would not do: a disk that loses a bit changes none. What is larger than any config or tokenizer has its time.
+    """
+    import xxhash
+
+    size = path.stat().st_size
+    with open_regular(path) as file:
+        if path.suffix == ".safetensors":
+            length = int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")
+            return [size, length, xxhash.xxh3_64_hexdigest(file.read(min(length, MOST_READ_BYTES)))]
+        if size > MOST_READ_BYTES:
+            return [size, path.stat().st_mtime_ns]
+        return [size, stream_checksum(file)]
 
 
 def read_note(path: Path) -> Any:

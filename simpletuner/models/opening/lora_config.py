@@ -17,7 +17,7 @@ from torch import Tensor
 from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.adapter_types import peft_config
-from simpletuner.system.files.regular_files import check_regular
+from simpletuner.system.files.regular_files import check_regular, read_file
 
 METADATA = "lora_adapter_metadata"
 """Diffusers' metadata key for the adapter's config, as JSON; its keys begin with the denoiser's name."""
@@ -137,8 +137,7 @@ def read_lora(path: Path, prefix: str, setting: str) -> LoraFile:
             raise ValueError(f"{METADATA} is no JSON object")
         config = {key.removeprefix(prefix): each for key, each in written.items() if key.startswith(prefix)}
         if not config and path.name == PEFT_WEIGHTS:
-            check_regular(path.parent / PEFT_CONFIG)
-            config = json.loads((path.parent / PEFT_CONFIG).read_text(encoding="utf-8"))
+            config = json.loads(read_file(path.parent / PEFT_CONFIG))
             if not isinstance(config, dict):
                 raise ValueError(f"{PEFT_CONFIG} is no JSON object")
     except (OSError, SafetensorError, ValueError, RecursionError) as error:

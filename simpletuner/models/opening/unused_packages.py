@@ -13,6 +13,7 @@ from pathlib import Path
 from simpletuner.models.opening.loading import folder_at_hand
 from simpletuner.private_api.of_diffusers import leave_out
 from simpletuner.settings import Settings
+from simpletuner.system.files.regular_files import read_file
 
 
 def leave_out_unused(settings: Settings) -> None:
@@ -40,4 +41,7 @@ def unused_packages(settings: Settings) -> Iterator[str]:
 
 def has_quantized_part(folder: Path | None) -> bool:
     """Return whether the base model may have a component that torchao has quantized, such as a text encoder."""
-    return folder is None or any(b"torchao" in path.read_bytes() for path in folder.glob("*/config.json"))
+    try:
+        return folder is None or any(b"torchao" in read_file(path) for path in folder.glob("*/config.json"))
+    except OSError:  # which the check of the model names
+        return True

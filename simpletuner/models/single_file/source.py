@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,13 +79,15 @@ def read_header(path: Path) -> tuple[list[str], str]:
 
 def source_of(path: Path, config: Path) -> dict[str, Any]:
     """Return what a conversion was made from; another file of this name is converted again."""
-    index, status = config / "model_index.json", path.stat()
+    from simpletuner.models.folder.malformed import read_json
+
+    status = path.stat()
     return {
         "file": str(path.absolute()),
         "bytes": status.st_size,
         "mtime_ns": status.st_mtime_ns,
         "config": str(config.absolute()),
-        "index": json.loads(index.read_text(encoding="utf-8")),
+        "index": read_json(config / "model_index.json"),
     }
 
 

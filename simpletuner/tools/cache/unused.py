@@ -20,6 +20,7 @@ from simpletuner.caches.store.shard_index import read_index
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.cache_files import COMPLETE, IN_USE, MERGED_INDEX, bytes_of, files_of, index_of
 from simpletuner.system.files.lease import nothing
+from simpletuner.system.files.regular_files import open_regular
 from simpletuner.tools.cache.clearing import lock_exclusively, removal_errors, remove_shards
 from simpletuner.tools.cache.contents import CacheItem
 
@@ -138,7 +139,7 @@ def rewrite(shard: Path, unused: Unused) -> None:
     """Replace a shard by one with its used records. Killed at any moment, at worst it leaves both."""
     from simpletuner.caches.store.shards import ShardWriter
 
-    with ShardWriter(shard.parent, REWRITING_RANK) as writer, shard.open("rb") as file:
+    with ShardWriter(shard.parent, REWRITING_RANK) as writer, open_regular(shard) as file:
         for place in (entry.location for entry in read_index(index_of(shard)) if not entry.retracts):
             file.seek(place.offset)
             record = file.read(place.length)

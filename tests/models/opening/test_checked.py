@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.opening.checked import note_checked, note_of
+from simpletuner.models.opening.checked import MOST_READ_BYTES, identity_of, note_checked, note_of
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import World
 from simpletuner.settings.declared.sections import Data, Model, Settings, Training
@@ -35,26 +35,26 @@ def start(folder: Path, run: Path | None, **model: str) -> Path:
     return note_of(family)
 
 
-def damage(file: Path, **times: tuple[int, int]) -> None:
-    """Write another file of the same size; `ns` gives it times."""
-    content = file.read_bytes()
-    file.write_bytes(content.replace(b"bias", b"bios"))
-    os.utime(file, **times)
+def damage(file: Path, before: bytes, after: bytes) -> None:
+    """Write another file of the same size and times, as a failing disk makes one."""
+    content, status = file.read_bytes(), file.stat()
+    file.write_bytes(content.replace(before, after))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def test_a_model_is_checked_again_where_a_setting_or_a_version_has_changed(folder, tmp_path):
     weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
-    run, status = tmp_path / "another run", weights.stat()
+    run = tmp_path / "another run"
     note = start(folder, tmp_path / "run")
     facts = json.loads(note.read_text())
-    assert facts["files"]["vae/diffusion_pytorch_model.safetensors"] == [status.st_size, status.st_mtime_ns]
-
-    damage(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
-    start(folder, run)  # as it was by size and time, so that it is not read
+    damage(weights, b"bias", b"bios")
     with pytest.raises(EnvironmentNotReady, match="lacks"):
         start(folder, None)
     with pytest.raises(EnvironmentNotReady, match="lacks"):
         start(folder, run, model_flavour="base-1.0")
+    facts["files"]["vae/diffusion_pytorch_model.safetensors"] = identity_of(weights)
+    note.write_text(json.dumps(facts))
+    start(folder, run)  # by its note it is complete, so that it is not read
     facts["versions"]["diffusers"] = "0.1"
     note.write_text(json.dumps(facts))
     with pytest.raises(EnvironmentNotReady, match="lacks"):
@@ -65,9 +65,25 @@ def test_a_model_is_checked_again_where_a_setting_or_a_version_has_changed(folde
     assert note.read_text() == "{", "nothing is noted of a model that lacks something"
 
 
-def test_a_file_that_changed_is_read(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "before", "after", "sentence"),
+    [
+        ("vae/diffusion_pytorch_model.safetensors", b"bias", b"bios", "vae lacks"),
+        ("text_encoder/config.json", b'"hidden_size": 3', b'"hidden_size": 2', "text_encoder cannot be opened"),
+        ("tokenizer_2/tokenizer.json", b'"vocab"', b'"vokab"', "tokenizer_2 cannot be opened"),
+    ],
+)
+def test_a_file_that_changed_is_read_though_its_times_and_size_are_as_before(
+    file, before, after, sentence, folder, tmp_path
+):
     run = tmp_path / "run"
     start(folder, run)
-    damage(folder / "vae" / "diffusion_pytorch_model.safetensors")
-    with pytest.raises(EnvironmentNotReady, match="vae lacks"):
+    damage(folder / file, before, after)
+    with pytest.raises(EnvironmentNotReady, match=sentence):
         start(folder, run)
+
+
+def test_other_files_of_gigabytes_are_not_read(tmp_path):
+    (path := tmp_path / "a.ckpt").touch()
+    os.truncate(path, MOST_READ_BYTES + 1)
+    assert identity_of(path) == [MOST_READ_BYTES + 1, path.stat().st_mtime_ns]
