@@ -1,12 +1,13 @@
 """Kill runs at random moments, run the same command until it is done, and compare every file with an undisturbed run.
 
     .venv/bin/python tests/campaigns/kills.py --count=500 --results=kills.jsonl     # 30 CPU minutes
-    .venv/bin/python tests/campaigns/kills.py --count=20 --kind=zero3 --seed=1
+    .venv/bin/python tests/campaigns/kills.py --count=20 --kind=zero3 --seed=1 --victim="one rank"
 
 Who is killed is drawn, too: all ranks at once, one rank, whose launcher must then end the others, the launcher, whose
 ranks must then end by themselves, or the page that started the run, which must then go on. Kinds take turns; a kill
-that came after the end of its run is none. With `--results`, what is found is appended there, and a campaign that was
-stopped goes on where it was. On a folder in memory (`TMPDIR=/dev/shm/kills`) nothing waits for a disk.
+that came after its run had finished, as status.json has it, is none, though a process may still have lived. With
+`--results`, what is found is appended there, and a campaign that was stopped goes on where it was. On a folder in
+memory (`TMPDIR=/dev/shm/kills`) nothing waits for a disk.
 `tests/end_to_end/test_campaigns.py` runs a sample.
 """
 
@@ -49,6 +50,7 @@ from video_files import film_entry, write_films  # noqa: E402
 from simpletuner.caches.store.shards import ShardReader  # noqa: E402
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint, parse_step  # noqa: E402
 from simpletuner.run_log import CONSOLE, START_CONSOLE  # noqa: E402
+from simpletuner.system.processes.run_status import STATUS, RunState, read_status  # noqa: E402
 
 HANG_SECONDS = 900
 """After which a run that nobody disturbs is said to hang, on a machine that may be busy."""
@@ -191,7 +193,7 @@ class Campaign:
         return (1 + 2 * (1 - saved / self.steps)) / 3
 
     def kill_ranks(self, output: Path, after: float, victim: str) -> list[psutil.Process]:
-        """Kill all warm ranks, or ask them to stop; return those that had not ended."""
+        """Kill all warm ranks, or ask them to stop; return those that had not ended, none where the run had."""
         run = self.starter.train(self.kind.ranks, *self.command(output))
         end = time.monotonic() + after
         while time.monotonic() < end and any(process.is_alive() for process in run.processes):
@@ -203,12 +205,15 @@ class Campaign:
                 self.problems.append(f"{output.name} was asked to stop:\n{run.said}")
         run.kill()
         run.wait()
-        return ranks
+        return [] if is_finished(output) else ranks
 
     def kill_launched(
         self, output: Path, after: float, victim: str, draw: random.Random
     ) -> tuple[str, list[psutil.Process]]:
-        """Kill a real launcher, one of its ranks, or the page; return which, and all processes that should end then."""
+        """Kill a real launcher, one of its ranks, or the page; return which, and all processes that should end then.
+
+        A run that had finished by then has no victim.
+        """
         start = self.started_on_page if "page" in self.kind.victims else self.launched
         with start(output) as (launcher, parent):
             end = time.monotonic() + after
@@ -217,13 +222,14 @@ class Campaign:
             processes = [launcher, *launcher.children(recursive=True)] if is_alive(launcher) else []
             if victim == "page" and processes:
                 parent.kill()
-        if victim == "page":
-            self.expect_end(launcher, output)
-        elif processes:
+        if victim != "page" and processes:
             ranks = [process for process in processes if is_rank(process)] if victim == "one rank" else []
             victim = "one rank" if ranks else "launcher"
             (draw.choice(ranks) if ranks else launcher).kill()
-        return victim, processes
+        came_late = is_finished(output)
+        if victim == "page":
+            self.expect_end(launcher, output)
+        return "" if came_late else victim, processes
 
     @contextmanager
     def launched(self, output: Path) -> Iterator[tuple[psutil.Process, psutil.Process]]:
@@ -309,6 +315,11 @@ def doing(output: Path) -> str:
     except FileNotFoundError:
         return "starting"
     return re.sub(r"\d+", "N", status["doing"]) or status["state"]
+
+
+def is_finished(output: Path) -> bool:
+    status = read_status(output / STATUS)
+    return status is not None and status.state is RunState.FINISHED
 
 
 def survivors(processes: list[psutil.Process], seconds: float = OLDEST_SECONDS) -> list[psutil.Process]:
@@ -474,6 +485,7 @@ def run_campaigns(
     kinds: Collection[str],
     count: int,
     campaign_of: Callable[[Starter, str, Path, int], Campaign],
+    victims: Collection[str] = ("group",),
 ) -> None:
     """Run the campaigns of the kinds that the command line names, and print what was found.
 
@@ -483,6 +495,7 @@ def run_campaigns(
     parser.add_argument("--count", type=int, default=count, help="kills of all kinds together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=kinds, action="append", help="one of several; default: all")
+    parser.add_argument("--victim", choices=victims, action="append", help="one of several; default: the kind's own")
     parser.add_argument("--results", type=Path, help="a file of JSON lines to append to, and to go on from")
     given = parser.parse_args()
     chosen = given.kind or list(kinds)
@@ -494,7 +507,9 @@ def run_campaigns(
             done = [row for row in read_results(results) if row["kind"] == kind and row["seed"] == given.seed]
             if (left := given.count // len(chosen) - sum(row["kills"] for row in done)) > 0:
                 (folder := Path(name) / kind).mkdir()
-                turns[kind] = campaign_of(starter, kind, folder, given.seed).runs(left, len(done))
+                campaign = campaign_of(starter, kind, folder, given.seed)
+                campaign.victims = dict.fromkeys(given.victim or (), 1.0)
+                turns[kind] = campaign.runs(left, len(done))
         while turns:
             for kind, runs in list(turns.items()):
                 if row := next(runs, None):
@@ -518,7 +533,7 @@ def main() -> None:
             made[media] = FIXTURES[media](folder.parent, starter)
         return Campaign(starter, made[media], folder, KINDS[kind], seed)
 
-    run_campaigns(__doc__, KINDS, 300, campaign_of)
+    run_campaigns(__doc__, KINDS, 300, campaign_of, ("group", "one rank", "launcher", "page", "stop"))
 
 
 if __name__ == "__main__":
