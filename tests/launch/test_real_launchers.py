@@ -13,9 +13,10 @@ from installing import NotHere
 from launchers import examine
 
 
-def test_hydra_trains_on_all_ranks_and_sigterm_to_it_saves(tmp_path):
+def test_hydra_trains_on_all_ranks_and_sigterm_to_it_saves(sdxl, tmp_path):
+    model = [f"--pretrained_model_name_or_path={sdxl}", "--gradient_checkpointing=false"]
     try:
-        found = examine("hydra", tmp_path, install=False, rows=["SIGTERM to it"])
+        found = examine("hydra", tmp_path, install=False, rows=["SIGTERM to it"], model=model)
     except NotHere as error:
         pytest.skip(str(error))
     assert found == {"ranks": "2", "SIGTERM to it": "saved, 143"}
