@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -13,10 +12,10 @@ from pathlib import Path
 
 import engines
 import numpy as np
+import operators
 import pytest
-import ranks
 import torch
-from conftest import ROOT, SMALL, Trained
+from conftest import SMALL, Trained
 from flags import last_wins
 from PIL import Image
 from resume_matrix import NAMES, SAMPLED, resumed, sampled_sources
@@ -32,15 +31,8 @@ ZEROS = ["zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", "zero3-disk"]
 
 @pytest.fixture(scope="module", autouse=True)
 def disk_operators(fork_server):
-    """Compile the disk operators, which takes 90 s, before the time limit of any test starts.
-
-    torch calls ccache where it is installed. That takes 6 s in any later checkout: paths within one are hashed as seen
-    from the folder that is compiled in.
-    """
-    compiler = Path(__file__).parents[1] / "support" / "compiler"
-    path = f"{compiler}{os.pathsep}{os.environ['PATH']}"
-    ccache = {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1", "CCACHE_COMPILERCHECK": "content", "PATH": path}
-    compiling = fork_server.Process(target=ranks.compile_disk_operators, args=(ccache,))
+    """Compile the disk operators where `make` has not, before the time limit of any test starts."""
+    compiling = fork_server.Process(target=operators.compile_disk_operators)
     compiling.start()
     compiling.join()
     assert compiling.exitcode == 0

@@ -94,13 +94,6 @@ def command_line_killed_once(file: str, arguments: list[str]) -> None:
     command_line(arguments)
 
 
-def compile_disk_operators(variables: dict[str, str]) -> None:
-    os.environ.update(variables)
-    from simpletuner.deepspeed import startup
-
-    startup.compile_disk_operators(print, lambda: None)
-
-
 def run_python(code: str, folder: str) -> None:
     """Run a program in a folder, as a user would who has copied it from a page."""
     os.chdir(folder)
