@@ -60,26 +60,25 @@ def test_the_list_of_paths_is_complete():
     assert declared <= set(PATHS)
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("names", [[name for name in PATHS if name != "data_backend_config"], ["data_backend_config"]])
 @pytest.mark.parametrize("source", ["flag", "c.toml", "c.json", "c.env", "variable"])
-def test_home_is_meant_by_its_sign_in_every_path_from_every_source(run, monkeypatch, tmp_path, name, source):
-    arguments = ["config", "show", "--json"]
+def test_home_is_meant_by_its_sign_in_every_path_from_every_source(run, monkeypatch, tmp_path, source, names):
+    arguments = ["config", "show", "--json", "--model_type=lora", "--learning_rate=1e-4"]
     if source == "flag":
-        arguments.append(f"--{name}=~/x y")
+        arguments += [f"--{name}=~/x y" for name in names]
     elif source == "variable":
-        monkeypatch.setenv(f"SIMPLETUNER_{name.upper()}", "~/x y")
+        for name in names:
+            monkeypatch.setenv(f"SIMPLETUNER_{name.upper()}", "~/x y")
     else:
-        text = {"c.toml": f"{name} = '~/x y'", "c.json": json.dumps({name: "~/x y"}), "c.env": f"{name}=~/'x y'"}[
-            source
-        ]
+        lines = {"c.toml": "{} = '~/x y'", "c.env": "{}=~/'x y'"}.get(source, "").format
+        text = "\n".join(map(lines, names)) if source != "c.json" else json.dumps(dict.fromkeys(names, "~/x y"))
         Path(source).write_text(text)
         arguments.append(f"--config=~/{source}")
-    if name in ("lora_init", "assistant_lora"):
-        arguments += ["--model_type=lora", "--learning_rate=1e-4"]
     code, out, err = run(*arguments)
     assert (code, [line for line in err.splitlines() if "has no effect" not in line]) == (0, [])
     expected = str(tmp_path / "x y")
-    assert shown(out)[name] in (expected, [expected])
+    for name in names:
+        assert shown(out)[name] in (expected, [expected]), name
 
 
 def test_a_name_that_begins_like_home_can_be_written(run, tmp_path):

@@ -3,10 +3,11 @@ from __future__ import annotations
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_origin
 
 import pytest
 import typer
+from pydantic import TypeAdapter, ValidationError
 from typer.main import get_command
 
 from simpletuner.app import command_of
@@ -14,7 +15,7 @@ from simpletuner.commands.shell.completions import completions_for, words_of
 from simpletuner.commands.shell.scripts import PROGRAMS
 from simpletuner.models.catalog.registry import flavours_of, presets
 from simpletuner.settings.declared.sections import setting_fields
-from simpletuner.settings.values.spelling import choices_of
+from simpletuner.settings.values.spelling import normalize_value
 
 EVERY_FLAVOUR = dict.fromkeys(flavour for key in presets() for flavour in flavours_of(key))
 
@@ -88,15 +89,21 @@ def test_meanings_are_whole_and_on_one_line(other):
     assert batch.help == "Samples per rank in one forward pass. [default: 4]"
 
 
-@pytest.mark.parametrize("name", list(setting_fields()))
-def test_every_setting_is_offered_with_what_it_accepts(name):
-    assert f"--{name}" in offered(f"simpletuner train --{name}")
-    annotation = setting_fields()[name].annotation
-    choices = [str(choice) for choice in choices_of(annotation)]
-    accepted = ["true", "false"] if annotation is bool else choices
-    if accepted:
-        assert offered(f"simpletuner train --{name} ") == accepted
-        assert offered(f"simpletuner train --{name}=") == [f"--{name}={word}" for word in accepted]
+def test_every_setting_is_offered_with_words_that_it_takes():
+    taken = 0
+    for name, declared in setting_fields().items():
+        assert f"--{name}" in offered(f"simpletuner train --{name}")
+        words = offered(f"simpletuner train --{name} ")
+        assert offered(f"simpletuner train --{name}=") == [f"--{name}={word}" for word in words]
+        accepts = TypeAdapter(declared.annotation)
+        for word in words if name not in ("model_family", "model_flavour") else ():
+            accepts.validate_python(normalize_value(name, declared, word))
+            taken += 1
+        if get_origin(declared.annotation) is Literal or declared.annotation is bool:
+            assert len(words) > 1, name
+            with pytest.raises(ValidationError):
+                accepts.validate_python(normalize_value(name, declared, "nothing of these"))
+    assert taken > 100
 
 
 @pytest.mark.parametrize(
