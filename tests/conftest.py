@@ -6,6 +6,7 @@ A fresh process spends seconds importing torch and diffusers; the standard libra
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import multiprocessing
@@ -34,6 +35,9 @@ import ranks  # noqa: E402
 from flags import last_wins, tokens_of  # noqa: E402
 from patience import PATIENCE  # noqa: E402
 
+BUILT = "TESTS_BUILT_ONCE"
+"""The variable that names the folder of `built_once`."""
+
 if "SIMPLETUNER_TEST_GPUS" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # several ranks on one GPU are refused, and TF32 is not within tolerances
 os.environ["TORCH_EXTENSIONS_DIR"] = str(ROOT / ".torch_extensions")  # not compiled again after another checkout's
@@ -48,9 +52,10 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if "PYTEST_XDIST_WORKER" not in os.environ:  # one for all workers: what each finds complete is so for the others
-        home = TemporaryDirectory(prefix="simpletuner-home-")
-        atexit.register(home.cleanup)
-        os.environ["SIMPLETUNER_HOME"] = home.name
+        for variable in ("SIMPLETUNER_HOME", BUILT):
+            folder = TemporaryDirectory(prefix=f"{variable.lower()}-")
+            atexit.register(folder.cleanup)
+            os.environ[variable] = folder.name
     gc.disable()  # until all tests are collected, and torch imported by some: 5 of 10 CPU seconds of each worker
     atexit.register(gc.freeze)  # the interpreter's end would collect garbage among all that was imported
 
@@ -228,19 +233,34 @@ def train(starter):
 
 
 @pytest.fixture(scope="session")
-def pipelines(fork_server, tmp_path_factory) -> Callable[[str], Path]:
-    """Return the tiny pipeline of a family, built at the first call."""
-    root = tmp_path_factory.mktemp("base")
+def built_once() -> Callable[[str, Callable[[Path], object]], Path]:
+    """Return a folder that the first worker to ask for it builds; the others wait for it, and no test changes it."""
 
-    @cache
-    def built(family: str) -> Path:
-        builder = fork_server.Process(target=ranks.build_pipeline, args=(family, str(root / family)))
-        builder.start()
-        builder.join()
-        assert builder.exitcode == 0, f"the tiny {family} cannot be built"
-        return root / family
+    def built(name: str, build: Callable[[Path], object]) -> Path:
+        folder = Path(os.environ[BUILT]) / name
+        folder.parent.mkdir(exist_ok=True)
+        with folder.with_name(f".{folder.name}.built").open("a+") as state:
+            fcntl.flock(state, fcntl.LOCK_EX)
+            state.seek(0)
+            if not state.read():
+                build(folder)
+                state.write("built")
+        return folder
 
     return built
+
+
+@pytest.fixture(scope="session")
+def pipelines(fork_server, built_once) -> Callable[[str], Path]:
+    """Return the tiny pipeline of a family, built at the first call."""
+
+    def build(folder: Path) -> None:
+        builder = fork_server.Process(target=ranks.build_pipeline, args=(folder.name, str(folder)))
+        builder.start()
+        builder.join()
+        assert builder.exitcode == 0, f"the tiny {folder.name} cannot be built"
+
+    return cache(lambda family: built_once(f"base/{family}", build))
 
 
 @pytest.fixture
@@ -283,11 +303,9 @@ def flux(pipelines) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shapes(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("shapes")
-    command = [sys.executable, str(ROOT / "examples" / "shapes" / "draw.py"), str(folder), "--count", "36"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+def shapes(built_once) -> Path:
+    draw = [sys.executable, str(ROOT / "examples" / "shapes" / "draw.py"), "--count", "36"]
+    return built_once("shapes", lambda folder: subprocess.run([*draw, str(folder)], check=True, capture_output=True))
 
 
 def base(family: str, pipeline: Path, pictures: Path) -> tuple[str, ...]:

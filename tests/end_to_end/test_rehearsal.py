@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,15 +35,16 @@ SMALL_BYTES = 100_000
 
 
 @pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory) -> dict[str, Any]:
-    file = tmp_path_factory.mktemp("rehearsal") / "found.json"
+def rehearsed(built_once) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "fake_gpu.cases", str(file)], env=environment, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(file.read_text())
+
+    def rehearse(file: Path) -> None:
+        command = [sys.executable, "-m", "fake_gpu.cases", str(file)]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+
+    return json.loads(built_once("rehearsed.json", rehearse).read_text())
 
 
 @pytest.mark.parametrize("name", CASES)
