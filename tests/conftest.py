@@ -79,10 +79,9 @@ def begun_with_long(
     """Yield tests in an order of which each worker's part begins with its share of the long ones.
 
     xdist gives each worker an equal part of the list, and others take from the end of it. Tests of a file stay
-    together: they share what takes long. The first file compiles DeepSpeed's operators, for which others would wait.
+    together: they share what takes long.
     """
-    long = sorted(filter(is_long, items), key=lambda item: "test_zero.py" not in item.nodeid)
-    by_file = [list(tests) for _, tests in groupby(long, key=lambda item: item.path)]
+    by_file = [list(tests) for _, tests in groupby(filter(is_long, items), key=lambda item: item.path)]
     short = (item for item in items if not is_long(item))
     left = len(items)
     for number in range(workers):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
@@ -91,20 +92,32 @@ def expect_nothing_left(output: Path, ranks: list[psutil.Process], within_second
     assert is_free(output)
 
 
-@pytest.mark.long
-def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_flags, tmp_path):
-    output = tmp_path / "run"
-    flags = (*sdxl_flags, "--num_processes=2", "--train_batch_size=2", "--fsdp_enable", "--max_train_steps=100000")
+@dataclass
+class Endless:
+    """A sharded run on two ranks that trains until something ends it."""
 
-    def trained(steps: int, *more: str, program: str = "simpletuner", log: int | None = None) -> subprocess.Popen:
+    output: Path
+    flags: tuple[str, ...]
+
+    def trained(self, steps: int, *more: str, program: str = "simpletuner", log: int | None = None) -> subprocess.Popen:
         """Start or resume the run, and return once it has trained some steps."""
-        (output.parent / f"{output.name}.log").unlink(missing_ok=True)
-        checkpoints = list_checkpoints(output / "checkpoints")
-        (output / "metrics.jsonl").unlink(missing_ok=True)  # it may tell of steps that were not saved
-        process = launched(program, output, *flags, *more, log=log)
-        wait_for_step(output, process, (load_checkpoint(checkpoints[0]).step if checkpoints else 0) + steps)
+        (self.output.parent / f"{self.output.name}.log").unlink(missing_ok=True)
+        checkpoints = list_checkpoints(self.output / "checkpoints")
+        (self.output / "metrics.jsonl").unlink(missing_ok=True)  # it may tell of steps that were not saved
+        process = launched(program, self.output, *self.flags, *more, log=log)
+        wait_for_step(self.output, process, (load_checkpoint(checkpoints[0]).step if checkpoints else 0) + steps)
         return process
 
+
+@pytest.fixture
+def endless(sdxl_flags, tmp_path) -> Endless:
+    flags = (*sdxl_flags, "--num_processes=2", "--train_batch_size=2", "--fsdp_enable", "--max_train_steps=100000")
+    return Endless(tmp_path / "run", flags)
+
+
+@pytest.mark.long
+def test_a_closed_terminal_and_ctrl_c_save_and_leave(endless):
+    output, trained = endless.output, endless.trained
     # a terminal is closed: nothing can be shown any more, and then SIGHUP says why
     ours, theirs = pty.openpty()
     process = trained(3, log=theirs)
@@ -118,6 +131,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
 
     # Ctrl-C reaches the whole group, as in a terminal
     process = trained(3, program="simpletuner-train")
+    assert "resuming from" in said(output)
     os.killpg(process.pid, signal.SIGINT)
     confirmed = "stopping: finishing this step, then saving a checkpoint; press Ctrl-C again to leave without saving"
     while confirmed not in said(output):
@@ -132,9 +146,12 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     log = (output / "log.txt").read_text()
     assert re.search(r"\d \[launcher 0\] stopping: finishing this step", log) and "\n     engine " in log
 
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_ends_the_others_and_is_named(endless):
+    output, trained = endless.output, endless.trained
     # a rank that is killed, while checkpoints are written in the background
     process = trained(2, "--checkpoint_step_interval=1")
-    assert "resuming from" in said(output)
     victim, ranks = ranks_of(process)[1], ranks_of(process)
     status = read_status(output / STATUS)
     assert status is not None and status.pid == process.pid and status.rank_pid == ranks[0].pid
@@ -147,6 +164,10 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     assert ended(output)[0] == "failed", "the launcher has written it"
     expect_nothing_left(output, ranks, 1)
 
+
+@pytest.mark.long
+def test_a_rank_that_is_stopped_ends_the_others_by_a_second_ctrl_c_or_when_it_stalls(endless):
+    output, trained = endless.output, endless.trained
     # a rank that is stopped: Ctrl-C has no effect, as nothing can be saved, and a second one ends all
     process = trained(2)
     victim, ranks = ranks_of(process)[1], ranks_of(process)
@@ -180,16 +201,19 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     where = f"the last collectives of rank {dump.name[-1]} are in {dump.parent.absolute()}/flight_recorder_rank_*: "
     assert where in said(output)
 
+
+@pytest.mark.long
+def test_ranks_of_a_launcher_that_is_killed_save_and_end(endless):
+    output, trained = endless.output, endless.trained
     # a launcher that is killed: no time to ask its ranks, which save; while they start they have nothing to save
-    newest = load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step
     process = trained(2)
     ranks = ranks_of(process)
     process.kill()
     process.wait()
     expect_nothing_left(output, ranks, 30)  # saving takes its time on a loaded machine
-    assert load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step >= newest + 2
+    assert load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step >= 2
     assert ended(output)[0] == "stopped" and "its checkpoint is saved" in ended(output)[1]
-    process = launched("simpletuner", output, *flags)
+    process = launched("simpletuner", output, *endless.flags)
     while len(psutil.Process(process.pid).children()) < 2:
         time.sleep(0.01)
     ranks = psutil.Process(process.pid).children()
