@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from holders import holder
 from patience import PATIENCE
 from rich.filesize import decimal
 
+from simpletuner.app import main
 from simpletuner.caches.store.shards import ShardReader, ShardWriter
 from simpletuner.system.files.cache_files import block_cache_paths, lock_of
 
@@ -34,17 +36,25 @@ def home(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def cache(home) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `simpletuner cache ...` in a process of its own, without a terminal."""
+@dataclass
+class Said:
+    """What a command has printed."""
 
-    def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [PROGRAM, "cache", *arguments], cwd=home, capture_output=True, text=True, stdin=subprocess.DEVNULL
-        )
-        assert done.returncode == code, done.stderr
-        assert "Traceback" not in done.stderr
-        return done
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def cache(home, capsys) -> Callable[..., Said]:
+    """Run `simpletuner cache ...` without a terminal."""
+
+    def run(*arguments: str, code: int = 0) -> Said:
+        with pytest.raises(SystemExit) as ended:
+            main(["cache", *arguments])
+        said = Said(*capsys.readouterr())
+        assert (ended.value.code or 0) == code, said.stderr
+        assert "Traceback" not in said.stderr
+        return said
 
     return run
 
@@ -63,7 +73,7 @@ def blocks() -> Path:
     return path
 
 
-def listed(cache: Callable[..., subprocess.CompletedProcess[str]], *flags: str) -> dict[str, dict]:
+def listed(cache: Callable[..., Said], *flags: str) -> dict[str, dict]:
     """Return what `cache list --json` says by path."""
     return {item.pop("path"): item for item in json.loads(cache("list", "--json", *flags).stdout)}
 
