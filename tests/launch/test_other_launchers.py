@@ -23,7 +23,7 @@ from patience import PATIENCE
 from simpletuner.app import main
 from simpletuner.commands.nfs import node_of
 from simpletuner.errors import SettingsError
-from simpletuner.launch.started_tasks import first_host, rank_variables, tasks_per_machine
+from simpletuner.launch.started_tasks import first_host, rank_variables, stop_advice, tasks_per_machine
 from simpletuner.settings.declared.sections import Launch, Settings
 
 STEP = {
@@ -206,6 +206,16 @@ def test_a_shell_of_srun_is_told_from_what_is_started_in_it():
     assert (
         rank_variables(Launch(), STEP | {"SLURM_PTY_PORT": "40001", "SLURM_TASK_PID": str(os.getpid())})["RANK"] == "1"
     )
+
+
+def test_a_run_says_how_it_is_stopped_where_its_launcher_kills_it_sooner_than_it_saves():
+    assert "`scancel --signal=TERM 7.0` saves and stops" in stop_advice(STEP, 30)
+    assert "1 s after it has passed on SIGTERM" in (said := stop_advice(OPEN_MPI, 30))
+    assert f"`kill -TERM {os.getpid()}` on {socket.gethostname()}" in said
+    longer = {"OMPI_MCA_odls_base_sigkill_timeout": "60"}
+    assert "60 s after" in stop_advice(OPEN_MPI | longer, 90) and stop_advice(OPEN_MPI | longer, 30) == ""
+    hydra = {"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    assert [stop_advice(each, 30) for each in (hydra, SHELL, {})] == [""] * 3
 
 
 def test_a_node_that_is_no_host_has_the_address_that_slurm_uses(tmp_path, monkeypatch):

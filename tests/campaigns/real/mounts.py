@@ -382,13 +382,13 @@ def rows(name: str, base: Path, install: bool, faults: list[str]) -> list[str]:
         return [f"{name} {version_of(program)}", *map(word, asked)]
 
 
-def in_namespace(arguments: Sequence[str]) -> None:
-    """Run this script again in a mount namespace of its own."""
+def in_namespace(arguments: Sequence[str], script: str = __file__) -> None:
+    """Run a script again in a mount namespace of its own."""
     if os.environ.get("SIMPLETUNER_IN_NAMESPACE"):
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
         return
     os.environ["SIMPLETUNER_IN_NAMESPACE"] = "1"
-    os.execvp("unshare", ["unshare", "-m", "-u", sys.executable, __file__, *arguments])
+    os.execvp("unshare", ["unshare", "-m", "-u", sys.executable, script, *arguments])
 
 
 def main(arguments: Sequence[str]) -> int:
