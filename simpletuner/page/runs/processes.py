@@ -24,6 +24,7 @@ from simpletuner.run_log import START_CONSOLE
 from simpletuner.settings import Loaded
 from simpletuner.system.files.lease import Holding
 from simpletuner.system.files.lease_folder import StandingRecords
+from simpletuner.system.files.lease_record import Record
 from simpletuner.system.processes.python_process import module_command
 from simpletuner.system.processes.run_status import RunState, RunStatus
 from simpletuner.system.processes.signals import REPEAT_SECONDS
@@ -175,22 +176,27 @@ def signal_holder(run: RunFolder) -> int:
         raise SettingsError(f"no run is using {run.name}", "it has ended already")
     if not holder.is_here:
         raise EnvironmentNotReady(f"{run.name} is run{holder.describe()}", "stop it on that machine")
-    if not holds(pid := holder.pid, run.lock):
+    if not holds(holder, run.lock):
         raise EnvironmentNotReady(
             f"the process that {run.name} names as its run does not hold its lock", "look at the processes by hand"
         )
     try:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(holder.pid, signal.SIGTERM)
     except (PermissionError, ProcessLookupError) as error:
-        raise EnvironmentNotReady(f"process {pid} cannot be stopped: {error.strerror}", "is it yours?") from None
-    return pid
+        raise EnvironmentNotReady(f"process {holder.pid} cannot be stopped: {error.strerror}", "is it yours?") from None
+    return holder.pid
 
 
-def holds(pid: int, lock: Path) -> bool:
-    """Return whether a process, or one that it has started, has a lock file open: a pid in a file may be another's by
-    now."""
+def holds(holder: Record, lock: Path) -> bool:
+    """Return whether the process to signal is the one of the record: its pid may be another's by now.
+
+    Of an earlier version, whether it, or one that it has started, has the lock file open.
+    """
     try:
-        process = psutil.Process(pid)
+        if holder.process:
+            launchers = (holder.process, psutil.Process(holder.process).ppid())
+            return holder.is_of_living_process and holder.pid in launchers
+        process = psutil.Process(holder.pid)
         family = [process, *process.children(recursive=True)]
         return any(Path(file.path) == lock for each in family for file in each.open_files())
     except psutil.Error:

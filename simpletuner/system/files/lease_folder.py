@@ -74,6 +74,8 @@ class FolderPlace(Place):
         (self.folder / name).unlink(missing_ok=True)
 
     def lock(self, exclusive: bool) -> bool | None:
+        if not self.system.creates_exclusively:
+            return None  # s3fs and rclone mount do not read again what anybody here holds open
         try:
             self.descriptor = lock_file(self.folder / self.name, exclusive)
         except BlockingIOError:

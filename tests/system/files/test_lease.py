@@ -101,6 +101,9 @@ def test_where_two_may_create_one_file_the_one_has_it_that_still_reads_its_own(t
         def system(self) -> FileSystem:
             return FileSystem("s3fs", creates_exclusively=False, late_seconds=0.0)
 
+    assert FolderPlace(tmp_path, system=Mounted(tmp_path, "a", 0.0).system).lock(exclusive=True) is None, (
+        "s3fs and rclone mount do not read again what is held open"
+    )
     found: list[Record | None] = [None, None]
 
     def attempt(number: int) -> None:
