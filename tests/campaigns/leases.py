@@ -1,13 +1,14 @@
 """Two writers on two machines want one place, and one is stopped, cut off or killed: who writes, and who is told?
 
     .venv/bin/python tests/campaigns/leases.py --count=200    # an hour; installs stores that are missing
-    .venv/bin/python tests/campaigns/leases.py --count=40 --grounds=disk,bindfs,sshfs,s3fs,rclone-mount,bucket,ignoring
+    .venv/bin/python tests/campaigns/leases.py --count=40 --grounds=disk,bindfs,sshfs,s3fs,bucket,ignoring
 
 Each writer checks its lease and then notes the time and its token. What was written by a lower token after a higher one
 began is lost; a writer that was replaced and did not end with a sentence is silent. `disk` is a folder in which each
 machine has its own table of locks; `ignoring` a bucket that creates what is there; the stores are those of
-`real/stores.py`. Mounts need root, and what `tests/support/real_mounts.py` runs. `tests/end_to_end/test_campaigns.py`
-runs a sample.
+`real/stores.py`. `rclone-mount` runs by its name alone, since nothing decides there: a machine that has written a file
+goes on reading its own, and in 5 of 6 trials two held one place. Mounts need root, and what
+`tests/support/real_mounts.py` runs. `tests/end_to_end/test_campaigns.py` runs a sample.
 """
 
 from __future__ import annotations
@@ -296,7 +297,7 @@ def run_trials(name: str, numbers: range, seed: int, folder: Path) -> tuple[Coun
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="trials, over all grounds")
-    parser.add_argument("--grounds", default=",".join(GROUNDS))
+    parser.add_argument("--grounds", default=",".join(name for name in GROUNDS if name != "rclone-mount"))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     names, wrong = arguments.grounds.split(","), 0

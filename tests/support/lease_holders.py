@@ -54,7 +54,7 @@ def place_at(address: str, machine: str, late_seconds: float) -> Place:
     system = file_system_at(folder)
     if system.is_local:
         return ForeignMount(folder, machine, late_seconds)
-    return FolderPlace(folder, system=replace(system, late_seconds=late_seconds, settle_seconds=late_seconds))
+    return FolderPlace(folder, system=replace(system, late_seconds=late_seconds))
 
 
 class ForeignHolder(subprocess.Popen[str]):

@@ -16,8 +16,6 @@ LOCAL = (
 )
 CLUSTERED = ("ceph", "fuse.ceph", "fuse.ceph-fuse", "beegfs", "gpfs", "wekafs", "ocfs2", "gfs2")
 SHARED_LOCKS = (*CLUSTERED, "nfs", "nfs4", "lustre", "fuse.glusterfs", "fuse.juicefs", "cifs", "smb3")
-RCLONE_SECONDS = 330.0
-"""--dir-cache-time, by default 5 min, --vfs-write-back, 5 s, and what the upload takes."""
 OWN_LOCKS = ("nolock", "local_lock=all", "local_lock=flock", "localflock", "nobrl")
 """Options of a mount that keeps locks on its machine."""
 
@@ -34,8 +32,6 @@ class FileSystem:
     creates_exclusively: bool = True
     """True where one of two that create a file with O_EXCL is refused. On s3fs 1.90 and rclone 1.60 both won."""
     late_seconds: float = 60.0
-    settle_seconds: float = 0.0
-    """Longest time that a write is on its way, if that is longer than `lease.SETTLE_SECONDS`."""
 
     @property
     def keeps_locks_to_itself(self) -> bool:
@@ -54,8 +50,8 @@ def file_system_of(mount: Mount) -> FileSystem:
     if name in LOCAL:
         return FileSystem(name, is_local=True, late_seconds=0.0)
     if name in OBJECT_STORES:
-        late, settle = (RCLONE_SECONDS, RCLONE_SECONDS) if name == "fuse.rclone" else (120.0, 0.0)
-        return FileSystem(OBJECT_STORES[name], creates_exclusively=False, late_seconds=late, settle_seconds=settle)
+        late = 330.0 if name == "fuse.rclone" else 120.0  # it lists after 5 min, and writes after 5 s
+        return FileSystem(OBJECT_STORES[name], creates_exclusively=False, late_seconds=late)
     if name == "fuse.sshfs":
         return FileSystem("sshfs", late_seconds=20.0)
     lacks_locks = bool(set(OWN_LOCKS) & set(mount.options)) or (name == "lustre" and "flock" not in mount.options)

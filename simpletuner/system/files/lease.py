@@ -146,7 +146,7 @@ class Lease:
         own = replace(self.own or Record.of_this_process(), id=secrets.token_hex(8))
         try:
             is_locked = self._lock(place, stop, say, way_on)
-            while not (record := take(place, own, wait_until_free(place, is_locked, stop, say, way_on), stop, say)):
+            while not (record := take(place, own, wait_until_free(place, is_locked, stop, say, way_on))):
                 time.sleep(POLL_SECONDS)
         except BaseException:
             place.unlock()
@@ -320,20 +320,14 @@ def wait_until_free(
         time.sleep(min(POLL_SECONDS, limit / 20))
 
 
-def take(
-    place: Place,
-    own: Record,
-    judged: Record | None,
-    stop: Callable[[], None] = nothing,
-    say: Callable[[str], None] = nothing,
-) -> Record | None:
+def take(place: Place, own: Record, judged: Record | None) -> Record | None:
     """Become the holder after one that is gone; return the record, None where another one was faster."""
     record = replace(own, token=(judged.token if judged is not None else 0) + 1)
     claim, began = claim_of(place, record.token), time.monotonic()
     if not place.create(claim, record.encode()):
         return None
     if not place.system.creates_exclusively:
-        settle(place, 4 * (time.monotonic() - began), stop, say)
+        time.sleep(max(SETTLE_SECONDS, 4 * (time.monotonic() - began)))
         if read_record(place, claim) != record:
             return None
     # A claim that its holder has removed by now could be made again, by one that has slept since it looked.
@@ -345,17 +339,6 @@ def take(
     for token in (record.token - 1, record.token + 1):  # of who is gone; and of before the record was removed
         place.remove(claim_of(place, token))
     return record
-
-
-def settle(place: Place, least: float, stop: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Wait until what was written has arrived."""
-    system, began = place.system, time.monotonic()
-    limit = max(SETTLE_SECONDS, system.settle_seconds, least)
-    if limit > 2 * SETTLE_SECONDS:
-        say(f"waiting {format_seconds(limit)}: {system.name} shows so late what others begin; a disk needs no wait")
-    while (left := limit - (time.monotonic() - began)) > 0:
-        stop()
-        time.sleep(min(POLL_SECONDS, left))
 
 
 def held_error(place: Place, holder: Record, way_on: str, seconds: float | None = None) -> LeaseLost:

@@ -21,6 +21,8 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 NO_REPLACING = (errno.EEXIST, errno.ENOSYS, errno.EOPNOTSUPP)
 BY_RECORD = "a second run on another machine is found by the record in .lock, which takes longer"
+NOT_FOUND = "nothing finds a second run on another machine for certain, which rclone may never show here"
+"""With --vfs-cache-mode=full, a machine that has written a file goes on reading its own (rclone 1.60.1)."""
 PROBE = ".simpletuner-probe-"
 MAY_SAY = "`simpletuner nfs check --path FOLDER` says more; Lustre has locks when it is mounted with `flock`"
 
@@ -69,8 +71,8 @@ def missing_promises(folder: Path) -> list[str]:
                 path.touch(exist_ok=False)
             if not can_lock(first):
                 found.append(f"has no file locks: {BY_RECORD}")
-            elif file_system_at(folder).keeps_locks_to_itself:
-                found.append(f"keeps file locks on one machine: {BY_RECORD}")
+            elif (system := file_system_at(folder)).keeps_locks_to_itself:
+                found.append(f"keeps file locks on one machine: {NOT_FOUND if system.name == 'rclone' else BY_RECORD}")
             if not can_sync(first, folder):
                 found.append("cannot sync: a power failure may take the newest files, and a checkpoint with them")
             if not can_replace(second, first):

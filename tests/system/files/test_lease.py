@@ -321,6 +321,7 @@ def test_a_cache_that_another_machine_clears_is_not_used_and_one_that_it_uses_is
         ("lustre a@tcp:/ rw,localflock", FileSystem("lustre")),
         ("fuse.sshfs host:/ rw", FileSystem("sshfs", late_seconds=20.0)),
         ("fuse.s3fs s3fs rw", FileSystem("s3fs", creates_exclusively=False, late_seconds=120.0)),
+        ("fuse.rclone x: rw", FileSystem("rclone", creates_exclusively=False, late_seconds=330.0)),
         ("fuse.bindfs /x rw", FileSystem("unknown")),
     ],
 )

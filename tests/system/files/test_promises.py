@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 from conftest import SMALL
 from poor_disk import LACKS, command_line_without, file_system_without
+from real_mounts import or_skipped, sshfs_views
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import flush_to_disk, replace_file, write_file
@@ -55,6 +56,13 @@ def test_files_are_written_and_what_cannot_be_promised_is_named(what, number, tm
     ]
     assert found == [] if what == "hard links" else SAID[what] in found[0] and f"{tmp_path}, on " in found[0]
     assert len(found) <= 1 and missing_promises(tmp_path) == []
+
+
+def test_a_mount_that_keeps_locks_on_one_machine_is_named_at_the_start(tmp_path):
+    with or_skipped(), sshfs_views(tmp_path, count=1) as [view]:
+        (found,) = missing_promises(view)
+    assert f"{view}, on " in found
+    assert "keeps file locks on one machine: a second run on another machine is found by the record in .lock" in found
 
 
 def test_what_is_no_lack_of_the_file_system_still_ends_a_write(tmp_path):
