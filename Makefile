@@ -67,7 +67,7 @@ RUN_TESTS := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $$(($$(np
 	done
 	touch $@
 
-# What tests load is compiled before them: DeepSpeed's operators for disks and the fake GPU, four CPU minutes. Where it
+# What tests load is compiled before them: DeepSpeed's operators for disks and the fake GPU, two CPU minutes. Where it
 # cannot be, without a compiler, the tests that load it are skipped or say so.
 .torch_extensions/.compiled: constraints.txt tests/support/operators.py tests/support/fake_gpu/device.cpp | install tools
 	$(BIN)/python -W ignore tests/support/operators.py && touch $@ || echo "not compiled: the tests that load it say why"

@@ -1,6 +1,6 @@
 """Compile what tests load, once per checkout: DeepSpeed's operators for disks, and the fake GPU.
 
-The Makefile runs this before the tests, whose time it would be otherwise: four CPU minutes without ccache.
+The Makefile runs this before the tests, whose time it would be otherwise: two CPU minutes without ccache.
 """
 
 from __future__ import annotations
