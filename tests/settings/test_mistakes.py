@@ -44,6 +44,7 @@ CASES: tuple[Case, ...] = (
     Case("check"),
     Case("--config run.toml train"),
     Case("train run.toml", {"run.toml": "model_family = 'sdxl'\n"}),
+    Case(f"train {ENOUGH} a.png", {"a.png": b""}),
     Case("train rnu.TOML", {"run.toml": "model_family = 'sdxl'\n"}),
     Case("config export --to=ini"),
     Case("config export"),

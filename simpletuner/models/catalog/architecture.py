@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -54,10 +55,14 @@ def folder_of(model: Model) -> str:
     return str(folder.resolve()) if name and folder.is_dir() else name
 
 
+ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+"""Ids of the hub have no other letters: neither the backslash of Windows nor the `@` of a revision."""
+
+
 def is_path(name: str) -> bool:
     """Return whether a name can only be a path: hub ids are NAME or OWNER/NAME, and none is a file of weights."""
     is_file = Path(name).suffix.lower() in WEIGHTS_SUFFIXES
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/") or is_file
+    return bool(name) and (is_file or name.startswith((".", "-")) or not ID.fullmatch(name))
 
 
 def architecture_in_folder(folder: Path) -> Architecture:

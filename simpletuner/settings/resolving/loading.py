@@ -202,11 +202,9 @@ def flag_for(word: str) -> str:
         return f"the folder of a run is named by --output_dir={word}"
     if path.is_dir():
         return f"a folder of images is named by --instance_data_dir={word}"
-    if path.is_file():
-        return f"{CONFIG_FILE}{word}"
-    if path.suffix.lower() in FORMATS:
-        return f"{CONFIG_FILE}{word}, and there is no such file"
-    return "values are written as --name=value"
+    if (path.suffix.lower() or path.name) not in (*FORMATS, ".envrc"):
+        return "values are written as --name=value"
+    return f"{CONFIG_FILE}{word}{'' if path.is_file() else ', and there is no such file'}"
 
 
 def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:

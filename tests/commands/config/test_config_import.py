@@ -6,6 +6,7 @@ The examples are made up from the original's names and usual values.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,9 @@ def test_every_name_is_a_line_or_a_remark_and_changes_say_why(run):
         "dataset `far` is left out",
     ):
         assert said in out
+    assert not re.search(r"(# not set there: the original's default\n)(?:[^#\n].*\n)+\1", out), (
+        "once of several in a row"
+    )
     assert "abc" not in out + err
     assert all(line.startswith("#") or not line for line in out.partition("\n\n")[2].splitlines())
 

@@ -129,10 +129,12 @@ def test_a_single_file_and_a_path_to_nothing_are_called_what_they_are(tmp_path):
         with pytest.raises(SettingsError, match="is no folder"):
             checked("sdxl", pretrained_model_name_or_path=str(path))
     # N17: a missing file was looked for at the hub, and the hint was to train random weights.
-    for name in ("sdxl.safetensors", "models/sdxl.ckpt", "owner/x.gguf"):
+    other = ("models\\sdxl", "C:\\models\\sdxl", "owner/name@main", "owner/ name", "größe", "hf://owner/name", "-x/y")
+    for name in ("sdxl.safetensors", "models/sdxl.ckpt", "owner/x.gguf", *other):
         with pytest.raises(SettingsError, match="is no folder and no file: there is nothing of that name"):
             checked("sdxl", pretrained_model_name_or_path=name)
-    assert checked("sdxl", pretrained_model_name_or_path="owner/name")
+    for name in ("owner/name", "sdxl-base.1_0"):
+        assert checked("sdxl", pretrained_model_name_or_path=name)
 
 
 def test_what_is_given_as_the_base_model_is_called_what_it_is(sdxl, tmp_path):
