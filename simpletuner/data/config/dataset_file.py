@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.declared.errors import shown_value
-from simpletuner.settings.files.file_entries import FileEntry, check_depth, explain_parsing, file_place, json_mistake
+from simpletuner.settings.files.file_entries import (
+    FileEntry,
+    NotParsed,
+    check_depth,
+    explain_parsing,
+    file_place,
+    json_mistake,
+)
 from simpletuner.settings.files.formats import json_lines, read_text
+from simpletuner.settings.files.formats import parse_entries as parse_settings
 from simpletuner.settings.foreign.key_table import inner_entries
+from simpletuner.settings.foreign.recognition import import_hint, is_dataset_file, trainer_of
 from simpletuner.settings.resolving.loading import canonical_name, plain_name
 from simpletuner.system.files.paths import shown_path
 
@@ -78,7 +88,25 @@ def name_of_key(key: str) -> str:
 def dataset_entries(path: Path) -> list[DatasetEntry]:
     """Read the list of datasets. Raises SettingsError with the place where it does not parse."""
     with explain_parsing(path, "check data_backend_config", "docs/data.md shows such a file"):
-        return list(parse_entries(path, read_text(path)))
+        text = read_text(path)
+        try:
+            return list(parse_entries(path, text))
+        except NotParsed:
+            refuse_foreign(path, text)
+            raise
+
+
+def refuse_foreign(path: Path, text: str) -> None:
+    """Raise SettingsError for a TOML or YAML file, in which other trainers list datasets."""
+    if path.suffix.lower() not in (".toml", ".yaml", ".yml"):
+        return
+    values: dict[str, Any] = {}
+    with suppress(SettingsError):  # a list, or what is none of these either
+        values = {each.key: each.value for each in parse_settings(path, text)}
+    if trainer := trainer_of(values):
+        hint = import_hint(path, trainer, is_list=is_dataset_file(values))
+        raise SettingsError(f"{shown_path(path)} is a file of {trainer}", hint)
+    raise SettingsError(f"{shown_path(path)} is no JSON file", "docs/data.md shows a list of datasets")
 
 
 def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:

@@ -6,6 +6,7 @@ The examples are made up from the names of both trainers.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -345,6 +346,28 @@ def test_frame_buckets_of_diffusion_pipe_are_a_dataset_of_stills_and_one_of_clip
 def test_captions_json_of_diffusion_pipe_is_named(run):
     Path("pictures/captions.json").write_text("{}")
     assert "pictures/captions.json goes before .txt files" in imported(run, PIPE_RUN, PIPE_DATA)[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("pipe.toml", PIPE_DATA, f"pipe.toml is a file of {PIPE}"),
+        ("kohya.toml", KOHYA_DATA, f"kohya.toml is a file of {KOHYA}"),
+        ("musubi.toml", '[[datasets]]\nvideo_directory = "clips"\n', "musubi.toml is a file of musubi-tuner"),
+        ("own.yaml", "- id: a\n  instance_data_dir: pictures\n", "own.yaml is no JSON file"),
+        ("own.toml", 'id = "a"\n', "own.toml is no JSON file"),
+    ],
+)
+def test_datasets_of_other_trainers_are_named_where_ours_are_expected(run, name, text, said):
+    """They were answered with what JSON takes."""
+    Path(name).write_text(text)
+    code, _, err = run("train", "--dry_run", "--model_family=sdxl", f"--data_backend_config={name}")
+    assert code == 2 and err.startswith(f"error: {said}\nhint: "), err
+    Path(name).write_text('[{"id": "a", "instance_data_dir": "pictures", "resolution": 64}]')
+    assert "JSON" not in run("train", "--dry_run", "--model_family=sdxl", f"--data_backend_config={name}")[2]
+    if name in ("pipe.toml", "kohya.toml"):
+        command = shlex.split(err.split("`")[1])
+        assert command[1:] == ["config", "import", name, "--output=datasets.json"]
 
 
 FOREIGN = {
