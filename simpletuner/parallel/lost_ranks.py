@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
 
 from simpletuner.launch.tcp_store import why_unreachable
-from simpletuner.system.files.lease_record import Record
+from simpletuner.system.files.lease_record import Record, boot_id, pid_namespace, process_start
 
 MOST_NAMED = 8
 POLL_SECONDS = 0.1
@@ -20,6 +20,18 @@ POLL_SECONDS = 0.1
 def record_process(store: dist.Store, rank: int) -> None:
     """Let the other ranks look up which process this one is."""
     store.set(f"process/{rank}", f"{socket.gethostname()} {os.getpid()}")
+    store.set(f"start/{rank}", " ".join((boot_id(), pid_namespace(), str(os.getpid()), process_start(os.getpid()))))
+
+
+def find_ended(store: dist.Store, ranks: Iterable[int]) -> list[int]:
+    """Return those of some ranks whose process has ended, as this machine and its pid namespace know it."""
+    here, ended = [boot_id(), pid_namespace()], []
+    for rank in ranks:
+        if store.check([f"start/{rank}"]):
+            *where, pid, start = store.get(f"start/{rank}").decode().split(" ")
+            if where == here and process_start(int(pid)) != start:
+                ended.append(rank)
+    return ended
 
 
 def find_lost(store: dist.Store, rank: int, size: int, wait_seconds: float, is_told: Callable[[], bool] | None) -> str:

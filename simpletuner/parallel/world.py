@@ -16,7 +16,7 @@ import torch.distributed as dist
 from simpletuner.errors import EnvironmentNotReady, ExitCode, SimpleTunerError, Stopped, TrainingError
 from simpletuner.launch.launcher_connection import LauncherConnection
 from simpletuner.parallel.cards import agree_on_devices, view_of_rank
-from simpletuner.parallel.lost_ranks import find_lost, join_problem, record_process
+from simpletuner.parallel.lost_ranks import find_ended, find_lost, join_problem, record_process
 from simpletuner.private_api import of_torch
 from simpletuner.system.files.lease import Lease
 from simpletuner.system.processes.activity import Activity
@@ -34,6 +34,9 @@ ABORT_SECONDS = 5
 shared memory do not notice: the launcher, or torchrun's agent, ends them."""
 LAUNCHER_SECONDS = 10
 """Longest wait of a rank that lost another one for the launcher, which knows what happened, to end it."""
+LOOK_SECONDS = 5.0
+"""Between two looks of a waiting rank at whether others have ended."""
+MOST_ASKED = 64
 STALL_SECONDS = 1800
 """Longest time without progress of the others that a waiting rank tolerates."""
 
@@ -149,10 +152,11 @@ class World:
     ) -> None:
         """Wait until all ranks together have done `units` of a job. Polls the store: no collective is held open.
 
-        Raises EnvironmentNotReady when nothing moves for longer than `patience_seconds`.
+        Raises EnvironmentNotReady when nothing moves for longer than `patience_seconds`, and DistNetworkError, as a
+        collective does, when the process of another rank has ended: srun ends nobody because of that.
         """
         self.activity.advance()
-        last, moved = -1, time.monotonic()
+        last, moved, looked = -1, time.monotonic(), time.monotonic()
         while (count := self.add_progress(job, 0)) < units:
             stop()
             if count != last:
@@ -163,8 +167,19 @@ class World:
                     f"waited {patience_seconds:.0f} s for the other ranks at `{job}`: {count} of {units} done",
                     "look for a rank without output or with an error, then run the same command again: it continues",
                 )
+            elif time.monotonic() - looked > LOOK_SECONDS:
+                if ended := find_ended(self.store, self.neighbours):
+                    raise dist.DistNetworkError(f"rank {ended[0]} has ended")
+                looked = time.monotonic()
             time.sleep(0.05)
         show(units)
+
+    @property
+    def neighbours(self) -> range:
+        """Ranks that may be on this machine: of a small world all, since what starts ranks need not say."""
+        if self.size <= MOST_ASKED:
+            return range(self.size)
+        return range(self.rank - self.local_rank, min(self.size, self.rank - self.local_rank + self.local_size))
 
     def add_progress(self, job: str, units: int) -> int:
         """Add to the units that all ranks together have done of a job, and return the sum."""

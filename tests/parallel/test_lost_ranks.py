@@ -7,12 +7,14 @@ import socket
 import subprocess
 
 import pytest
-from torch.distributed import HashStore
+import torch
+from torch.distributed import DistNetworkError, HashStore
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel import world
-from simpletuner.parallel.lost_ranks import find_lost, record_process
-from simpletuner.parallel.world import joined_world
+from simpletuner.parallel.lost_ranks import find_ended, find_lost, record_process
+from simpletuner.parallel.world import World, joined_world, lost_a_peer
+from simpletuner.system.files.lease_record import boot_id, pid_namespace, process_start
 
 HOST = socket.gethostname()
 
@@ -41,6 +43,22 @@ def test_the_rank_that_is_gone_is_named():
     assert find_lost(elsewhere, 0, 4, 0.3, None) == "rank 2 (pid 5 on node7), without an answer"
     many = store_of(*[f"node{number} 1" for number in range(1, 12)])
     assert find_lost(many, 0, 12, 0.3, None).endswith("rank 8 (pid 1 on node8) and 3 more, without an answer")
+
+
+def test_who_waits_for_a_rank_whose_process_ends_is_not_left_waiting(monkeypatch):
+    monkeypatch.setattr(world, "LOOK_SECONDS", 0.1)
+    store = HashStore()
+    record_process(store, 0)
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        start = process_start(other.pid)
+        store.set("start/1", f"{boot_id()} {pid_namespace()} {other.pid} {start}")
+        store.set("start/2", f"another-machine {pid_namespace()} {other.pid} 1")
+        assert find_ended(store, range(4)) == [], "what runs, what another machine has, and who has not joined yet"
+        other.kill()
+    waiting = World(0, 4, 0, torch.device("cpu"), store)
+    with pytest.raises(DistNetworkError, match="rank 1 has ended") as caught:
+        waiting.wait_for_count("job", 1, lambda: None)
+    assert lost_a_peer(caught.value)
 
 
 def test_a_rank_that_cannot_join_says_why_in_words_of_ours(monkeypatch):
