@@ -190,6 +190,12 @@ class StepLogger:
         # a step.
         self.clock = scalars.computed
 
+    def sync(self) -> None:
+        """Have what is written of all steps on the disk, as a checkpoint that follows them is."""
+        for log in (self.metrics, self.sample_losses):
+            if log is not None:
+                log.sync()
+
     def flush(self) -> None:
         """Read and write the pending step. Raises TrainingError on all ranks when its loss is not finite,
         and LeaseLost on rank 0 where another run has taken over."""

@@ -223,6 +223,7 @@ class Trainer:
     def save(self, batch: StepBatch) -> None:
         self.activity.begin(f"saving step {self.step}", unsaved=self.step, watched=False)
         with self.pace.timed(SAVING):
+            self.logger.sync()
             self.checkpointer.save(self.step, batch.next_state)
 
     def is_due(self, evaluation: Evaluation) -> bool:

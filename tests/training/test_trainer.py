@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from disk_calls import recorded_calls
 
 from simpletuner.data.batches.prefetch import Batch, StepBatch
 from simpletuner.data.sampler.batch_sampler import SamplerState
@@ -164,6 +165,14 @@ def build(world, tmp_path):
 
 def rows_in(tmp_path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+
+
+def test_metrics_are_on_the_disk_before_the_checkpoint_of_their_step(build, tmp_path):
+    with recorded_calls() as calls:
+        build().train()
+    synced = [size for _, path, size in calls if path == str(tmp_path / METRICS)]
+    lines = (tmp_path / METRICS).read_bytes().splitlines(keepends=True)
+    assert synced == [len(b"".join(lines[:step])) for step in (2, 4)]
 
 
 def test_a_step_accumulates_its_micro_batches_and_only_the_last_one_reduces(build):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from simpletuner.errors import naming
 from simpletuner.run_log import APPEND, LOGGER
 from simpletuner.system.files.atomic import refuse_special, write_file
+from simpletuner.system.files.promises import sync
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.files.unread import Warn, set_aside
 from simpletuner.training.metrics.loss_picture import CURVE, draw_loss
@@ -55,6 +56,11 @@ class Metrics:
             self.file.flush()
         for tracker in self.trackers:
             tracker.write(row, group)
+
+    def sync(self) -> None:
+        """Have all rows on the disk: s3fs shows a file that is open to nobody, and loses it with its machine."""
+        with naming(self.path):
+            sync(self.file.fileno())
 
     def add_image(self, path: Path, step: int) -> None:
         """Show a validation grid in the trackers."""

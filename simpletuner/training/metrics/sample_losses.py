@@ -22,6 +22,7 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.run_log import APPEND
 from simpletuner.session import Session
 from simpletuner.system.files.atomic import refuse_special
+from simpletuner.system.files.promises import sync
 from simpletuner.system.files.regular_files import open_regular
 from simpletuner.training.metrics.sample_loss_scores import MAX_BYTES, SAMPLE_LOSSES
 
@@ -62,6 +63,11 @@ class SampleLossLog:
         with naming(self.path):
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()  # so that a checkpoint never has steps that a killed run has not written here
+
+    def sync(self) -> None:
+        if self.file is not None:
+            with naming(self.path):
+                sync(self.file.fileno())
 
     def close(self) -> None:
         if self.file is not None:
