@@ -306,6 +306,8 @@ def report_first_failure(world: World, stop: StopRequest, launcher: LauncherConn
             is_told = (lambda: stop.signal_number > 0) if tells else None
             if not (lost := find_lost(world.store, world.rank, world.size, LAUNCHER_SECONDS, is_told)):
                 raise SystemExit(int(ExitCode.TRAINING)) from None
+            if stop.signal_number and not tells:  # asked to stop like the others, which were quicker
+                raise stop.stopped("like other ranks, which ended first; what was saved is kept") from None
             raise TrainingError(
                 f"rank {world.rank} lost contact to {lost}",
                 "what started it (srun, mpirun, torchrun) says how its process ended; the same command goes on",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 from torch.distributed import DistNetworkError, HashStore
 
-from simpletuner.errors import EnvironmentNotReady
+from simpletuner.errors import EnvironmentNotReady, Stopped, TrainingError
+from simpletuner.launch.launcher_connection import LauncherConnection
 from simpletuner.parallel import world
 from simpletuner.parallel.lost_ranks import find_ended, find_lost, record_process
-from simpletuner.parallel.world import World, joined_world, lost_a_peer
+from simpletuner.parallel.world import World, joined_world, lost_a_peer, report_first_failure
 from simpletuner.system.files.lease_record import boot_id, pid_namespace, process_start
+from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.signals import StopRequest
 
 HOST = socket.gethostname()
 
@@ -59,6 +63,22 @@ def test_who_waits_for_a_rank_whose_process_ends_is_not_left_waiting(monkeypatch
     with pytest.raises(DistNetworkError, match="rank 1 has ended") as caught:
         waiting.wait_for_count("job", 1, lambda: None)
     assert lost_a_peer(caught.value)
+
+
+def test_a_rank_that_was_asked_to_stop_like_the_one_that_it_lost_has_stopped(monkeypatch):
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    rank, stop = World(0, 2, 0, torch.device("cpu"), store_of(f"{HOST} {ended.pid}")), StopRequest()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    lost, alone = DistNetworkError("Connection closed by peer"), LauncherConnection(None, Activity(), stop, 0)
+    with pytest.raises(TrainingError, match=rf"lost contact to rank 1 \(pid {ended.pid}"):
+        with report_first_failure(rank, stop, alone):
+            raise lost
+    stop.receive(signal.SIGTERM)
+    with pytest.raises(Stopped, match="stopped by SIGTERM like other ranks") as caught:
+        with report_first_failure(rank, stop, alone):
+            raise lost
+    assert caught.value.exit_code == 143
 
 
 def test_a_rank_that_cannot_join_says_why_in_words_of_ours(monkeypatch):
