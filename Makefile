@@ -42,9 +42,9 @@ completions: install
 	$(BIN)/simpletuner completion fish > completions/simpletuner.fish
 
 # What users see and what is generated, in one file each: rewritten here, compared by tests.
-GOLDENS := tests/settings/test_setting_list.py tests/settings/test_mistakes.py tests/settings/importing/test_original.py \
+GOLDENS := tests/settings/test_setting_list.py tests/settings/test_mistakes.py tests/importing/test_original.py \
   tests/settings/foreign/accelerate/test_accelerate.py tests/settings/foreign/deepspeed/test_samples.py tests/test_help.py \
-  tests/models/analysis/test_flops.py
+  tests/counting/test_flops.py
 
 goldens: completions
 	for script in $(GOLDENS); do $(BIN)/python $$script || exit 1; done

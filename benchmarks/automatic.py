@@ -19,12 +19,11 @@ import torch
 from interleaved import print_table, ratio, seconds_in_turns
 from torch import Tensor, nn
 
-from simpletuner.data.batches.prefetch import stack_conditioning
 from simpletuner.data.images.geometry import Geometry
+from simpletuner.data.prefetch import stack_conditioning
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
 from simpletuner.models.catalog.registry import TINY
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.folder.diffusers_io import libraries_silenced
 from simpletuner.models.tiny.build import build_tiny

@@ -25,10 +25,10 @@ from s3_server import BUCKET, s3_proxy, s3_server  # pyright: ignore[reportMissi
 from simpletuner.caches.store import mirror as mirrors
 from simpletuner.caches.store.mirror import Mirror, open_mirror
 from simpletuner.caches.store.shards import ShardReader
-from simpletuner.data.batches.prefetch import RankSlice, SampleReader, prefetch
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.config.embeds import S3ImageEmbeds
 from simpletuner.data.images.geometry import Geometry
+from simpletuner.data.prefetch import RankSlice, SampleReader, prefetch
 from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
 from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.samples import Sample

@@ -27,12 +27,10 @@ import torch
 from interleaved import Rounds, print_table, ratio, seconds_in_turns
 from torch import Tensor
 
-from simpletuner.caches.store.keys import KeyParts
-from simpletuner.caches.store.merged_index import open_index
-from simpletuner.caches.store.records import RecordLocation, record_keys
-from simpletuner.caches.store.shard_index import read_indexes
+from simpletuner.caches.store.records import KeyParts, RecordLocation, record_keys
+from simpletuner.caches.store.shard_index import open_index, read_indexes
 from simpletuner.caches.store.shards import ShardReader, ShardWriter
-from simpletuner.data.batches.prefetch import stack_conditioning
+from simpletuner.data.prefetch import stack_conditioning
 
 ROUNDS, BATCH_SIZE = 9, 4
 PARTS = {"file": "1-1", "VAE": "0123456789abcdef"}

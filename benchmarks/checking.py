@@ -24,7 +24,7 @@ from interleaved import Rounds, print_table, ratio, seconds_in_turns
 
 from simpletuner.caches.store.records import RecordLocation
 from simpletuner.caches.store.shards import ShardReader, ShardWriter
-from simpletuner.data.batches.prefetch import THREADS
+from simpletuner.data.prefetch import THREADS
 from simpletuner.models.catalog.registry import load_preset
 from simpletuner.models.tiny.build import build_preset
 

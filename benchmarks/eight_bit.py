@@ -13,8 +13,7 @@ from interleaved import print_table
 from torch import Tensor, nn
 from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
 
-from simpletuner.parallel.precision.split_adamw import SplitAdamW
-from simpletuner.parallel.precision.split_state import write_float32
+from simpletuner.parallel.precision.split_adamw import SplitAdamW, write_float32
 
 STEPS, WINDOW, WIDTH = 500, 20, 256
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

@@ -27,13 +27,12 @@ from gpu_cases import MIB, Case, Record, all_cases
 from gpu_measures import RUNNERS, measure
 from interleaved import print_table
 
-from simpletuner.parallel.devices.devices import DEVICES, device_by_driver_name
+from simpletuner.counting.step_memory import Workload
+from simpletuner.parallel.devices import DEVICES, device_by_driver_name
 from simpletuner.report import Report
 from simpletuner.settings.values.shape import SampleShape
-from simpletuner.tools.plan.estimate import RunPlan, estimate_run
-from simpletuner.tools.plan.inputs import SampleShapes, opened_family
+from simpletuner.tools.plan.estimate import RunPlan, SampleShapes, estimate_run, opened_family
 from simpletuner.tools.plan.planner import flops_per_sample
-from simpletuner.training.auto.workload import Workload
 
 PART_SECONDS = 480
 STEP_PARTS = ("levers", "batches", "sdxl")

@@ -32,12 +32,12 @@ from gpu_cases import ENGINES, FLUX, MIB, SDXL, SPLIT, TINY, Case, Flags, Record
 from gpu_measures import DRAW, RUN
 from interleaved import print_table
 
-from simpletuner.parallel.devices.devices import Device, device_by_driver_name
+from simpletuner.counting.step_memory import CONTEXT_BYTES
+from simpletuner.parallel.devices import Device, device_by_driver_name
 from simpletuner.run_log import silence_torchao
 from simpletuner.tools.plan.estimate import RunPlan
-from simpletuner.tools.plan.timing import ATTENTION, HOST_GB_PER_SECOND, LINK, PRODUCTS, TRAFFIC
-from simpletuner.training.auto.memory_estimate import CONTEXT_BYTES
-from simpletuner.training.auto.recompute import USABLE
+from simpletuner.tools.plan.measure import ATTENTION, HOST_GB_PER_SECOND, LINK, PRODUCTS, TRAFFIC
+from simpletuner.training.auto import USABLE
 
 PARTS = ("machine", "waits", "losses", "killed", "steps", "link")
 NOT_MEASURED = "not measured here"

@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from gpu_cases import MIB, Case, Flags, Record
 
-from simpletuner.data.batches.prefetch import Batch, StepBatch
+from simpletuner.counting.step_memory import Workload
+from simpletuner.data.prefetch import Batch, StepBatch
 from simpletuner.data.sampler.batch_sampler import SamplerState
 from simpletuner.errors import SimpleTunerError
 from simpletuner.parallel.mesh import Mesh
@@ -34,13 +35,11 @@ from simpletuner.report import Report
 from simpletuner.run_log import silence_torchao
 from simpletuner.settings.values.shape import SampleShape
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.tools.plan.inputs import opened_family
+from simpletuner.tools.plan.estimate import opened_family
 from simpletuner.tools.plan.measure import fill_with_noise, random_engine, random_inputs, timed_steps
-from simpletuner.training.auto.workload import Workload
 from simpletuner.training.checkpointer import Checkpointer
-from simpletuner.training.metrics.eta import Durations
-from simpletuner.training.optimizers import LearningRate
-from simpletuner.training.schedule import Schedule
+from simpletuner.training.metrics.speed import Durations
+from simpletuner.training.optimizers import LearningRate, Schedule
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Trainer
 

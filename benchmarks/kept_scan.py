@@ -21,10 +21,9 @@ import numpy as np
 import pyarrow as pa
 from interleaved import print_table
 
-from simpletuner.caches.store.keys import latents_parts, short_hash, text_parts
-from simpletuner.caches.store.records import record_keys
+from simpletuner.caches.store.records import latents_parts, record_keys, short_hash, text_parts
+from simpletuner.data.config.dataset_parts import VideoSettings
 from simpletuner.data.config.dataset_types import LocalImages
-from simpletuner.data.config.videos import VideoSettings
 from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
 from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.buckets import digest_buckets, make_buckets

@@ -20,9 +20,9 @@ import torch
 from interleaved import print_table, ratio, seconds_in_turns
 from torch import Tensor, nn
 
-from simpletuner.data.batches.prefetch import Batch, SampleReader
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.images.geometry import Geometry
+from simpletuner.data.prefetch import Batch, SampleReader
 from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler, SamplerState
 from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.samples import Sample, Samples
@@ -41,14 +41,11 @@ from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.sections import Model, Training
 from simpletuner.settings.values.shape import Shape
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.training.build import build_trainer
-from simpletuner.training.checkpointer import Checkpointer
-from simpletuner.training.engines import open_engine
-from simpletuner.training.metrics.eta import Durations
+from simpletuner.training.build import build_trainer, open_engine
+from simpletuner.training.checkpointer import Checkpointer, TrainingState
 from simpletuner.training.metrics.metrics import open_metrics
-from simpletuner.training.optimizers import make_optimizer
-from simpletuner.training.schedule import Schedule
-from simpletuner.training.state import TrainingState
+from simpletuner.training.metrics.speed import Durations
+from simpletuner.training.optimizers import Schedule, make_optimizer
 from simpletuner.training.trainer import Trainer
 
 ROUNDS, STEPS, BATCH_SIZE, SAMPLES = 100, 4, 4, 64

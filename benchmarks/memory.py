@@ -33,7 +33,7 @@ from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.sections import Model, Optimizer, Parallel, Training
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.training.engines import open_engine
+from simpletuner.training.build import open_engine
 
 RELEASED = Optimizer(optimizer_release_gradients=True, max_grad_norm=0)
 LAYOUTS = {

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from interleaved import print_table
 
-from simpletuner.training.metrics.sample_loss_scores import SAMPLE_LOSSES, read_losses, score_samples
+from simpletuner.runs.sample_loss_scores import SAMPLE_LOSSES, read_losses, score_samples
 
 DRAW = Path(__file__).parents[1] / "examples" / "shapes" / "draw.py"
 FLAGS = (

@@ -12,9 +12,9 @@ import numpy as np
 from interleaved import print_table
 
 from simpletuner.report import Report
-from simpletuner.training.html_report.page import HtmlReport
-from simpletuner.training.metrics.metrics_reader import METRICS
-from simpletuner.training.run_folder.run_summary import RunFacts
+from simpletuner.runs.facts import RunFacts
+from simpletuner.runs.metrics import METRICS
+from simpletuner.runs.report import HtmlReport
 
 STEPS, MORE, ROUNDS = (1_000, 10_000, 100_000), 100, 5
 

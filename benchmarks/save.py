@@ -27,9 +27,8 @@ from interleaved import print_table
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from simpletuner.checkpoints.background import BackgroundSaver
-from simpletuner.checkpoints.saving import Snapshot, save
-from simpletuner.checkpoints.shards import planned
+from simpletuner.checkpoints.saving import BackgroundSaver, Snapshot, save
+from simpletuner.checkpoints.tensors import planned
 from simpletuner.parallel.world import World, joined_world
 
 GROUPS, ROUNDS = ("model", "exp_avg", "exp_avg_sq"), 5

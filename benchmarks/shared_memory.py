@@ -29,7 +29,7 @@ from simpletuner.data.scan.scan import Scan
 from simpletuner.data.scan.scan_cache import intact_files, open_table, write_table
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.parallel.world import joined_world
-from simpletuner.preparation.shared_arrays import share_arrays
+from simpletuner.preparation.shared_download import share_arrays
 from simpletuner.settings.values.shape import Shape
 
 

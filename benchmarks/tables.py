@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from interleaved import print_table
 
+from simpletuner.data.config.dataset_parts import TableSettings
 from simpletuner.data.config.dataset_types import LocalImages
-from simpletuner.data.config.tables import TableSettings
 from simpletuner.data.samples.buckets import make_buckets
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.scan.file_list import FILE, OtherFiles, with_caption_versions

@@ -39,8 +39,8 @@ def measure(folder: str, length: int) -> tuple[float, float]:
     import torch
 
     from simpletuner.caches.latents import decode_image
-    from simpletuner.data.images.clips import Clip
     from simpletuner.data.images.geometry import Geometry
+    from simpletuner.data.images.videos import Clip
     from simpletuner.data.samples.samples import Sample
     from simpletuner.data.storage.storage import LocalStorage
     from simpletuner.settings.values.shape import Shape

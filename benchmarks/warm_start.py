@@ -77,7 +77,7 @@ def fill_caches(folder: Path) -> None:
 
     from simpletuner import worker
     from simpletuner.app import main
-    from simpletuner.caches.fill import fill as filling
+    from simpletuner.caches import fill as filling
     from simpletuner.data.samples.samples import Samples
     from simpletuner.preparation import prepare as preparation
 

@@ -14,18 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from simpletuner.counting.step_memory import Workload
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import presets
-from simpletuner.parallel.devices.devices import DEVICES, Device
-from simpletuner.parallel.devices.memory import MemoryBudget
+from simpletuner.parallel.devices import DEVICES, Device, MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
-from simpletuner.tools.plan.estimate import RunPlan, estimate_run
-from simpletuner.tools.plan.inputs import SampleShapes, count_shapes, opened_family
+from simpletuner.tools.plan.estimate import RunPlan, SampleShapes, count_shapes, estimate_run, opened_family
 from simpletuner.tools.plan.planner import flops_per_sample
 from simpletuner.tools.plan.search import propose
-from simpletuner.training.auto.recompute import USABLE
-from simpletuner.training.auto.workload import Workload
+from simpletuner.training.auto import USABLE
 
 MODELS = (
     "sdxl:base-1.0", "sd3:medium", "sd3:large", "pixart_sigma", "sana", "auraflow", "lumina2", "z_image", "chroma",

@@ -42,12 +42,10 @@ from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.sections import Launch, Model, Parallel
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.training.build import build_trainer
-from simpletuner.training.engines import open_engine
+from simpletuner.training.build import build_trainer, open_engine
+from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.metrics.metrics import open_metrics
-from simpletuner.training.optimizers import make_optimizer
-from simpletuner.training.schedule import Schedule
-from simpletuner.training.state import TrainingState
+from simpletuner.training.optimizers import Schedule, make_optimizer
 
 RANKS, STEPS, GOAL = 2, 4, 1.05
 ROUNDS = {1: 40, 2: 40, 3: 10}

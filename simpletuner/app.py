@@ -16,9 +16,9 @@ from typer.main import get_command
 
 from simpletuner import __version__
 from simpletuner.commands.cache import build_cache
-from simpletuner.commands.config.commands import build_config
+from simpletuner.commands.config import build_config
 from simpletuner.commands.dataset import build_dataset
-from simpletuner.commands.deepspeed.build import build_deepspeed
+from simpletuner.commands.deepspeed import build_deepspeed
 from simpletuner.commands.detect_blocks import SHOWN, detect_blocks
 from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.models import models
@@ -28,8 +28,7 @@ from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, outranke
 from simpletuner.commands.page import page
 from simpletuner.commands.plan import plan
 from simpletuner.commands.recipes import recipes
-from simpletuner.commands.runs import build_runs
-from simpletuner.commands.runs.status import status
+from simpletuner.commands.runs import build_runs, status
 from simpletuner.commands.shell.completions import completion, print_completions, words_of
 from simpletuner.commands.shell.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train

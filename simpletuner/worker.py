@@ -12,28 +12,32 @@ from simpletuner.checkpoints.export import base_files, check_export
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import CheckpointDamaged, Checksums, Verification
 from simpletuner.errors import EnvironmentNotReady, explain_system_errors
-from simpletuner.launch.flight_recorder import prefix_in, record_into, write_records
 from simpletuner.launch.launcher_connection import connect_to_launcher
 from simpletuner.launch.node_info import check_local_ranks, node_info
-from simpletuner.launch.preemption import check_of_machine, watch_preemption
 from simpletuner.launch.rendezvous import Group, verify_same_config
+from simpletuner.launch.stall_detection import prefix_in, record_into, write_records
 from simpletuner.launch.started_tasks import stop_advice
 from simpletuner.launch.store import MessageStore, TorchStore, message_signer
+from simpletuner.launch.termination import check_of_machine, watch_preemption
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import silence_libraries
-from simpletuner.models.opening.checked import note_checked
+from simpletuner.models.opening.completeness import note_checked
 from simpletuner.models.opening.loading import load_family
 from simpletuner.models.opening.unused_packages import leave_out_unused
-from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precision
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.model.attention_backend import attention_by
+from simpletuner.parallel.parallelize import compiler_explained
 from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, report_first_failure
 from simpletuner.preparation.plan import Plan, samples_by_shape
 from simpletuner.preparation.prepare import fit_to_model, folders_of, plan_data, prepare
-from simpletuner.preparation.same_folder import verify_same_folders
+from simpletuner.preparation.same_data import verify_same_folders
 from simpletuner.report import Report
+from simpletuner.runs.data_listing import record_data_of
+from simpletuner.runs.facts import Rows, facts_of
+from simpletuner.runs.report import open_html_report
+from simpletuner.runs.settings_record import SETTINGS, read_settings, record_settings, report_changes
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
 from simpletuner.system.files.lease_folder import shared_folders
@@ -42,24 +46,20 @@ from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.run_status import RunState, StatusWriter
 from simpletuner.system.processes.signals import StopRequest, handle_stop_signals, what_follows
-from simpletuner.training.auto.resolve import resolve_auto
-from simpletuner.training.build import build_trainer, open_state
-from simpletuner.training.engines import check_engine, open_engine
-from simpletuner.training.html_report.page import open_html_report
-from simpletuner.training.metrics.eta import EXPORTING
+from simpletuner.training.auto import resolve_auto
+from simpletuner.training.build import build_trainer, check_engine, open_engine, open_state
 from simpletuner.training.metrics.metrics import open_metrics
 from simpletuner.training.metrics.sample_losses import open_sample_losses
+from simpletuner.training.metrics.speed import EXPORTING
 from simpletuner.training.metrics.trackers import open_trackers, send_missed
 from simpletuner.training.mirroring.run_mirror import RunMirror
 from simpletuner.training.publishing.hub import push_to_hub
 from simpletuner.training.publishing.model_card import write_card
 from simpletuner.training.publishing.notifier import Notifier, open_notifier
-from simpletuner.training.run_folder.data_listing import record_data_of
-from simpletuner.training.run_folder.data_position import refuse_other_order, resume_point
-from simpletuner.training.run_folder.disk_room import check_room
 from simpletuner.training.run_folder.other_project import refuse_other_base
 from simpletuner.training.run_folder.output_dir import (
     accept_start,
+    check_room,
     export,
     export_single_files,
     exported_steps,
@@ -72,11 +72,11 @@ from simpletuner.training.run_folder.output_dir import (
 from simpletuner.training.run_folder.resuming import (
     check_fits,
     checkpoint_to_resume,
+    refuse_other_order,
+    resume_point,
     set_later_aside,
     warn_of_changed_base,
 )
-from simpletuner.training.run_folder.run_summary import Rows, facts_of
-from simpletuner.training.run_folder.settings_record import SETTINGS, read_settings, record_settings, report_changes
 from simpletuner.training.run_folder.summary import describe_prompts, describe_run, print_datasets, print_result
 
 

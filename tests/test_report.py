@@ -20,7 +20,7 @@ from simpletuner.preparation.prepare import report_left_out
 from simpletuner.report import Report, printable, wrapped_line
 from simpletuner.run_log import start_run_log, stop_run_log
 from simpletuner.status_line import fitting
-from simpletuner.training.metrics.eta import EXPORTING, WRITING, Durations, Pace
+from simpletuner.training.metrics.speed import EXPORTING, WRITING, Durations, Pace
 from simpletuner.training.run_folder.output_dir import open_log
 
 BAD = "x\x1b[2J\x07\x9b1m\u202ey\r\nerror: forged\ud800.png"

@@ -15,18 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.fill.fill import fill_cache
-from simpletuner.caches.fill.jobs import CacheJob, CacheRequest, Made
-from simpletuner.caches.fill.write_through import GrowingCache, open_growing
-from simpletuner.caches.store.keys import KeyParts, folder_fingerprint, latents_parts, short_hash
+from simpletuner.caches.fill import GrowingCache, fill_cache, open_growing
 from simpletuner.caches.store.mirror import Mirror
+from simpletuner.caches.store.records import KeyParts, folder_fingerprint, latents_parts, short_hash
 from simpletuner.caches.store.shards import ShardReader
+from simpletuner.caches.workers import CacheJob, CacheRequest, Made
 from simpletuner.data.images.geometry import Geometry
-from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, resize_and_crop
-from simpletuner.data.images.masks import ALL_BLACK
+from simpletuner.data.images.images import ALL_BLACK, DECODE_ERRORS, DOUBT, resize_and_crop
 from simpletuner.data.samples.conditioning_files import Mask
-from simpletuner.data.samples.references import References
-from simpletuner.data.samples.samples import DatasetSamples, Sample
+from simpletuner.data.samples.samples import DatasetSamples, References, Sample
 from simpletuner.errors import DataError, SettingsError
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.vae import Vae

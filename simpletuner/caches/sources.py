@@ -10,14 +10,12 @@ from functools import cache, cached_property
 from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.latents import DTYPES, LatentsCache
 from simpletuner.caches.on_demand import LatentsOnDemand, TextOnDemand
-from simpletuner.caches.paired_texts import PairedTexts
 from simpletuner.caches.store.mirror import open_mirror
-from simpletuner.caches.texts import TextCache
+from simpletuner.caches.texts import PairedTexts, TextCache
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.embeds import TextEmbeds
-from simpletuner.data.config.folders import latents_folder, paired_folder, text_folder
-from simpletuner.data.samples.references import References, references_of
-from simpletuner.data.samples.samples import DatasetSamples, Sample, Samples
+from simpletuner.data.config.places import latents_folder, paired_folder, text_folder
+from simpletuner.data.samples.samples import DatasetSamples, References, Sample, Samples, references_of
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from simpletuner.checkpoints.layout import list_checkpoints, parse_step
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.parallel.devices.memory import FLOAT32_BYTES
+from simpletuner.parallel.devices import FLOAT32_BYTES
 from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings.declared.sections import Settings
 

@@ -15,23 +15,31 @@ from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import FINISHED, file_sizes
 from simpletuner.checkpoints.saving import make_empty_folder, publish, run_on_all_ranks, run_on_first_rank, write_group
-from simpletuner.checkpoints.shards import plan_group
+from simpletuner.checkpoints.tensors import plan_group
 from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.checkpoints.writing import as_bytes, write_safetensors
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.folder.index import INDEX, MODULAR_INDEX, component_source, index_file, source_of
 from simpletuner.models.folder.malformed import read_json
-from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, belongs_to_component, weights_files
+from simpletuner.models.folder.weights import (
+    COMPONENT_SUFFIXES,
+    INDEX,
+    MODULAR_INDEX,
+    belongs_to_component,
+    component_source,
+    index_file,
+    source_of,
+    weights_files,
+)
+from simpletuner.models.opening.lora_config import write_formats
 from simpletuner.models.opening.lora_file import write_lora
-from simpletuner.models.opening.lora_formats import write_formats
-from simpletuner.models.single_file.ldm_layout import original_reads
+from simpletuner.models.single_file.conversion import original_reads
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World
 from simpletuner.system.files.atomic import flush_to_disk, unfinished_path, write_json
 from simpletuner.system.files.checksums import is_intact, with_checksum
-from simpletuner.system.files.promises import rename_over
+from simpletuner.system.files.mounts import rename_over
 from simpletuner.system.files.regular_files import read_file
 
 SCHEDULER = "scheduler/scheduler_config.json"

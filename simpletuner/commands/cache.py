@@ -143,7 +143,7 @@ def clear_unused(
 
 def find_items(settings: Settings, kinds: Sequence[CacheKind], report: Report) -> list[CacheItem]:
     """Find the caches of some kinds, and say which files that look like caches are not ours."""
-    from simpletuner.tools.cache.finding import find_caches
+    from simpletuner.tools.cache.clearing import find_caches
 
     items, foreign = find_caches(settings, kinds)
     report_foreign(report, foreign)

@@ -1,18 +1,18 @@
-"""`simpletuner dataset`: what a run would make of its images and captions."""
+"""`simpletuner dataset`: what a run would make of its images and captions, and what changed between two starts."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.commands.dataset_diff import dataset_diff
+from simpletuner.commands.help import path_argument, path_option
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
-from simpletuner.commands.paths import path_option
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
 from simpletuner.report import Report
 from simpletuner.settings import load
@@ -22,7 +22,69 @@ from simpletuner.system.processes.run_status import StatusWriter
 
 if TYPE_CHECKING:
     from simpletuner.data.samples.dataset_summary import BucketSummary
+    from simpletuner.runs.data_listing import DataDifference
     from simpletuner.tools.dataset.check import CheckedDataset, CheckResult
+
+NAMES_SHOWN = 10
+
+
+def dataset_diff(
+    folder: Annotated[Path, path_argument("Output folder of the run.")],
+    other: Annotated[
+        Path | None, path_argument("Output folder of another run, to compare the last starts of both.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts, with all names.")] = False,
+) -> None:
+    """Show what changed in the data of a run when it last changed between two starts, or how that of two runs differs.
+
+    Images that were added, removed or changed (size and time of change), captions, buckets. Opens no image.
+    """
+    from simpletuner.runs.data_listing import compare_data, last_change, last_data
+    from simpletuner.runs.folder import check_run
+
+    report = Report()
+    for each in (folder, *([other] if other else [])):
+        check_run(each)
+    pair = (last_data(folder), last_data(other)) if other is not None else last_change(folder)
+    found = compare_data(*pair) if pair is not None else None
+    if as_json:
+        report.json(asdict(found) if found is not None else {})
+    elif found is None or found.is_empty:
+        report.line("the data is the same" if found is not None else "all starts of this run had the same data")
+    else:
+        show_difference(found, report)
+
+
+def show_difference(found: DataDifference, report: Report) -> None:
+    report.line(f"from {found.before}\nto   {found.after}", style="bold")
+    for title, names in (
+        ("added", found.added),
+        ("removed", found.removed),
+        ("changed", found.changed),
+        ("held out now, or no longer", found.held_out),
+        ("recaptioned", [f"{name}: {old!r} -> {new!r}" for name, old, new in found.recaptioned]),
+        ("in another bucket", [f"{move}: {count:,}" for move, count in found.moved.items()]),
+    ):
+        for line in lines_of(
+            title, names, sum(found.moved.values()) if names and title == "in another bucket" else None
+        ):
+            report.line(line)
+    rows = [
+        (name, f"{one:,}", f"{two:,}", f"{two - one:+,}") for name, (one, two) in found.buckets.items() if one != two
+    ]
+    if rows:
+        report.data_table("", rows, ("bucket", "before", "after", ""))
+
+
+def lines_of(title: str, names: list[str], count: int | None = None) -> Iterator[str]:
+    """Yield a heading and the first names; nothing where there are none."""
+    if not names:
+        return
+    yield f"{title}: {count_noun(len(names) if count is None else count, 'image')}"
+    yield from (f"  {name}" for name in names[:NAMES_SHOWN])
+    if (more := len(names) - NAMES_SHOWN) > 0:
+        yield f"  and {more:,} more; --json has all"
+
 
 SHOWN = (
     "instance_data_dir", "data_backend_config", "model_family", "pretrained_model_name_or_path", "caption_strategy",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from simpletuner.commands.paths import path_option
+from simpletuner.commands.help import path_option
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import load
@@ -20,7 +20,7 @@ from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import format_count
 
 if TYPE_CHECKING:
-    from simpletuner.models.analysis.detection import Detection
+    from simpletuner.counting.block_detection import Detection
     from simpletuner.parallel.model.blocks import BlockClass
 
 SETTING = "fsdp_transformer_layer_cls_to_wrap"
@@ -48,7 +48,7 @@ def detect_blocks(
 ) -> None:
     """Show which blocks of a denoiser FSDP should wrap. Nothing is downloaded, no weights are loaded."""
     with no_collection():
-        from simpletuner.models.analysis.detection import detect
+        from simpletuner.counting.block_detection import detect
 
     report = Report()
     loaded = load(flags, config or apply, complete=False)

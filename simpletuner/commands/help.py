@@ -1,13 +1,16 @@
-"""Help of commands that take settings: flags in the groups of docs/options.md, and only those that a command uses."""
+"""Help of commands that take settings: flags in the groups of docs/options.md; and arguments that are paths."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.system.files.paths import expand_path
 
 OWN = "Options"
 DEBUG = ("--debug", "Show the whole traceback of an error.")
@@ -72,3 +75,20 @@ def help_all(hidden: bool) -> Any:
     """The option that shows what `--help` leaves out; `hidden` where that is nothing."""
     text = "Show all settings, which may be given here as well."
     return typer.Option(False, "--help-all", is_eager=True, callback=show_all, hidden=hidden, help=text)
+
+
+def path_option(flag: str, sentence: str, metavar: str = "<path>") -> Any:
+    return typer.Option(flag, help=sentence, metavar=metavar, parser=parse_path)
+
+
+def path_argument(sentence: str) -> Any:
+    return typer.Argument(help=sentence, parser=parse_path)
+
+
+def parse_path(text: str) -> Path:
+    """Return the path that was typed. Raises SettingsError for an empty one and for an unknown user."""
+    # Typer would take an empty path for the current folder, and a shell expands no `~` after `=`.
+    try:
+        return expand_path(text)
+    except ValueError as error:
+        raise SettingsError(f"'{text}': {error}", "`--help` after any command explains it") from None

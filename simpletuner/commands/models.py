@@ -121,8 +121,7 @@ def family_as_json(name: str, preset: Preset) -> dict[str, Any]:
 
 
 def flavour_as_json(preset: Preset, name: str, flavour: Flavour) -> dict[str, Any]:
-    from simpletuner.models.catalog.licenses import LICENSES
-    from simpletuner.models.catalog.registry import alltoall_sizes, heads_of
+    from simpletuner.models.catalog.registry import LICENSES, alltoall_sizes, heads_of
 
     return {
         "model_flavour": name,
@@ -158,7 +157,7 @@ def print_family(report: Report, family: dict[str, Any]) -> None:
 
 
 def print_licenses(report: Report, flavours: list[dict[str, Any]]) -> None:
-    from simpletuner.models.catalog.licenses import describe_license
+    from simpletuner.models.catalog.registry import describe_license
 
     groups = by_value(flavours, "license")
     for name, flavour_names in groups.items():

@@ -13,14 +13,14 @@ from rich.filesize import decimal
 from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, as_arguments, with_settings
 from simpletuner.errors import EnvironmentNotReady, ExitCode, SettingsError, SimpleTunerError
-from simpletuner.parallel.devices.devices import DEVICES, device_by_name
+from simpletuner.parallel.devices import DEVICES, device_by_name
 from simpletuner.report import Report
 from simpletuner.settings import load
 from simpletuner.system.numbers import count_noun
 from simpletuner.tools.net.results import as_ms, as_rate
 
 if TYPE_CHECKING:
-    from simpletuner.tools.net.planned import PlannedCommunication
+    from simpletuner.tools.net.check import PlannedCommunication
     from simpletuner.tools.net.results import NetworkMachine, NetworkResult, PairResult
 
 SHOWN = (
@@ -80,7 +80,7 @@ def net_check(
         planned: PlannedCommunication | str = "unknown: no model_family is set"
         if loaded.settings.model.model_family:
             from simpletuner.commands.plan import device_of_this_machine
-            from simpletuner.tools.net.planned import plan_communication
+            from simpletuner.tools.net.check import plan_communication
 
             known, rate = device or device_of_this_machine(loaded), result.bus_bytes_per_second
             try:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.commands.help import SettingsCommand
+from simpletuner.commands.help import SettingsCommand, path_option
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
-from simpletuner.commands.paths import path_option
 from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
@@ -110,7 +109,7 @@ def node_of(settings: Settings, path: Path | None, nodes: int | None, rank: int 
 def written_by(settings: Settings) -> dict[str, Any]:
     """Return `disk_usage` of a node: what the configured run will write, or `disk_unknown`: why that is not known."""
     from simpletuner.checkpoints.disk_usage import estimate_disk_usage
-    from simpletuner.models.catalog.parameter_count import copied_bytes, parameters_of
+    from simpletuner.models.catalog.architecture import copied_bytes, parameters_of
     from simpletuner.parallel.moments import TrainedWeights, needs_shapes
 
     model, counted = settings.model, parameters_of(settings.model)
@@ -122,7 +121,7 @@ def written_by(settings: Settings) -> dict[str, Any]:
         return {}
     try:
         with no_collection():
-            from simpletuner.tools.plan.inputs import opened_disk_usage  # torch, to know the shapes of all weights
+            from simpletuner.tools.plan.estimate import opened_disk_usage  # torch, to know the shapes of all weights
 
         return {"disk_usage": opened_disk_usage(settings)}
     except SimpleTunerError as error:

@@ -10,13 +10,12 @@ from typing import Any, get_args, get_origin
 import typer
 from typer.models import OptionInfo
 
-from simpletuner.commands.help import help_all
-from simpletuner.commands.paths import parse_path
+from simpletuner.commands.help import help_all, parse_path
 from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.errors import closest, shown_value
 from simpletuner.settings.declared.knob import extra_of, shown_default, type_name
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
-from simpletuner.settings.files.arguments import parse_arguments
+from simpletuner.settings.files.raw_values import parse_arguments
 from simpletuner.settings.foreign.recognition import answer_for
 from simpletuner.settings.resolving.loading import canonical_name
 from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from simpletuner.commands.paths import path_option
+from simpletuner.commands.help import path_option
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.extras import install_command
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from simpletuner.commands.paths import path_option
+from simpletuner.commands.help import path_option
 from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError, SimpleTunerError
-from simpletuner.parallel.devices.devices import DEVICES, GIB, Device, device_by_driver_name, device_by_name
-from simpletuner.parallel.devices.memory import MemoryBudget
+from simpletuner.parallel.devices import DEVICES, GIB, Device, MemoryBudget, device_by_driver_name, device_by_name
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.settings.values.spelling import as_text

@@ -14,7 +14,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.run_log import start_run_log
 from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.declared.secret_names import mask_arguments
+from simpletuner.settings.declared.errors import mask_arguments
 from simpletuner.settings.declared.sections import Launch
 from simpletuner.system.files.paths import descriptor_of
 from simpletuner.system.importing import no_collection
@@ -50,9 +50,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     if loaded.settings.parallel.zero_stage is not None and not is_rank(os.environ):
         check_deepspeed(loaded.settings)
     if loaded.settings.launch.num_machines == 1 and not is_rank(os.environ):
-        from simpletuner.data.samples.few_images import (
-            check_few_images,  # Pillow and Arrow, which `--dry_run` does without
-        )
+        from simpletuner.data.samples.dataset_warnings import check_few_images
 
         check_few_images(loaded.settings)
     launches = loaded.settings.launch.num_processes > 1 and not is_rank(os.environ)
@@ -106,7 +104,7 @@ def read_checkpoint_ahead(settings: Settings) -> None:
 def check_deepspeed(settings: Settings) -> None:
     """Find what DeepSpeed lacks on this machine before any rank is started. Raises EnvironmentNotReady."""
     from simpletuner.deepspeed.requirements import check_compiler, check_installed
-    from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
+    from simpletuner.settings.foreign.deepspeed_config import deepspeed_options
 
     check_installed()
     if (zero := deepspeed_options(settings)) is not None and zero.uses_nvme:

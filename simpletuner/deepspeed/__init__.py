@@ -1,18 +1,5 @@
 """DeepSpeed ZeRO: requirements, memory estimates, the engine, row shards.
 
-requirements.py       requirements of this machine, without importing torch or DeepSpeed
-estimate.py           bytes that a configuration needs, and the lowest stage that fits
-template_files.py     named configurations
-builder.py            settings and answers so far, the JSON that they make, the memory that it needs
-questions.py          questions of the builder
-startup.py            in a rank: import, compile operators for disks
-swap_files.py         folders for what is offloaded to NVMe
-engine.py             the `Engine`, and how it is built
-materialize.py        weights for a model on the meta device, module by module
-partitions.py         the float32 weights and moments that DeepSpeed keeps on this rank
-partitioned_muon.py   Muon over those: whole matrices, each on one rank for its step
-row_shards.py         all-to-all between those and the row shards of checkpoints
-
 Internal DeepSpeed API in use, checked with 0.19.8; tests/zero/test_internal_api.py looks for each name in the
 installed files:
 

@@ -1,14 +1,21 @@
-"""The state of `simpletuner deepspeed build`: settings and answers so far, the JSON they make, the memory it needs."""
+"""The state of `simpletuner deepspeed build`: settings and answers so far, the JSON they make, the memory it needs.
+
+Questions of the DeepSpeed builder, in a terminal and on the page: settings, the most important first.
+
+Named DeepSpeed configurations: those shipped with simpletuner, and the user's own in SIMPLETUNER_HOME.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from simpletuner.deepspeed.estimate import (
+from simpletuner.counting.zero_memory import (
     FREE_SHARE,
     StageChoice,
     choose_stage,
@@ -18,14 +25,18 @@ from simpletuner.deepspeed.estimate import (
 )
 from simpletuner.deepspeed.requirements import check_settings
 from simpletuner.errors import SettingsError
-from simpletuner.parallel.devices.memory import MemoryBudget, MemoryEstimate
+from simpletuner.parallel.devices import MemoryBudget, MemoryEstimate
 from simpletuner.report import Report
+from simpletuner.settings.declared.errors import nearest
+from simpletuner.settings.declared.sections import Parallel
 from simpletuner.settings.files.raw_values import RawValue, Source
-from simpletuner.settings.foreign.deepspeed.config import deepspeed_config, with_auto
+from simpletuner.settings.foreign.deepspeed_config import deepspeed_config, with_auto
 from simpletuner.settings.resolving.deepspeed_source import NAME, as_source
 from simpletuner.settings.resolving.loading import Loaded, canonical_name, resolve, settings_as_json
 from simpletuner.settings.resolving.sources import RANKS, collect_from_file, collect_sources, from_flags
 from simpletuner.settings.values.spelling import as_text
+from simpletuner.system.files.cache_files import user_home
+from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.numbers import count_noun, format_gib, parse_bytes, parse_count
 
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -60,8 +71,7 @@ class DeepSpeedBuilder:
 
         The file to `apply` to is also read for settings, and so is a DeepSpeed JSON in it; one that it names is not.
         """
-        from simpletuner.deepspeed.template_files import find_template
-        from simpletuner.models.catalog.parameter_count import parameters_of
+        from simpletuner.models.catalog.architecture import parameters_of
 
         base = [as_source(f"template {template}", find_template(template).config)] if template else []
         sources = collect_sources(flags, config or apply, os.environ)
@@ -216,3 +226,96 @@ def memory_table(estimate: MemoryEstimate) -> list[tuple[str, ...]]:
     rows = [(row.name, (row.gpu, row.host * ranks, row.disk * ranks), row.formula) for row in estimate.rows]
     rows.append(("together", (estimate.gpu_bytes, estimate.host_bytes, estimate.disk_bytes), ""))
     return [(name, *map(format_gib, sizes), formula) for name, sizes, formula in rows]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A setting to ask for, the text of the question, and when it applies."""
+
+    setting: str
+    text: str
+    default: str = ""
+    applies: Callable[[Parallel], bool] = lambda parallel: True
+
+
+QUESTIONS = (
+    Question("num_processes", "How many GPUs in all?"),
+    Question("zero_stage", "Partition optimizer state (1), gradients too (2), weights too (3)?", default="2"),
+    Question("offload_optimizer", "Where is optimizer state kept? none: on the GPU"),
+    Question(
+        "offload_param",
+        "Where are weights kept between uses? none: on the GPU",
+        applies=lambda parallel: parallel.zero_stage == 3,
+    ),
+    Question("optimizer", "Which optimizer?"),
+    Question("lr_scheduler", "Which learning rate schedule after the warm-up?"),
+    Question("lr_warmup_steps", "How many warm-up steps?"),
+    Question("gradient_accumulation_steps", "How many forward passes per optimizer step?"),
+    Question("max_grad_norm", "Clip gradients to which norm? 0: never"),
+    Question("mixed_precision", "Compute in bf16, or (no) in float32?"),
+)
+OFFLOAD_FOLDER = Question("offload_param_path", "In which folder? On a fast disk of each machine")
+
+
+SHIPPED_FOLDER = Path(__file__).with_name("templates")
+USER_FOLDER = "deepspeed"
+SUFFIX = ".toml"
+DESCRIPTION = "description"
+
+
+@dataclass(frozen=True)
+class DeepSpeedTemplate:
+    """A named configuration; `config` is DeepSpeed's JSON, in which `auto` and missing keys are filled in."""
+
+    name: str
+    path: Path
+    description: str
+    config: Mapping[str, Any]
+
+    @property
+    def is_shipped(self) -> bool:
+        return self.path.parent == SHIPPED_FOLDER
+
+
+def load_templates(environment: Mapping[str, str] = os.environ) -> dict[str, DeepSpeedTemplate]:
+    """Read all templates, by name; the user's own replace shipped ones of the same name."""
+    folders = (SHIPPED_FOLDER, user_folder(environment))
+    paths = [path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    return {path.stem: read_template(path) for path in paths}
+
+
+def user_folder(environment: Mapping[str, str]) -> Path:
+    return user_home(environment) / USER_FOLDER
+
+
+def find_template(name: str, environment: Mapping[str, str] = os.environ) -> DeepSpeedTemplate:
+    """Return the template of that name. Raises SettingsError if there is none."""
+    known = load_templates(environment)
+    if name not in known:
+        raise SettingsError(f"there is no template `{name}`{nearest(name, known)}", "`simpletuner deepspeed templates`")
+    return known[name]
+
+
+def read_template(path: Path) -> DeepSpeedTemplate:
+    """Read a template. Raises SettingsError for a file that is not one."""
+    try:
+        values = tomllib.loads(read_file(path).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"{path} is not a template: {reason}", "correct the file, or remove it") from None
+    description = str(values.pop(DESCRIPTION, ""))
+    return DeepSpeedTemplate(path.stem, path, description, values)
+
+
+def user_template_path(name: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the file of a user's own template. Raises SettingsError for an invalid name."""
+    # Neither separators nor a leading dot: the name becomes a path below the user's folder.
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        raise SettingsError(f"`{name}` cannot name a template", "use letters, digits, `-`, `_` and `.`")
+    return user_folder(environment) / f"{name}{SUFFIX}"
+
+
+def format_template(config: Mapping[str, Any]) -> str:
+    import tomli_w
+
+    return tomli_w.dumps(config)

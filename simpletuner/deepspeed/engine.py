@@ -27,14 +27,15 @@ from simpletuner.deepspeed.materialize import (
 )
 from simpletuner.deepspeed.partitioned_muon import PartitionedMuon
 from simpletuner.deepspeed.partitions import (
+    ElementRange,
     FlatBufferPartitions,
     OptimizerPartitions,
+    RowShards,
     SubGroupPartitions,
     count_steps,
     create_moments,
     moment_names,
 )
-from simpletuner.deepspeed.row_shards import ElementRange, RowShards
 from simpletuner.deepspeed.startup import import_deepspeed
 from simpletuner.deepspeed.swap_files import create_swap_folder
 from simpletuner.errors import SettingsError
@@ -44,7 +45,7 @@ from simpletuner.parallel.optimizers.muon import Muon
 from simpletuner.parallel.torch_engine import MakeOptimizer, ShardUpdate, local_tensor, sharded_parameters
 from simpletuner.parallel.world import World
 from simpletuner.settings.declared.sections import Settings
-from simpletuner.settings.foreign.deepspeed.config import deepspeed_config, deepspeed_options
+from simpletuner.settings.foreign.deepspeed_config import deepspeed_config, deepspeed_options
 
 OWN_CONFIG = {
     "zero_allow_untested_optimizer": True,  # torch's optimizers, the same as with every other engine

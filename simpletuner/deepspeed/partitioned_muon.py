@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from simpletuner.deepspeed.partitions import OptimizerPartitions
-from simpletuner.deepspeed.row_shards import ElementRange
+from simpletuner.deepspeed.partitions import ElementRange, OptimizerPartitions
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
 from simpletuner.parallel.optimizers.muon import Muon, nesterov, orthogonalize_shared, update_scale
 from simpletuner.parallel.torch_engine import whole_shape

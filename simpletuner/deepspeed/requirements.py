@@ -19,11 +19,11 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from simpletuner.deepspeed.estimate import estimate_for_settings
+from simpletuner.counting.zero_memory import estimate_for_settings
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.extras import install_command
 from simpletuner.settings import Settings
-from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
+from simpletuner.settings.foreign.deepspeed_config import deepspeed_options
 
 INSTALL = install_command("deepspeed")
 UNSUPPORTED_PLATFORMS = {"darwin": "macOS", "win32": "Windows"}

@@ -20,7 +20,7 @@ from simpletuner.deepspeed.swap_files import remove_dead_swap_folders
 from simpletuner.parallel.world import World
 from simpletuner.private_api import of_torch
 from simpletuner.run_log import take_over
-from simpletuner.settings.foreign.deepspeed.config import DeepSpeedOptions
+from simpletuner.settings.foreign.deepspeed_config import DeepSpeedOptions
 from simpletuner.system.files.locks import exclusive_lock
 
 COMPILE_WAIT_SECONDS = 1800

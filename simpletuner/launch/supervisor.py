@@ -15,22 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from simpletuner.errors import SIGNAL_CODES, EnvironmentNotReady, SimpleTunerError
-from simpletuner.launch.flight_recorder import dumps_at, prefix_in, where_dumps_are
 from simpletuner.launch.heartbeat import PeerMonitor
 from simpletuner.launch.node_info import NodeInfo, check_addresses, node_info
 from simpletuner.launch.plan import plan_of, visible_gpus
-from simpletuner.launch.preemption import watch_preemption
 from simpletuner.launch.ranks import Ranks, inherited_environment
-from simpletuner.launch.rendezvous import Group, verify_same_config
-from simpletuner.launch.stall_detection import StallDetector
+from simpletuner.launch.rendezvous import Group, connect, serve, verify_same_config
+from simpletuner.launch.stall_detection import StallDetector, dumps_at, prefix_in, where_dumps_are
 from simpletuner.launch.store import MessageSigner, MessageStore, TorchStore, message_signer
-from simpletuner.launch.tcp_store import connect, serve
 from simpletuner.launch.termination import (
     Termination,
     launcher_signaled,
     rank_failed,
     rank_hangs_after_failing,
     rank_stalled,
+    watch_preemption,
 )
 from simpletuner.report import Report
 from simpletuner.run_log import LOG, write_log_to

@@ -20,20 +20,20 @@ from starlette.staticfiles import StaticFiles
 from simpletuner.errors import SimpleTunerError, explain_os_error, system_error
 from simpletuner.page import configurations, exports, preferences
 from simpletuner.page.datasets import routes as datasets
-from simpletuner.page.editing import blocks, builder_dialog, editor, plan_panel
+from simpletuner.page.editing import blocks, builder_dialog, editor, planning
 from simpletuner.page.editing.planning import Planning
-from simpletuner.page.folders import Folders
 from simpletuner.page.guard import HEADERS, Guard, Secrets
 from simpletuner.page.queue.waiting import RunQueue
 from simpletuner.page.rendering import HERE, editor_address, folders_of, render, respond_error
 from simpletuner.page.runs import routes as runs
-from simpletuner.page.runs.exporting import Exporting
 from simpletuner.page.runs.fragments import KeptRows
-from simpletuner.page.runs.listing import RunList
 from simpletuner.page.runs.processes import Processes
+from simpletuner.page.runs.results import Exporting
 from simpletuner.page.runs.watching import Watched
+from simpletuner.runs.folder import Folders
+from simpletuner.runs.listing import RunList
 
-PAGES = (configurations, editor, blocks, builder_dialog, plan_panel, exports, datasets, runs, preferences)
+PAGES = (configurations, editor, blocks, builder_dialog, planning, exports, datasets, runs, preferences)
 BUG = SimpleTunerError("This is a bug in simpletuner.", "the terminal where the page was started shows where")
 
 

@@ -16,9 +16,9 @@ from starlette.routing import Route
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import presets, trainable_flavours
-from simpletuner.page.folders import MAX_DEPTH, SKIPPED, Folders
 from simpletuner.page.rendering import editor_address, field, folders_of, render, respond
 from simpletuner.recipes.library import find_recipe, recipe_names
+from simpletuner.runs.folder import MAX_DEPTH, SKIPPED, Folders
 from simpletuner.settings.declared.errors import shorten
 from simpletuner.settings.editors.editing import change_text, setting_of
 from simpletuner.settings.files.formats import FORMATS, read_entries, suffix_of

@@ -21,9 +21,8 @@ from simpletuner.system.files.lease import Holding
 from simpletuner.system.files.lease_folder import holder_of
 from simpletuner.system.files.locks import RUN_LOCK
 from simpletuner.system.numbers import count_noun, format_bytes
-from simpletuner.tools.cache.clearing import clear, refuse_in_use
+from simpletuner.tools.cache.clearing import clear, find_caches, refuse_in_use
 from simpletuner.tools.cache.contents import CacheItem, CacheKind
-from simpletuner.tools.cache.finding import find_caches
 
 TITLES = {
     CacheKind.BLOCKS: ("FSDP Detection Cache", "Blocks that were detected in denoisers, of all configurations."),

@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse
 
 from simpletuner import __version__
 from simpletuner.errors import SimpleTunerError
-from simpletuner.page.folders import Folders
+from simpletuner.runs.folder import Folders
 from simpletuner.settings.declared.sections import setting_fields
 from simpletuner.system.numbers import count_noun, format_count, format_gib
 

@@ -19,10 +19,10 @@ import uvicorn
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.page.application import build_application
-from simpletuner.page.folders import Folders
 from simpletuner.page.guard import Secrets
 from simpletuner.page.rendering import render
 from simpletuner.report import Report
+from simpletuner.runs.folder import Folders
 
 LOOPBACK = "127.0.0.1"
 USUAL_PORT = 8001

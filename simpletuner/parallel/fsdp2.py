@@ -12,8 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.parallel.model.blocks import blocks_of, recommended_blocks
-from simpletuner.parallel.model.module_stats import count_parameters
+from simpletuner.parallel.model.blocks import blocks_of, count_parameters, recommended_blocks
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine, autocast
 from simpletuner.settings.declared.errors import nearest
 from simpletuner.settings.declared.sections import Parallel

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from simpletuner.launch.tcp_store import why_unreachable
+from simpletuner.launch.rendezvous import why_unreachable
 from simpletuner.system.files.lease_record import Record, boot_id, pid_namespace, process_start
 
 MOST_NAMED = 8

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from simpletuner.errors import EnvironmentNotReady, ExitCode, SimpleTunerError, Stopped, TrainingError
 from simpletuner.launch.launcher_connection import LauncherConnection
-from simpletuner.parallel.cards import agree_on_devices, view_of_rank
+from simpletuner.parallel.gpu import agree_on_devices, view_of_rank
 from simpletuner.parallel.lost_ranks import find_ended, find_lost, join_problem, record_process
 from simpletuner.private_api import of_torch
 from simpletuner.system.files.lease import Lease

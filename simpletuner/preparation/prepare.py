@@ -10,35 +10,27 @@ from pathlib import Path
 
 from simpletuner.caches.latents import decoding_threads
 from simpletuner.caches.sources import Sources, encodes_beside, open_sources, used_texts, without_caption
-from simpletuner.data.batches.prefetch import THREADS, SampleReader, reading_threads
-from simpletuner.data.batches.references import FIRST_FRAME, named_references
+from simpletuner.data.config.dataset_parts import NO_LIMIT, Window
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.config.embeds import TextEmbeds
-from simpletuner.data.config.folders import default_folder, latents_folder, text_folder
-from simpletuner.data.config.participation import NO_LIMIT, Window
+from simpletuner.data.config.places import default_folder, latents_folder, text_folder
 from simpletuner.data.config.validation_prompts import ValidationPrompt, load_prompts
-from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
-from simpletuner.data.sampler.bucket_schedule import BucketSchedule
+from simpletuner.data.prefetch import FIRST_FRAME, THREADS, SampleReader, named_references, reading_threads
+from simpletuner.data.sampler.batch_sampler import BucketSchedule, GlobalBatchSampler
 from simpletuner.data.samples.buckets import Buckets, digest_buckets, fill_buckets, make_buckets
-from simpletuner.data.samples.clip_rates import remark_on_rates
-from simpletuner.data.samples.dataset_warnings import dataset_warnings
+from simpletuner.data.samples.dataset_warnings import dataset_warnings, remark_on_rates
 from simpletuner.data.samples.discovery import Discovery, discover, format_names
-from simpletuner.data.samples.held_out import held_out_indices
-from simpletuner.data.samples.references import references_of
-from simpletuner.data.samples.samples import Samples
+from simpletuner.data.samples.samples import Samples, held_out_indices, references_of
 from simpletuner.data.scan.scan import Scan
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError, join_data_errors
 from simpletuner.models.catalog.support import check_prompt_sizes, clip_fps
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.world import World
-from simpletuner.preparation.alignment import bucket_alignment
-from simpletuner.preparation.plan import Plan
-from simpletuner.preparation.references import check_references, with_first_frames
+from simpletuner.preparation.plan import Plan, bucket_alignment, check_references, with_first_frames
 from simpletuner.preparation.sampled_prompts import SampledPrompt, sampled_prompts
-from simpletuner.preparation.shared_arrays import share_arrays
-from simpletuner.preparation.shared_download import download_datasets
+from simpletuner.preparation.shared_download import download_datasets, share_arrays
 from simpletuner.preparation.shared_scan import scan_datasets
 from simpletuner.report import Report
 from simpletuner.session import Session

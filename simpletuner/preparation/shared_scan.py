@@ -24,10 +24,19 @@ import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.scan.comparison import DatasetFiles
-from simpletuner.data.scan.dir_mtimes import forget_folder_times, unchanged_files, write_folder_times
 from simpletuner.data.scan.file_list import FileList, OtherFiles, list_images
 from simpletuner.data.scan.scan import SCANNED, Scan, scan_files
-from simpletuner.data.scan.scan_cache import IDENTITY, intact_files, match_rows, open_table, remove_all_but, write_table
+from simpletuner.data.scan.scan_cache import (
+    IDENTITY,
+    forget_folder_times,
+    intact_files,
+    match_rows,
+    open_table,
+    remove_all_but,
+    unchanged_files,
+    write_folder_times,
+    write_table,
+)
 from simpletuner.data.scan.stale_file_watcher import FileCheck
 from simpletuner.data.scan.table_join import Described, describe_files, files_to_read, with_described
 from simpletuner.data.storage.storage import LocalStorage, Storage, open_storage

@@ -12,7 +12,7 @@ from simpletuner.models.catalog.registry import check_trainable
 from simpletuner.recipes.recipe import Recipe
 from simpletuner.settings.declared.errors import nearest, shorten
 from simpletuner.settings.declared.sections import Model
-from simpletuner.settings.files.file_entries import explain_parsing
+from simpletuner.settings.files.config_files import explain_parsing
 from simpletuner.settings.files.formats import read_text
 from simpletuner.settings.files.raw_values import RawValue, Source
 from simpletuner.settings.resolving.loading import resolve

@@ -1,4 +1,4 @@
-"""Network addresses, interfaces and listening sockets of this machine."""
+"""Network addresses, interfaces and listening sockets of this machine; HTTP requests by urllib."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import errno
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterator
+import urllib.request
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 # Linux: list every IPv4 address with the name of its interface; see `man 7 netdevice`.
 SIOCGIFCONF = 0x8912
@@ -72,3 +75,19 @@ def listen_on_all_addresses(port: int) -> socket.socket:
             if error.errno == errno.EADDRINUSE:  # otherwise IPv6 is switched off in the kernel
                 raise
     return socket.create_server(("", port))
+
+
+def http_request(
+    url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> urllib.request.Request:
+    """Make a request; `user:password@` of the address is sent as Basic authentication, and not to where it redirects.
+
+    Raises ValueError for what is no address.
+    """
+    parts = urlsplit(url)
+    credentials, has_credentials, host = parts.netloc.rpartition("@")
+    request = urllib.request.Request(urlunsplit(parts._replace(netloc=host)), body, dict(headers or {}))
+    if has_credentials:
+        token = b64encode(unquote(credentials).encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {token}")
+    return request

@@ -18,8 +18,8 @@ from simpletuner.models.folder.diffusers_io import libraries_silenced
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import joined_world
 from simpletuner.report import Report
+from simpletuner.runs.settings_record import recorded_settings
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.tools.recorded_settings import recorded_settings
 from simpletuner.training.run_folder.resuming import check_fits
 
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
+from simpletuner.counting.clip_lengths import frame_step_of
 from simpletuner.errors import SettingsError
-from simpletuner.models.analysis.clip_lengths import frame_step_of
 from simpletuner.models.automatic.comparison import compare_class
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
 from simpletuner.models.automatic.findings import Check
 from simpletuner.models.automatic.pipeline_run import REFUSED
 from simpletuner.models.catalog.registry import AUTO, presets
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.folder.diffusers_io import libraries_silenced
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import joined_world

@@ -17,7 +17,7 @@ from simpletuner.settings.files.raw_values import Source
 from simpletuner.settings.resolving.loading import resolve
 from simpletuner.settings.resolving.places import naming_places, with_places
 from simpletuner.settings.rules.effects import without_effect
-from simpletuner.settings.values.trackers import check_installed
+from simpletuner.settings.values.parsed import check_installed
 from simpletuner.system.files.paths import shown_path
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def check_run(loaded: Loaded) -> Loaded:
     from simpletuner.data.config.datasets import load_datasets
     from simpletuner.deepspeed.requirements import check_settings
     from simpletuner.launch.plan import visible_gpus
-    from simpletuner.models.catalog.parameter_count import parameters_of
+    from simpletuner.models.catalog.architecture import parameters_of
     from simpletuner.models.catalog.support import check_clips, check_runnable
 
     settings, errors, datasets, texts = loaded.settings, [], [], []
@@ -96,7 +96,7 @@ def warnings_about_data(loaded: Loaded, datasets: Sequence[ImageDataset]) -> Ite
 def check_named_files(loaded: Loaded) -> None:
     """Raise SettingsError for a secret, a checkpoint to start from or a file of prompts that cannot be used."""
     from simpletuner.checkpoints.layout import NAME, find_resume_folders
-    from simpletuner.data.config.object_store_keys import mirror_place
+    from simpletuner.data.config.places import mirror_place
     from simpletuner.data.config.validation_prompts import load_prompts
     from simpletuner.data.storage.storage import check_obstore
     from simpletuner.launch.store import message_signer
@@ -132,7 +132,7 @@ def check_hub_token(settings: Settings) -> None:
 
 def check_buckets(places: Iterable[object]) -> None:
     """Raise EnvironmentNotReady where a bucket needs a package, for images or for caches."""
-    from simpletuner.data.config.object_store_keys import BucketPlace
+    from simpletuner.data.config.places import BucketPlace
     from simpletuner.data.storage.storage import check_obstore
 
     for place in places:
@@ -145,8 +145,8 @@ def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> 
 
     `file` is the one that names the datasets.
     """
+    from simpletuner.data.config.dataset_parts import table_files
     from simpletuner.data.config.dataset_types import BucketImages, LocalImages, SnapshotImages, UrlImages
-    from simpletuner.data.config.tables import table_files
     from simpletuner.data.images.video_formats import check_av
 
     for dataset in datasets:

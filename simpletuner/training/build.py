@@ -1,33 +1,59 @@
-"""Build what a run trains with: its state, new or from a checkpoint, and the trainer."""
+"""Build what a run trains with: engine, memory and weights, the state (new or from a checkpoint), the trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
 
 from simpletuner.checkpoints.disk_usage import checkpoint_bytes
 from simpletuner.checkpoints.layout import Checkpoint
-from simpletuner.data.batches.prefetch import RankSlice, prefetch
-from simpletuner.data.sampler.permutation import hash_key
+from simpletuner.checkpoints.tensors import read_tensors
+from simpletuner.counting.trained_weights import trained_weights
+from simpletuner.data.prefetch import RankSlice, prefetch
+from simpletuner.data.sampler.epoch_order import hash_key
+from simpletuner.errors import SettingsError
+from simpletuner.models.catalog.registry import check_heads
+from simpletuner.models.family.adapter import adapter_parameters, base_weights, freeze, measure_lengths
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.folder.weights import weights_files
+from simpletuner.models.opening.assistant_lora import read_assistants, read_merged
+from simpletuner.models.opening.completeness import warn_of_eight_bits, warn_of_unread
+from simpletuner.models.opening.lora_config import check_formats
+from simpletuner.models.opening.lora_file import check_lora_init, load_lora, lora_file
+from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.parallel.engine import Engine, compute_dtype
+from simpletuner.parallel.fsdp2 import fsdp2_engine, units_of
+from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.model.blocks import block_paths, recommended_blocks
+from simpletuner.parallel.optimizer_state import NamedTensors
+from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeEngine
+from simpletuner.parallel.parallelize import ddp_engine, parallelize
+from simpletuner.parallel.precision.precision import precision_of
+from simpletuner.parallel.torch_engine import MakeOptimizer
 from simpletuner.preparation.prepare import Prepared
 from simpletuner.session import Session
-from simpletuner.training.checkpointer import Checkpointer
+from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.foreign.deepspeed_config import deepspeed_options
+from simpletuner.training.checkpointer import Checkpointer, TrainingState
 from simpletuner.training.ema import EMA
-from simpletuner.training.metrics.eta import DURATIONS, Durations
 from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.metrics.sample_losses import SampleLossLog
-from simpletuner.training.metrics.throughput import open_throughput
-from simpletuner.training.optimizers import LearningRate, trained_weights
+from simpletuner.training.metrics.speed import DURATIONS, Durations, open_throughput
+from simpletuner.training.optimizers import LearningRate, make_optimizer
 from simpletuner.training.profiling import open_profiler
-from simpletuner.training.run_folder.data_position import resume_point, warn_of_changed_data, warn_of_other_rate
-from simpletuner.training.run_folder.resuming import base_fingerprints
-from simpletuner.training.state import TrainingState
+from simpletuner.training.run_folder.resuming import (
+    base_fingerprints,
+    resume_point,
+    warn_of_changed_data,
+    warn_of_other_rate,
+)
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Evaluation, Trainer
-from simpletuner.training.validation.callbacks import at_round_ends
 from simpletuner.training.validation.held_out import open_held_out_loss
-from simpletuner.training.validation.validator import open_validator
+from simpletuner.training.validation.validator import at_round_ends, open_validator
 
 
 def open_state(
@@ -124,3 +150,126 @@ def open_evaluations(
         for open_evaluation in (open_held_out_loss, open_validator)
     )
     return [each for each in opened if each is not None]
+
+
+def check_engine(session: Session, family: ModelFamily) -> None:
+    """Raise for what would stop the engine, before anything is encoded: weights, LoRA, sharding units, DeepSpeed."""
+    settings = session.settings
+    for remark in filter(None, (warn_of_unread(family), warn_of_eight_bits(family))):
+        session.report.warn(remark)
+    if family.adapter is not None:
+        if begun := check_lora_init(family):
+            session.report.say(begun)
+        check_formats(family)
+        read_assistants(family)
+    precision_of(settings).check(session.world.device)
+    if settings.parallel.context_parallel_size > 1:
+        check_sequence_plan(family)
+    if settings.training.fuse_qkv_projections and not family.fuses_qkv:
+        message = f"fuse_qkv_projections: diffusers has no fused attention for {type(family).__name__}"
+        raise SettingsError(message, "leave it out: it only changes how fast projections are")
+    if settings.parallel.fsdp_enable:
+        model = family.meta_denoiser
+        units_of(model, recommended_blocks(model), settings.parallel)
+    if (options := deepspeed_options(settings)) is not None:
+        from simpletuner.deepspeed.startup import start_deepspeed  # DeepSpeed is optional, and takes seconds to import
+
+        start_deepspeed(options, session.world, session.report.say, session.stop.check)
+
+
+def check_sequence_plan(family: ModelFamily) -> None:
+    """Raise SettingsError if a family's denoiser cannot be split as the settings ask for."""
+    name, config = type(family).__name__, family.exported_config()
+    if family.sequence_plan is None:
+        raise SettingsError(
+            f"{name} cannot be split by context_parallel_size: the family has no `sequence_plan`",
+            "leave it out; docs/families.md says how a family is split",
+        )
+    check_heads(name, config.get("num_attention_heads") or config["n_heads"], family.settings.parallel)
+
+
+def open_engine(settings: Settings, mesh: Mesh, family: ModelFamily, checkpoint: Checkpoint | None) -> Engine:
+    """Build the engine with the weights of the checkpoint, or else of the base model. Collective.
+
+    With a LoRA those of the base are frozen, and a checkpoint holds the adapter alone.
+    """
+    is_lora = family.adapter is not None
+    if checkpoint is not None and not is_lora:
+        folder, files = checkpoint.folder, checkpoint.files("model")
+    else:
+        folder = family.folder / family.denoiser_name
+        files = weights_files(folder, settings.model.variant)
+
+    assistants = read_assistants(family) if is_lora else {}
+
+    def load_weights(tensors: NamedTensors) -> None:
+        read_merged(lambda some: read_tensors(files, some, str(folder)), base_weights(tensors), assistants)
+        if checkpoint is None and settings.lora.lora_init is None:
+            measure_lengths(tensors)
+
+    model = family.denoiser()
+    blocks = recommended_blocks(model)
+    if is_lora:
+        # Still on the meta device: the base is allocated in its final dtype, not converted.
+        freeze(model, compute_dtype(settings))
+    optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model))
+    attach = partial(attach_adapter, family, checkpoint) if is_lora else None
+    return build_engine(model, blocks, settings, mesh, load_weights, optimizer, attach, family.sequence_plan)
+
+
+def attach_adapter(family: ModelFamily, checkpoint: Checkpoint | None, model: nn.Module) -> None:
+    """Insert the LoRA with the weights of the checkpoint, or else of lora_init, or else new ones. Collective.
+
+    Its matrices are whole, in host memory; the base may still be on the meta device.
+    """
+    assert family.adapter is not None
+    family.adapter.attach_new(model)
+    tensors, start = (
+        {name: each.detach() for name, each in adapter_parameters(model).items()},
+        family.settings.lora.lora_init,
+    )
+    if checkpoint is not None:
+        read_tensors(checkpoint.files("model"), tensors, str(checkpoint.folder))
+    elif start is not None:
+        load_lora(lora_file(start), family, tensors)
+
+
+def build_engine(
+    model: nn.Module,
+    blocks: tuple[str, ...],
+    settings: Settings,
+    mesh: Mesh,
+    load_weights: Callable[[dict[str, Tensor]], None],
+    make_optimizer: MakeOptimizer,
+    attach: Callable[[nn.Module], None] | None = None,
+    plan: SequencePlan | None = None,
+) -> Engine:
+    """Wrap a denoiser on the meta device; `load_weights` fills tensors by name, and `attach` adds a LoRA. Collective.
+
+    `plan` says where a sequence that ranks share is split. Memory comes after sharding, so that no rank ever holds more
+    than its share; weights come before the optimizer and DDP, which copy or broadcast them.
+    """
+    dtype, world, precision = compute_dtype(settings), mesh.world, precision_of(settings)
+    # First: a LoRA adds modules and a precision replaces some, which are then compiled and sharded like all others.
+    if attach is not None:
+        attach(model)
+    precision.prepare(model, blocks)
+    parallelize(model, blocks, settings, mesh, plan)
+    if settings.parallel.zero_stage is not None:
+        from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
+
+        return build_deepspeed_engine(model, settings, mesh, dtype, load_weights, make_optimizer)
+    # FSDP2 refuses offloaded parameters that were not made in host memory.
+    parameters_on = torch.device("cpu") if settings.parallel.fsdp_offload_params else world.device
+    make_engine = precision.load(model, blocks, world.device, parameters_on, load_weights)
+    if settings.optimizer.optimizer == "adamw_schedulefree":
+        make_engine = ScheduleFreeEngine
+    adapter = adapter_parameters(model) or None
+    if settings.parallel.fsdp_enable:
+        engine = fsdp2_engine(model, settings.parallel, mesh, make_optimizer, dtype, adapter, make_engine)
+    else:
+        engine = ddp_engine(model, mesh, make_optimizer, dtype, adapter, make_engine)
+    engine.clips_values = settings.optimizer.grad_clip_method == "value"
+    if settings.optimizer.optimizer_release_gradients:
+        engine.release_gradients()
+    return engine

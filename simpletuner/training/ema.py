@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simpletuner.parallel.devices.host_buffer import HostBuffer
 from simpletuner.parallel.engine import Engine
+from simpletuner.parallel.host_buffer import HostBuffer
 from simpletuner.parallel.optimizer_state import NamedTensors, Read
 from simpletuner.private_api import of_torch
 from simpletuner.settings.declared.sections import Ema, Validation

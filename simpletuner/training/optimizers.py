@@ -1,18 +1,21 @@
-"""The optimizer, and the learning rate as a function of the step alone, so that a resumed run cannot differ."""
+"""The optimizer, and the schedule of a run: its length in steps, and the learning rate as a function of the step.
+
+A function of the step alone, so that a resumed run cannot differ.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.parallel.model.blocks import block_paths
-from simpletuner.parallel.model.module_stats import count_parameters
-from simpletuner.parallel.moments import TrainedWeights
+from simpletuner.counting.trained_weights import is_hidden_matrix
+from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler, SamplerState
+from simpletuner.errors import DataError
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
 from simpletuner.parallel.optimizers.adafactor import Adafactor
 from simpletuner.parallel.optimizers.muon import Muon
@@ -21,8 +24,76 @@ from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeAdamW
 from simpletuner.parallel.precision.split_adamw import SplitAdamW
 from simpletuner.parallel.torch_engine import ShardedParameter, whole_shape
 from simpletuner.private_api import of_torch
+from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import Optimizer
-from simpletuner.training.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The last step, and the epochs that it comes from (None: max_train_steps).
+
+    When the number of steps changes at a resume, with the effective batch or the data, progress continues from what it
+    was at `start_step`, so that the learning rate does not jump.
+    """
+
+    max_steps: int
+    epochs: int | None = None
+    start_step: int = 0
+    start_progress: float = 0.0
+    planned_steps: int = 0
+    """The last step as the run began, if it was another: what a warm-up that is a fraction is a fraction of."""
+
+    def warmup_steps(self, optimizer: Optimizer) -> int:
+        return optimizer.warmup_steps(self.planned_steps or self.max_steps)
+
+    def progress(self, step: int, warmup_steps: int) -> float:
+        """Return the share of the schedule after warm-up that is done before a step, from 0 to 1."""
+        # Resumed after the warm-up: progress goes on from where it was, over the steps that are left.
+        if self.start_step > warmup_steps:
+            done = (step - self.start_step) / max(1, self.max_steps - self.start_step)
+            return min(1.0, self.start_progress + (1 - self.start_progress) * done)
+        return min(1.0, max(0, step - warmup_steps) / max(1, self.max_steps - warmup_steps))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        start = {name: getattr(self, name) for name in ("start_step", "start_progress", "planned_steps")}
+        return {"max_steps": self.max_steps, "schedule": {"epochs": self.epochs, **start}}
+
+
+def new_schedule(settings: Settings, sampler: GlobalBatchSampler) -> Schedule:
+    """Return the schedule of a new run. Raises DataError when there is nothing to train."""
+    training = settings.training
+    if training.max_train_steps is not None:
+        return Schedule(training.max_train_steps)
+    steps = sampler.count_steps(training.num_train_epochs, settings.effective_batch_size)
+    if steps == 0:
+        raise DataError("there is nothing to train: no bucket fills a batch", "raise num_train_epochs")
+    return Schedule(steps, training.num_train_epochs)
+
+
+def resumed_schedule(
+    settings: Settings, sampler: GlobalBatchSampler, saved: Mapping[str, Any], position: SamplerState
+) -> Schedule:
+    """Return the schedule of a resumed run; `saved` is its checkpoint's state.
+
+    Finished epochs stay finished; what is left of them is counted in steps of the present effective batch.
+    """
+    training, step = settings.training, int(saved["step"])
+    if training.max_train_steps is not None:
+        return Schedule(training.max_train_steps)
+    before = saved_schedule(saved)
+    epochs, total = training.num_train_epochs, step + sampler.count_steps_left(position, training.num_train_epochs)
+    if total == before.max_steps:
+        return replace(before, epochs=epochs)
+    if before.epochs not in (epochs, None):  # the user asked for another length: the schedule stretches over it
+        return Schedule(total, epochs)
+    progress = before.progress(step, before.warmup_steps(settings.optimizer))
+    return Schedule(total, epochs, step, progress, before.planned_steps or before.max_steps)
+
+
+def saved_schedule(saved: Mapping[str, Any]) -> Schedule:
+    """Return the schedule in a checkpoint's state."""
+    return Schedule(saved["max_steps"], **saved["schedule"])
 
 
 def make_optimizer(
@@ -56,26 +127,6 @@ def make_optimizer(
         matrices = {key: parameters[key] for key in hidden}
         return Muon([*matrices.values()], [each for key, each in parameters.items() if key not in matrices], **adamw)
     return (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(shards, **adamw)
-
-
-def trained_weights(family: ModelFamily) -> TrainedWeights:
-    """Return the shapes of what a run trains, as its optimizer is given them."""
-    model, saved = family.meta_denoiser, {name: torch.Size(shape) for name, shape in family.trained_shapes().items()}
-    trained, count = saved, sum(map(torch.Size.numel, saved.values()))
-    if family.adapter is None:
-        trained = {name: each.shape for name, each in model.named_parameters() if each.requires_grad}
-    blocks = block_paths(model)
-    shapes = [(tuple(shape), is_hidden_matrix(name, len(shape), blocks)) for name, shape in trained.items()]
-    return TrainedWeights(shapes, count_parameters(model) if family.adapter is None else count, count)
-
-
-def is_hidden_matrix(name: str, dimensions: int, blocks: tuple[str, ...]) -> bool:
-    """Return whether a parameter is a linear layer's weight inside a block.
-
-    Embeddings and the first and last layers are outside; tables of shifts and scales, though 2-D, are no `weight`.
-    """
-    is_inside = any(name.startswith(f"{block}.") for block in blocks)
-    return is_inside and name.endswith(".weight") and dimensions == 2
 
 
 class Lion(ShardOptimizer):

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 
 from simpletuner.report import Report
 from simpletuner.session import Session
-from simpletuner.settings.values.step_ranges import parse_step_range
-from simpletuner.system.files.promises import rename_over
+from simpletuner.settings.values.parsed import parse_step_range
+from simpletuner.system.files.mounts import rename_over
 
 FOLDER = "profile"
 SHOWN = 10

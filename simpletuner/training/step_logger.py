@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simpletuner.data.batches.prefetch import StepBatch
+from simpletuner.data.prefetch import StepBatch
 from simpletuner.errors import TrainingError
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World
@@ -23,10 +23,9 @@ from simpletuner.report import Report
 from simpletuner.status_line import Progress
 from simpletuner.system.processes.run_status import StatusWriter
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.training.metrics.eta import Durations, Pace
 from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.metrics.sample_losses import SampleLossLog
-from simpletuner.training.metrics.throughput import Throughput, format_throughput
+from simpletuner.training.metrics.speed import Durations, Pace, Throughput, format_throughput
 
 TRAINING = "training"
 """Title of the steps in the status line."""

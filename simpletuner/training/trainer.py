@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from simpletuner.data.batches.prefetch import Batch, StepBatch
-from simpletuner.data.sampler.permutation import hash_key
+from simpletuner.data.prefetch import Batch, StepBatch
+from simpletuner.data.sampler.epoch_order import hash_key
 from simpletuner.models.family.adapter import without_adapter
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import NoisedLatents, Objective, per_sample, sample_losses
@@ -24,7 +24,7 @@ from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.ema import EMA
-from simpletuner.training.metrics.eta import SAVING, Durations, Pace
+from simpletuner.training.metrics.speed import SAVING, Durations, Pace
 from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.profiling import StepProfiler
 from simpletuner.training.step_logger import TRAINING, StepLogger, StepOutput, StopVote

@@ -23,7 +23,7 @@ from reading_images import save_qwen_edit
 from scanning import scanned
 
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.paired_texts import PairedTexts
+from simpletuner.caches.texts import PairedTexts
 from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.samples.samples import DatasetSamples, reference_images

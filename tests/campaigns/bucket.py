@@ -25,7 +25,7 @@ from kills import HELD_OUT, ON_DEMAND, VALIDATION, Campaign, Kind, contents, doi
 from s3_server import BUCKET, Fault, Proxy  # noqa: E402
 
 from simpletuner.checkpoints.layout import load_checkpoint  # noqa: E402
-from simpletuner.data.config.object_store_keys import mirror_place  # noqa: E402
+from simpletuner.data.config.places import mirror_place  # noqa: E402
 from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket  # noqa: E402
 from simpletuner.system.files.checksums import file_checksum  # noqa: E402
 

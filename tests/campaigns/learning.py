@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 from foreign import build_foreign  # noqa: E402
 
-from simpletuner.data.batches.prefetch import stack_conditioning  # noqa: E402
+from simpletuner.data.prefetch import stack_conditioning  # noqa: E402
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily  # noqa: E402
 from simpletuner.models.family.objectives import sample_losses  # noqa: E402
 from simpletuner.models.family.sampling import SamplingParams  # noqa: E402

@@ -30,8 +30,8 @@ from page_server import Answer, PageServer, page_server  # noqa: E402
 from run_pages import write_round, write_rows  # noqa: E402
 
 from simpletuner.page.datasets.checks import result_name  # noqa: E402
+from simpletuner.runs.images import ImageInfo, write_png  # noqa: E402
 from simpletuner.settings.declared.sections import setting_fields  # noqa: E402
-from simpletuner.training.images.image_files import ImageInfo, write_png  # noqa: E402
 
 INFO = ImageInfo("a circle", "", 1, 4, 3.0, 8, 8, 5, "trained")
 OWN_FILES = (

@@ -31,9 +31,13 @@ from page import write_dataset  # noqa: E402
 from page_server import Answer, PageServer, page_server  # noqa: E402
 from results import add_result, read_results  # noqa: E402
 
-from simpletuner.models.analysis.block_cache import put  # noqa: E402
-from simpletuner.page.queue.entries import EntryState, QueueEntry, QueueFile  # noqa: E402
-from simpletuner.page.queue.gpus import Need  # noqa: E402
+from simpletuner.counting.block_detection import put  # noqa: E402
+from simpletuner.page.queue.entries import (  # noqa: E402
+    EntryState,
+    Need,
+    QueueEntry,
+    QueueFile,
+)
 from simpletuner.system.files.checksums import value_checksum  # noqa: E402
 from simpletuner.system.files.unread import ASIDE  # noqa: E402
 

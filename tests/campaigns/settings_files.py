@@ -16,7 +16,7 @@ import tomli_w
 import yaml
 from generated_settings import ENGINES
 
-from simpletuner.data.config.dataset_keys import RULES as DATASET_RULES
+from simpletuner.data.config.dataset_file import RULES as DATASET_RULES
 from simpletuner.settings.values.spelling import as_text
 
 TESTS = Path(__file__).parents[1] / "settings"

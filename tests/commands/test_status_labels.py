@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from simpletuner.commands.runs.status import rows_of
-from simpletuner.page.runs.condition import Condition, State
-from simpletuner.settings.showing.command_lines import Exported
+from simpletuner.commands.runs import rows_of
+from simpletuner.runs.condition import Condition, State
+from simpletuner.settings.showing.clusters import Exported
 from simpletuner.system.processes.run_status import RunState, RunStatus
 
 

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from simpletuner.data.sampler.batch_sampler import DATA_VERSION, GlobalBatchSampler, SamplerState
-from simpletuner.data.sampler.epoch_order import Bucket
-from simpletuner.data.sampler.permutation import SORTED_SIZE
+from simpletuner.data.sampler.epoch_order import SORTED_SIZE, Bucket
 
 FILE = Path(__file__).with_name(f"order_v{DATA_VERSION}.json")
 

@@ -14,11 +14,10 @@ import pytest
 from buckets import sampler_of
 from conftest import base
 
-from simpletuner.caches.store.keys import file_fingerprint
+from simpletuner.caches.store.records import file_fingerprint
 from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.settings.declared.sections import Data, Launch, Model, Optimizer, Settings, Training
-from simpletuner.training.optimizers import LearningRate
-from simpletuner.training.schedule import Schedule, resumed_schedule
+from simpletuner.training.optimizers import LearningRate, Schedule, resumed_schedule
 
 VALIDATION = ("--validation_prompt=a red circle", "--validation_num_inference_steps=1")
 

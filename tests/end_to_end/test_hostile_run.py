@@ -17,8 +17,8 @@ from patience import PATIENCE
 
 from simpletuner.app import main
 from simpletuner.page.application import PAGES
+from simpletuner.runs.checkpoints import checkpoint_rows
 from simpletuner.system.files.atomic import write_json
-from simpletuner.training.html_report.checkpoint_rows import checkpoint_rows
 
 FIXTURE = ROOT / "tests" / "fixtures" / "from_31ae910" / "before" / "run"
 HUB_ID = "somebody/their-model"

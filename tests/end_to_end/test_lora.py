@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from simpletuner.models.family.adapter import ATTENTION
-from simpletuner.training.images.image_files import read_info, read_rgb, write_image
+from simpletuner.runs.images import read_info, read_rgb, write_image
 
 LORA = ("--model_type=lora", "--lora_rank=4", "--lora_alpha=8", "--learning_rate=1e-2")
 DRAWN = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")

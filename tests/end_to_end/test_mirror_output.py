@@ -14,7 +14,7 @@ from conftest import SMALL, Ranks
 from patience import PATIENCE
 from s3_server import BUCKET
 
-from simpletuner.data.config.object_store_keys import mirror_place
+from simpletuner.data.config.places import mirror_place
 from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket
 
 ADDRESS = f"s3://{BUCKET}/runs/one"

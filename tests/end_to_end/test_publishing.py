@@ -20,7 +20,7 @@ from hub import serving
 from modular import build_modular
 from PIL import Image
 
-from simpletuner.training.images.image_files import read_info
+from simpletuner.runs.images import read_info
 
 CODE = re.compile(r"^(`{3,})python\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 PROMPT = "a red | circle </td> `x` 猫"

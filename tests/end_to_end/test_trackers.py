@@ -14,9 +14,8 @@ from conftest import SMALL, Trained
 from flags import last_wins
 from PIL import Image
 
-from simpletuner.settings.values.trackers import normalize_trackers
-from simpletuner.training.metrics.tracker_libraries import WandbRun
-from simpletuner.training.metrics.tracker_process import Follower, state_file
+from simpletuner.settings.values.parsed import normalize_trackers
+from simpletuner.training.metrics.tracker_process import Follower, WandbRun, state_file
 
 
 def records_of(folder: Path) -> list:

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from simpletuner.caches.store.merged_index import load
+from simpletuner.caches.store.shard_index import load
 from simpletuner.caches.store.shards import ShardReader
 from simpletuner.checkpoints.layout import load_checkpoint
 from simpletuner.data.scan.scan_cache import open_table

@@ -7,7 +7,7 @@ import json
 import numpy as np
 from PIL import Image
 
-from simpletuner.training.images.image_files import ImageInfo, read_info
+from simpletuner.runs.images import ImageInfo, read_info
 
 PROMPTS = [
     {"prompt": "a blue square", "seed": 7, "resolution": "96x64", "guidance": 1},

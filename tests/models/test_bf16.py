@@ -9,10 +9,9 @@ import torch
 from models.test_inputs import BY_CLASS, SHAPE, opened
 from torch import Tensor, nn
 
-from simpletuner.data.batches.prefetch import stack_conditioning
 from simpletuner.data.images.geometry import Geometry
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.data.prefetch import stack_conditioning
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.family.objectives import (
     FlowMatching,
     flow_matching,

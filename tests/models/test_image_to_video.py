@@ -24,7 +24,7 @@ from tiny_configs import tiny_config
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
 from simpletuner.caches.latents import encode_first_frame
-from simpletuner.data.batches.references import FIRST_FRAME
+from simpletuner.data.prefetch import FIRST_FRAME
 from simpletuner.models.families.ltxvideo import LTXVideo
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.vae import pixels_of

@@ -14,18 +14,16 @@ import torch
 from PIL.Image import Image
 from torch.overrides import TorchFunctionMode
 
-from simpletuner.caches.store.serialization import parse_tensors, serialize
+from simpletuner.caches.store.records import parse_tensors, serialize
 from simpletuner.caches.texts import without_padding
-from simpletuner.data.batches.prefetch import stack_conditioning
-from simpletuner.data.batches.references import named_references
 from simpletuner.data.images.geometry import Geometry
+from simpletuner.data.prefetch import named_references, stack_conditioning
 from simpletuner.models.catalog.registry import presets
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.family.objectives import FlowMatching
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.vae import pixels_of
-from simpletuner.parallel.model.fused_qkv import fuse_qkv
+from simpletuner.parallel.model.attention_backend import fuse_qkv
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import Shape
 

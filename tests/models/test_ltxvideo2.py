@@ -13,7 +13,7 @@ from models.test_image_to_video import clip_of, first_image
 from models.test_inputs import CLIP, CPU, PROMPT, SHAPE, diffusers_pipeline, opened, recorded_call, same, sampling
 from video_files import write_video
 
-from simpletuner.data.batches.references import FIRST_FRAME
+from simpletuner.data.prefetch import FIRST_FRAME
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import load_preset
 from simpletuner.models.families.ltxvideo2 import LTXVideo2

@@ -5,8 +5,7 @@ from models.test_inputs import CPU, opened
 from torch import float32
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.settings.declared.sections import Data, Model, Settings
 
 

@@ -14,7 +14,7 @@ from conftest import ROOT, SMALL
 from flags import last_wins
 from models.test_inputs import expect_same_inputs, expect_same_picture
 
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import family_class
 from simpletuner.settings.declared.sections import Model, Settings
 
 PAGE = ROOT / "docs" / "families.md"

@@ -13,8 +13,8 @@ import torch
 from models.test_inputs import BY_CLASS, CPU, PROMPT, SHAPE, WITH_OTHERS, diffusers_pipeline, opened, sampling
 from torch import Tensor
 
-from simpletuner.data.batches.prefetch import stack_conditioning
 from simpletuner.data.images.geometry import Geometry
+from simpletuner.data.prefetch import stack_conditioning
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import FlowMatching
 from simpletuner.models.family.text_encoding import Conditioning

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from models.test_inputs import CPU, diffusers_pipeline, opened, recorded_call, sampling
 
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import family_class
 from simpletuner.settings.declared.sections import Data, Model, Settings
 
 

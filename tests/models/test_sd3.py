@@ -9,7 +9,7 @@ import torch
 from conftest import base
 from safetensors.torch import load_file, save_file
 
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import family_class
 from simpletuner.models.opening.completeness import check_complete
 from simpletuner.settings.declared.sections import Data, Model, Settings
 from simpletuner.training.publishing.usage import usage_code

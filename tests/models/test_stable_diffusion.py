@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.family.objectives import Diffusion
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.settings.declared.sections import Model, Settings

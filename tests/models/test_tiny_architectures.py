@@ -9,8 +9,7 @@ import diffusers
 import pytest
 from accelerate import init_empty_weights
 
-from simpletuner.models.catalog.architecture import architecture_in_folder, architecture_of
-from simpletuner.models.catalog.parameter_count import parameters_of
+from simpletuner.models.catalog.architecture import architecture_in_folder, architecture_of, parameters_of
 from simpletuner.models.catalog.registry import TINY, presets
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.settings.declared.sections import Model

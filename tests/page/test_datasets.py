@@ -20,10 +20,9 @@ from playwright.sync_api import Page, expect
 
 from simpletuner.data.scan.scan_cache import open_table, write_table
 from simpletuner.errors import EnvironmentNotReady, SettingsError
-from simpletuner.page.datasets import captions, journal
+from simpletuner.page.datasets import captions
 from simpletuner.page.datasets.captions import Caption
-from simpletuner.page.datasets.images import ListedDataset
-from simpletuner.page.datasets.thumbnails import thumbnail
+from simpletuner.page.datasets.images import ListedDataset, thumbnail
 
 CONFIG = 'model_family = "sdxl"\nmodel_flavour = "tiny"\ndata_backend_config = "{}"\n'
 EVIL = '"><img src=x onerror=alert(1)>'
@@ -419,8 +418,8 @@ def test_what_is_no_text_is_not_edited(tmp_path, monkeypatch: pytest.MonkeyPatch
     edit = captions.write(Caption("a.png", tmp_path / "a.txt", odd, ""), b"new")
     assert captions.undo(Caption("a.png", tmp_path / "a.txt", b"new", ""), edit).after == edit.before
     assert (tmp_path / "a.txt").read_bytes() == odd, "any bytes come back"
-    assert [each.image for each in journal.edits_below(tmp_path)] == ["a.png", "a.png"]
-    assert list(journal.edits_below(tmp_path / "other")) == []
+    assert [each.image for each in captions.edits_below(tmp_path)] == ["a.png", "a.png"]
+    assert list(captions.edits_below(tmp_path / "other")) == []
 
 
 @pytest.mark.parametrize("make", [lambda: Image.new("1", (20_000, 20_000)), lambda: Image.new("L", (9000, 9000))])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.page.datasets import journal
+from simpletuner.page.datasets import captions
 from simpletuner.page.rendering import render
 
 
@@ -18,9 +18,9 @@ def test_an_edit_of_a_caption_in_another_encoding_is_shown(
     monkeypatch.setenv("SIMPLETUNER_HOME", str(tmp_path / "home"))
     text = "a caf\u00e9" if encoding != "shift_jis" else "\u732b"
     before, after = f"{text} 1".encode(encoding), f"{text} 2".encode(encoding)
-    journal.record(tmp_path / "a.txt", "a\udce9.png", before, after)
-    [edit] = journal.edits_below(tmp_path)
-    assert (journal.as_bytes(edit.before), journal.as_bytes(edit.after)) == (before, after)
+    captions.record(tmp_path / "a.txt", "a\udce9.png", before, after)
+    [edit] = captions.edits_below(tmp_path)
+    assert (captions.as_bytes(edit.before), captions.as_bytes(edit.after)) == (before, after)
     page = render("datasets/edits", edits=[edit], file="a.toml", facts={"id": "d"}, is_new=False)
     assert page.encode("utf-8") and (text in page) == encoding.startswith("utf")
 
@@ -28,6 +28,6 @@ def test_an_edit_of_a_caption_in_another_encoding_is_shown(
 def test_a_journal_that_is_a_fifo_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nobody waits for a reader: the page would save nothing any more."""
     monkeypatch.setenv("SIMPLETUNER_HOME", str(tmp_path))
-    os.mkfifo(journal.journal_path())
+    os.mkfifo(captions.journal_path())
     with pytest.raises(OSError, match="caption_edits.jsonl"):
-        journal.record(tmp_path / "a.txt", "a.png", b"before", b"after")
+        captions.record(tmp_path / "a.txt", "a.png", b"before", b"after")

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.page.folders import Folders
-from simpletuner.page.runs.condition import State
-from simpletuner.page.runs.listing import RunList
 from simpletuner.page.runs.processes import Processes
+from simpletuner.runs.condition import State
+from simpletuner.runs.folder import Folders
+from simpletuner.runs.listing import RunList
 
 RUNS = 190
 counted: Counter[str] = Counter()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.page.queue.entries import QueueEntry, QueueFile
-from simpletuner.page.queue.gpus import Need
+from simpletuner.page.queue.entries import Need, QueueEntry, QueueFile
 from simpletuner.system.files.atomic import write_json
 
 ENTRY = QueueEntry("/a.toml", "/out", "here", Need(1))

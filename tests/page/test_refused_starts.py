@@ -8,11 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from simpletuner.page.folders import Folders
-from simpletuner.page.runs.condition import Known, State
-from simpletuner.page.runs.folder import RunFolder
-from simpletuner.page.runs.summary import summarize
 from simpletuner.run_log import CONSOLE, START_CONSOLE
+from simpletuner.runs.condition import Known, State
+from simpletuner.runs.folder import Folders, RunFolder
+from simpletuner.runs.listing import summarize
 from simpletuner.system.processes.run_status import RunState, StatusWriter
 
 REFUSED = "error: out has a run on dogs\nhint: give this run another output_dir\n"

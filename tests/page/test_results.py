@@ -13,12 +13,9 @@ from patience import PATIENCE
 from playwright.sync_api import Page, expect
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.page.folders import Folders
 from simpletuner.page.rendering import as_code
-from simpletuner.page.runs.exporting import Exporting
-from simpletuner.page.runs.folder import RunFolder
-from simpletuner.page.runs.log import read_log
-from simpletuner.page.runs.results import list_results
+from simpletuner.page.runs.results import Exporting, list_results
+from simpletuner.runs.folder import Folders, RunFolder, read_log
 
 SECRET = "what nobody may read"
 LORA = "pipeline_lora_weights"

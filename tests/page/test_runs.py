@@ -20,7 +20,7 @@ from patience import PATIENCE
 from playwright.sync_api import Page, expect
 from run_pages import EVIL, write_round, write_rows
 
-from simpletuner.training.metrics.metrics_reader import METRICS
+from simpletuner.runs.metrics import METRICS
 
 FLAGS = (
     *SMALL,

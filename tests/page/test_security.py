@@ -17,8 +17,8 @@ from patience import PATIENCE
 from terminal import Terminal
 
 from simpletuner.errors import SettingsError
-from simpletuner.page.folders import Folders
 from simpletuner.page.guard import names_this_machine
+from simpletuner.runs.folder import Folders
 
 FOREGROUND_BROWSER = """#!/bin/sh
 # As `BROWSER="w3m %s"` is one: it ends when its user closes it.

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.parallel.cards import View, agree_on_devices, assign_cards, check_no_gpu_is_lost, view_of_rank
+from simpletuner.parallel.gpu import View, agree_on_devices, assign_cards, check_no_gpu_is_lost, view_of_rank
 
 
 def views(*lists: str, local: str = "01234567", host: str = "node1") -> list[View]:

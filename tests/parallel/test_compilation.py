@@ -6,7 +6,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from simpletuner.errors import TrainingError
-from simpletuner.parallel.compilation import compile_in_place, compiler_explained, described
+from simpletuner.parallel.parallelize import compile_in_place, compiler_explained, described
 from simpletuner.settings.declared.sections import Compile
 
 

@@ -71,13 +71,13 @@ def test_a_rank_that_was_asked_to_stop_like_the_one_that_it_lost_has_stopped(mon
     rank, stop = World(0, 2, 0, torch.device("cpu"), store_of(f"{HOST} {ended.pid}")), StopRequest()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     lost, alone = DistNetworkError("Connection closed by peer"), LauncherConnection(None, Activity(), stop, 0)
-    with pytest.raises(TrainingError, match=rf"lost contact to rank 1 \(pid {ended.pid}"):
-        with report_first_failure(rank, stop, alone):
-            raise lost
+    named = rf"lost contact to rank 1 \(pid {ended.pid}"
+    with pytest.raises(TrainingError, match=named), report_first_failure(rank, stop, alone):
+        raise lost
     stop.receive(signal.SIGTERM)
-    with pytest.raises(Stopped, match="stopped by SIGTERM like other ranks") as caught:
-        with report_first_failure(rank, stop, alone):
-            raise lost
+    named = "stopped by SIGTERM like other ranks"
+    with pytest.raises(Stopped, match=named) as caught, report_first_failure(rank, stop, alone):
+        raise lost
     assert caught.value.exit_code == 143
 
 

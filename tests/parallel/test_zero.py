@@ -15,7 +15,7 @@ import row_shard_ranks
 import torch
 
 from simpletuner.deepspeed.engine import engine_config, set_swap_folder
-from simpletuner.deepspeed.row_shards import ElementRange, row_ranges
+from simpletuner.deepspeed.partitions import ElementRange, row_ranges
 from simpletuner.deepspeed.startup import wait_for_compile
 from simpletuner.settings.declared.sections import Parallel, Settings
 from simpletuner.training.run_folder.summary import format_engine

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from disk_calls import recorded_calls
 
-from simpletuner.preparation.same_folder import create_probe
+from simpletuner.preparation.same_data import create_probe
 
 
 def test_a_probe_is_synced_before_others_look_for_it(tmp_path):

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from simpletuner.app import main
 from simpletuner.settings import Loaded, Settings, load, settings_as_json
 from simpletuner.settings.files.formats import env_entries
-from simpletuner.settings.showing.clusters import CLUSTERS
-from simpletuner.settings.showing.command_lines import Exported
+from simpletuner.settings.showing.clusters import CLUSTERS, Exported
 from simpletuner.settings.showing.export import export
 
 OFTEN = hypothesis_settings(

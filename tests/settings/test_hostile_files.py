@@ -10,7 +10,7 @@ import pytest
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
 from simpletuner.settings.files.formats import MAX_NAMES, read_entries
-from simpletuner.settings.foreign.accelerate.fields import read_file
+from simpletuner.settings.foreign.accelerate_fields import read_file
 
 MANY = 60_000
 LETTERS = "abcdefghijkl"

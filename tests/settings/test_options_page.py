@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from simpletuner.settings.declared.sections import setting_fields
-from simpletuner.settings.showing.schema import options_page
+from simpletuner.settings.showing.scaffold import options_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 

@@ -11,8 +11,7 @@ import pytest
 
 from simpletuner.app import main
 from simpletuner.settings import load, settings_as_json
-from simpletuner.settings.declared.errors import shorten
-from simpletuner.settings.declared.secret_names import mask_arguments
+from simpletuner.settings.declared.errors import mask_arguments, shorten
 from simpletuner.settings.showing.export import FORMATS, export
 
 HOOK = "https://hooks.example.org/services/T0/whoever-knows-this-posts"

@@ -13,7 +13,7 @@ from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.samples.discovery import discover
 from simpletuner.errors import SimpleTunerError
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.preparation.same_folder import verify_same_folders
+from simpletuner.preparation.same_data import verify_same_folders
 from simpletuner.preparation.shared_scan import scan_datasets
 from simpletuner.report import Report
 from simpletuner.settings.values.shape import Shape

@@ -18,7 +18,7 @@ from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings.declared.sections import Compile, Optimizer, Parallel, Settings, Training
-from simpletuner.training.engines import build_engine
+from simpletuner.training.build import build_engine
 from simpletuner.training.optimizers import make_optimizer
 
 

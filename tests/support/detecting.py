@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from simpletuner.models.analysis.detection import detect
+from simpletuner.counting.block_detection import detect
 from simpletuner.settings.declared.sections import Model
 from simpletuner.system.files.atomic import unfinished_path
 from simpletuner.system.files.cache_files import block_cache_paths, lock_of

@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import Checkpoint, load_checkpoint
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.precision.quantized import QuantizedLinear
 from simpletuner.parallel.torch_engine import local_tensor
@@ -41,10 +40,9 @@ from simpletuner.settings.declared.sections import (
     Validation,
 )
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.training.build import build_trainer, open_state
-from simpletuner.training.engines import open_engine
-from simpletuner.training.schedule import Schedule
-from simpletuner.training.state import TrainingState
+from simpletuner.training.build import build_trainer, open_engine, open_state
+from simpletuner.training.checkpointer import TrainingState
+from simpletuner.training.optimizers import Schedule
 from simpletuner.training.trainer import Trainer
 
 GLOBAL_BATCH, SAVED = 4, 2

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from simpletuner.errors import SimpleTunerError
-from simpletuner.system.files.file_systems import FileSystem, file_system_at
 from simpletuner.system.files.lease import Lease, Place
 from simpletuner.system.files.lease_folder import FolderPlace
 from simpletuner.system.files.lease_record import Record
 from simpletuner.system.files.locks import lock_file
+from simpletuner.system.files.mounts import FileSystem, file_system_at
 
 LIFE_SECONDS = 100.0
 
@@ -45,7 +45,7 @@ def of_machine(machine: str, seconds: float) -> Record:
 def place_at(address: str, machine: str, late_seconds: float) -> Place:
     """Return a bucket, a mount as it is, or a folder of a disk in which each machine locks for itself."""
     if "://" in address:
-        from simpletuner.data.config.object_store_keys import mirror_place
+        from simpletuner.data.config.places import mirror_place
         from simpletuner.data.storage.object_storage import open_bucket
         from simpletuner.training.mirroring.bucket_records import BucketRecords
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from simpletuner.data.batches.prefetch import Batch, StepBatch
+from simpletuner.data.prefetch import Batch, StepBatch
 from simpletuner.data.sampler.batch_sampler import SamplerState
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world

@@ -16,7 +16,7 @@ from engines import session_of
 from malloc_info import allocated_bytes
 
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import family_class
 from simpletuner.models.folder.weights import weights_files
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.mesh import build_mesh
@@ -25,7 +25,7 @@ from simpletuner.parallel.precision import precision
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings.declared.sections import Launch, Lora, Model, Parallel, Settings, Training
-from simpletuner.training.engines import build_engine, open_engine
+from simpletuner.training.build import build_engine, open_engine
 from simpletuner.training.optimizers import make_optimizer
 
 QUANTIZED_AT_ONCE = 16 * 2**20

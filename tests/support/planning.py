@@ -10,15 +10,14 @@ import torch
 from engines import opened, prepared_by, session_of, settings_of, write
 
 from simpletuner.checkpoints.disk_usage import checkpoint_bytes
-from simpletuner.parallel.devices.memory import MemoryInputs, estimate_torch, gradient_bytes
+from simpletuner.counting.step_memory import Workload, memory_inputs
+from simpletuner.counting.trained_weights import trained_weights
+from simpletuner.parallel.devices import MemoryInputs, estimate_torch, gradient_bytes
 from simpletuner.parallel.engine import Engine
-from simpletuner.parallel.precision.split_state import QuantizedMoment
+from simpletuner.parallel.precision.split_adamw import QuantizedMoment
 from simpletuner.parallel.world import joined_world
 from simpletuner.settings.values.shape import SampleShape, Shape
-from simpletuner.training.auto.memory_estimate import memory_inputs
-from simpletuner.training.auto.workload import Workload
-from simpletuner.training.engines import open_engine
-from simpletuner.training.optimizers import trained_weights
+from simpletuner.training.build import open_engine
 
 
 def living() -> int:

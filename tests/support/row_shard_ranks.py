@@ -12,13 +12,13 @@ from engines import ENGINES, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simpletuner.deepspeed.row_shards import ElementRange, RowShards
+from simpletuner.deepspeed.partitions import ElementRange, RowShards
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.mesh import Mesh, build_mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings.declared.sections import Ema, Optimizer, Parallel, Settings, Training
+from simpletuner.training.build import build_engine
 from simpletuner.training.ema import EMA
-from simpletuner.training.engines import build_engine
 from simpletuner.training.optimizers import make_optimizer
 
 SHAPES = [(7, 3), (1,), (3,), (2, 5, 2), (13,), (4, 4)]

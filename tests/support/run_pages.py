@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from simpletuner.settings.showing.explain import ExplainedSetting
-from simpletuner.training.images.image_files import ImageInfo, write_image
-from simpletuner.training.run_folder.run_summary import DatasetFacts, RunFacts
+from simpletuner.runs.facts import DatasetFacts, RunFacts
+from simpletuner.runs.images import ImageInfo, write_image
+from simpletuner.settings.showing.export import ExplainedSetting
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> ' \" & 猫 🎨"
 FACTS = RunFacts(

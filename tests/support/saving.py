@@ -22,11 +22,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from simpletuner.checkpoints.background import BackgroundSaver
 from simpletuner.checkpoints.layout import load_checkpoint
-from simpletuner.checkpoints.saving import Snapshot, save
-from simpletuner.checkpoints.shards import plan_group, planned
-from simpletuner.checkpoints.tensors import read_tensors
+from simpletuner.checkpoints.saving import BackgroundSaver, Snapshot, save
+from simpletuner.checkpoints.tensors import plan_group, planned, read_tensors
 from simpletuner.checkpoints.writing import write_full
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel import world as world_module

@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simpletuner.parallel.precision.split_adamw import factors_of, update_in_chunks
-from simpletuner.parallel.precision.split_state import BLOCK, QuantizedMoment, join_float32, write_float32
+from simpletuner.parallel.precision.split_adamw import (
+    BLOCK,
+    QuantizedMoment,
+    factors_of,
+    join_float32,
+    update_in_chunks,
+    write_float32,
+)
 
 SIZES = (16 * BLOCK, 9 * BLOCK + 5, 7)
 SEED = 123_456_789

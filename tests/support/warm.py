@@ -36,8 +36,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import simpletuner.app
 import simpletuner.models.families.flux
 import simpletuner.models.families.sdxl
-import simpletuner.training.html_report.page
-import simpletuner.training.images.fonts
+import simpletuner.runs.report
+import simpletuner.training.validation.image_grid
 import simpletuner.worker
 
 with suppress(ImportError):
@@ -51,8 +51,8 @@ for lazy in ("CLIPTextModel", "CLIPTextModelWithProjection", "CLIPTokenizer", "T
     getattr(transformers, lazy)
 get_checkpoint_conversion_mapping("clip")  # builds, and keeps, those of all models
 PIL.Image.init()
-simpletuner.training.html_report.page.template("page.html.jinja")
-simpletuner.training.images.fonts.fonts_for(frozenset("plain"))
+simpletuner.runs.report.template("page.html.jinja")
+simpletuner.training.validation.image_grid.fonts_for(frozenset("plain"))
 
 gc.collect()
 gc.freeze()

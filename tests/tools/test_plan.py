@@ -24,26 +24,19 @@ from torch import Tensor, nn
 from simpletuner.app import main
 from simpletuner.checkpoints.disk_usage import DiskRoom, DiskUsage
 from simpletuner.commands.plan import summary
+from simpletuner.counting.flops import FLOAT32_ON_CUDA
+from simpletuner.counting.step_memory import Workload
+from simpletuner.counting.step_trace import Execution, new_mode, trace_step, trace_vae, with_fake_parameters
 from simpletuner.errors import SettingsError
-from simpletuner.models.analysis.cuda_kernels import FLOAT32_ON_CUDA
-from simpletuner.models.analysis.step_trace import (
-    Execution,
-    new_mode,
-    trace_step,
-    trace_vae,
-    with_fake_parameters,
-)
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import build_on_meta
-from simpletuner.parallel.devices.memory import MemoryBudget, MemoryEstimate, MemoryInputs, MemoryRow
-from simpletuner.parallel.model.module_stats import count_parameters
+from simpletuner.parallel.devices import MemoryBudget, MemoryEstimate, MemoryInputs, MemoryRow
+from simpletuner.parallel.model.blocks import count_parameters
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
 from simpletuner.settings.values.shape import SampleShape, Shape
-from simpletuner.tools.plan.estimate import RunPlan
-from simpletuner.tools.plan.inputs import opened_family
+from simpletuner.tools.plan.estimate import RunPlan, opened_family
 from simpletuner.tools.plan.search import best_of, propose
-from simpletuner.training.auto.workload import Workload
 
 SIX = ("sdxl", "flux", "sd3", "lumina2", "qwen_image", "sana")
 SHAPE = Shape(1, 64, 64)

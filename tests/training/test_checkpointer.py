@@ -13,13 +13,13 @@ from patience import PATIENCE
 
 from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.checkpoints.saving import Snapshot
-from simpletuner.checkpoints.shards import planned
+from simpletuner.checkpoints.tensors import planned
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import joined_world
 from simpletuner.settings.declared.sections import Checkpoints, Launch, Settings, Training
 from simpletuner.training import checkpointer
 from simpletuner.training.checkpointer import Checkpointer
-from simpletuner.training.metrics.eta import EXPORTING, SAVING, UPLOADING, WRITING, Durations
+from simpletuner.training.metrics.speed import EXPORTING, SAVING, UPLOADING, WRITING, Durations
 
 
 @pytest.mark.parametrize(

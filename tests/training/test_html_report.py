@@ -17,10 +17,10 @@ from run_pages import EVIL, FACTS, write_round, write_rows
 from simpletuner.checkpoints.layout import PAGE
 from simpletuner.errors import Stopped, TrainingError
 from simpletuner.report import Report
-from simpletuner.training.html_report import thumbnails
-from simpletuner.training.html_report.page import HtmlReport, open_html_report
-from simpletuner.training.html_report.thumbnails import Gallery, images_of
-from simpletuner.training.images.image_files import ImageInfo, write_image
+from simpletuner.runs import gallery
+from simpletuner.runs.gallery import Gallery, images_of
+from simpletuner.runs.images import ImageInfo, write_image
+from simpletuner.runs.report import HtmlReport, open_html_report
 
 
 class Elements(HTMLParser):
@@ -116,8 +116,8 @@ def test_a_page_of_a_long_run_stays_small_and_an_empty_one_is_a_page(tmp_path):
 
 
 def test_many_images_are_thinned_out_and_made_smaller_until_the_page_is_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(thumbnails, "MAX_IMAGES", 24)
-    monkeypatch.setattr(thumbnails, "MAX_BYTES", 24 * 5_000)
+    monkeypatch.setattr(gallery, "MAX_IMAGES", 24)
+    monkeypatch.setattr(gallery, "MAX_BYTES", 24 * 5_000)
     for step in range(12):
         write_round(tmp_path, step * 10, ["one", "two", "three", "four"], 160, step)
     page, elements = rendered(tmp_path)

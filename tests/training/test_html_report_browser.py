@@ -6,7 +6,7 @@ from browser import chromium
 from training.test_html_report import EVIL, FACTS, write_round, write_rows
 
 from simpletuner.report import Report
-from simpletuner.training.html_report.page import HtmlReport
+from simpletuner.runs.report import HtmlReport
 
 
 def test_images_scales_and_widths_in_a_browser(tmp_path):

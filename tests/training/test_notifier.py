@@ -20,8 +20,7 @@ from PIL import Image
 from simpletuner.errors import Stopped, TrainingError
 from simpletuner.report import Report
 from simpletuner.training.publishing import notifier
-from simpletuner.training.publishing.notifier import Notifier
-from simpletuner.training.publishing.notify_formats import MAX_BYTES, Wanted, format_of
+from simpletuner.training.publishing.notifier import MAX_BYTES, Notifier, Wanted, format_of
 
 
 class Receiver(ThreadingHTTPServer):

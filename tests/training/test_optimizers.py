@@ -12,8 +12,7 @@ from torch import Tensor
 from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeAdamW
 from simpletuner.parallel.torch_engine import ShardedParameter, sharded_parameters
 from simpletuner.settings.declared.sections import Optimizer
-from simpletuner.training.optimizers import LearningRate, make_optimizer
-from simpletuner.training.schedule import Schedule
+from simpletuner.training.optimizers import LearningRate, Schedule, make_optimizer
 
 MAX_STEPS = 14
 

@@ -10,8 +10,8 @@ from buckets import sampler_of
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.report import Report
 from simpletuner.settings.declared.sections import Optimizer, Settings, Training
-from simpletuner.training.run_folder.data_position import warn_of_other_rate
-from simpletuner.training.schedule import Schedule, new_schedule, resumed_schedule
+from simpletuner.training.optimizers import Schedule, new_schedule, resumed_schedule
+from simpletuner.training.run_folder.resuming import warn_of_other_rate
 
 SAMPLER = sampler_of({"a": range(40)}, 0)
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from simpletuner.parallel.precision.split_adamw import SplitAdamW
-from simpletuner.parallel.precision.split_state import (
+from simpletuner.parallel.precision.split_adamw import (
     BLOCK,
     SMALLEST_SCALE,
     QuantizedMoment,
+    SplitAdamW,
     join_float32,
     mixed,
     random_bits,
@@ -24,7 +24,7 @@ from simpletuner.parallel.precision.split_state import (
 )
 from simpletuner.parallel.torch_engine import ShardedParameter, sharded_parameters
 from simpletuner.settings.declared.sections import Optimizer
-from simpletuner.tools.plan.timing import HOST_BYTES
+from simpletuner.tools.plan.measure import HOST_BYTES
 from simpletuner.training.optimizers import make_optimizer
 
 NORMAL = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)

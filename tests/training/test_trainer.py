@@ -14,20 +14,19 @@ import pytest
 import torch
 from disk_calls import recorded_calls
 
-from simpletuner.data.batches.prefetch import Batch, StepBatch
+from simpletuner.data.prefetch import Batch, StepBatch
 from simpletuner.data.sampler.batch_sampler import SamplerState
 from simpletuner.errors import Stopped, TrainingError
 from simpletuner.models.family.objectives import NoisedLatents
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
 from simpletuner.report import Report
+from simpletuner.runs.metrics import METRICS
 from simpletuner.settings.declared.sections import Optimizer
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.training.metrics.eta import Durations
 from simpletuner.training.metrics.metrics import Metrics
-from simpletuner.training.metrics.metrics_reader import METRICS
-from simpletuner.training.optimizers import LearningRate
-from simpletuner.training.schedule import Schedule
+from simpletuner.training.metrics.speed import Durations
+from simpletuner.training.optimizers import LearningRate, Schedule
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Trainer
 

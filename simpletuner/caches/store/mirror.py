@@ -27,7 +27,7 @@ from simpletuner.data.config.embeds import BucketEmbeds, Embeds
 from simpletuner.data.storage.storage import MAX_BYTES, check_obstore
 from simpletuner.system.files.atomic import create_new, unfinished_path, write_file
 from simpletuner.system.files.cache_files import OURS, SHARD_SUFFIX, disk_bytes, index_of
-from simpletuner.system.files.promises import rename_over
+from simpletuner.system.files.mounts import rename_over
 
 if TYPE_CHECKING:
     from simpletuner.data.storage.object_storage import ObjectStorage

@@ -1,10 +1,11 @@
-"""Types of entries in a dataset file: images and videos, by storage."""
+"""Types of entries in a dataset file: images and videos by storage, and masks and references that belong to them."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,20 +13,22 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 from pydantic_core import PydanticCustomError
 
 from simpletuner.data.config.caption_rules import CaptionKeys
-from simpletuner.data.config.crops import CropKeys
-from simpletuner.data.config.embeds import BucketImageEmbeds, ImageEmbeds
-from simpletuner.data.config.folders import check_id
-from simpletuner.data.config.object_store_keys import AzurePlace, BucketPlace, GcsPlace, S3Place, no_address
-from simpletuner.data.config.participation import ParticipationKeys
-from simpletuner.data.config.tables import (
-    BLOCK,
+from simpletuner.data.config.dataset_file import DatasetEntry
+from simpletuner.data.config.dataset_parts import (
+    PARQUET,
     TABLE_STRATEGIES,
+    CropKeys,
+    ParticipationKeys,
     TableSettings,
+    VideoSettings,
     check_format,
     check_table,
 )
-from simpletuner.data.config.videos import VideoSettings
-from simpletuner.settings.values.placeholders import OF_A_DATASET, fill, only_placeholders
+from simpletuner.data.config.embeds import BucketImageEmbeds, ImageEmbeds
+from simpletuner.data.config.places import AzurePlace, BucketPlace, GcsPlace, S3Place, check_id, no_address
+from simpletuner.errors import Mistake
+from simpletuner.settings.declared.errors import did_you_mean
+from simpletuner.settings.values.spelling import OF_A_DATASET, fill, only_placeholders
 
 LARGEST_PIXELS = 1 << 28
 SMALLEST_PIXELS = 64
@@ -33,7 +36,7 @@ SMALLEST_PIXELS = 64
 
 def as_backend(value: Any) -> Any:
     """A table of sizes may be called as one of captions is, by its format."""
-    return BLOCK if value == "csv" else value
+    return PARQUET if value == "csv" else value
 
 
 def as_list(value: Any) -> Any:
@@ -172,7 +175,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     def may_have_sizes_from_table(self) -> bool:
         """Return whether a table replaces headers. Where each image has a text file to read, its header is read as
         well."""
-        return self.metadata_backend == BLOCK and self.caption_strategy != "textfile"
+        return self.metadata_backend == PARQUET and self.caption_strategy != "textfile"
 
     @model_validator(mode="after")
     def check_resolution(self) -> ImageDataset:
@@ -228,8 +231,8 @@ class UrlImages(ImageDataset):
 
     @model_validator(mode="after")
     def check_list(self) -> UrlImages:
-        if self.parquet or self.metadata_backend == BLOCK:
-            key = BLOCK if self.parquet else "metadata_backend"
+        if self.parquet or self.metadata_backend == PARQUET:
+            key = PARQUET if self.parquet else "metadata_backend"
             raise PydanticCustomError(key, "images of type csv have their table in csv_file: leave it out")
         if self.caption_strategy in TABLE_STRATEGIES and not self.csv_caption_column:
             raise PydanticCustomError("csv_caption_column", "is missing: caption_strategy takes captions from it")
@@ -290,8 +293,8 @@ class SnapshotImages(ImageDataset):
         if self.caption_strategy not in ("textfile", "instanceprompt"):
             message = "images of type huggingface have huggingface or instanceprompt"
             raise PydanticCustomError("caption_strategy", message)
-        if self.parquet or self.metadata_backend == BLOCK:
-            key = BLOCK if self.parquet else "metadata_backend"
+        if self.parquet or self.metadata_backend == PARQUET:
+            key = PARQUET if self.parquet else "metadata_backend"
             raise PydanticCustomError(key, "images of type huggingface have their own table: leave it out")
         if "video_column" in self.model_fields_set and not self.clips:
             raise PydanticCustomError("video_column", "it is for dataset_type video, or eval with a block `video`")
@@ -307,3 +310,47 @@ PLACES: dict[str, type[ImageDataset]] = {
     "huggingface": SnapshotImages,
 }
 """Datasets of images by `type`."""
+
+
+def paired(datasets: Sequence[ImageDataset]) -> list[ImageDataset]:
+    """Return the datasets that are trained on or held out, with those of masks and references that they name."""
+    by_id = {dataset.id: dataset for dataset in datasets if dataset.conditioning_type}
+    own = [dataset for dataset in datasets if not dataset.conditioning_type]
+    return [each.paired_with([by_id[name] for name in conditioning_of(each, datasets)]) for each in own]
+
+
+def conditioning_of(dataset: ImageDataset, datasets: Iterable[ImageDataset]) -> list[str]:
+    """Return the ids that a dataset names in `conditioning_data`, and of those that name it themselves."""
+    named_by = [each.id for each in datasets if each.source_dataset_id == dataset.id]
+    return list(dict.fromkeys((*dataset.conditioning_data, *named_by)))
+
+
+def mistakes_of_pairs(
+    entries: Sequence[tuple[ImageDataset, DatasetEntry]], refused: Collection[str], unused: dict[str, list[str]]
+) -> Iterator[Mistake]:
+    """Yield what is wrong between datasets of images and those of their masks and references.
+
+    `refused` are ids of entries with mistakes of their own; keys without effect are added to `unused`.
+    """
+    images = [dataset for dataset, _ in entries]
+    by_id = {dataset.id: dataset for dataset in images if dataset.conditioning_type}
+    own = [dataset.id for dataset in images if not dataset.conditioning_type]
+    for dataset, entry in entries:
+        for wanted in dataset.conditioning_data:
+            if wanted not in (*by_id, *refused):
+                message = "no dataset of dataset_type conditioning has this id"
+                yield entry.mistake("conditioning_data", message, did_you_mean(wanted, by_id))
+        if (source := dataset.source_dataset_id) is not None and source not in (*own, *refused):
+            message = "no dataset of images has this id"
+            yield entry.mistake("source_dataset_id", message, did_you_mean(source, own))
+        masks = [name for name in conditioning_of(dataset, images) if name in by_id and by_id[name].are_masks]
+        if len(masks) > 1:
+            yield entry.mistake("conditioning_data", "it names more than one dataset of masks")
+    named = Counter(name for dataset in images for name in conditioning_of(dataset, images))
+    for dataset, entry in entries:
+        if dataset.conditioning_type and not named[dataset.id]:
+            why = f"{dataset.id} has no effect: no dataset names it in conditioning_data"
+            unused.setdefault(why, []).append(entry.place())
+        if dataset.are_references and named[dataset.id] > 1:  # its latents are cached as one dataset's
+            message = f"{named[dataset.id]} datasets of images name it as theirs: write an entry with an id for each"
+            yield entry.mistake("id", message)

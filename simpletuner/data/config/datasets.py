@@ -11,26 +11,18 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletuner.data.config.dataset_file import DatasetEntry, dataset_entries
-from simpletuner.data.config.dataset_keys import RULES, VALUES
-from simpletuner.data.config.dataset_types import PLACES, ImageDataset, LocalImages
+from simpletuner.data.config.dataset_file import RULES, VALUES, DatasetEntry, dataset_entries
+from simpletuner.data.config.dataset_parts import PARQUET, TABLE_RULES, VIDEO, TableSettings, VideoSettings
+from simpletuner.data.config.dataset_types import PLACES, ImageDataset, LocalImages, mistakes_of_pairs, paired
 from simpletuner.data.config.embeds import EMBEDS, BucketEmbeds, Embeds, ImageEmbeds, TextEmbeds
-from simpletuner.data.config.folders import find_nested_ids, id_of_folder
-from simpletuner.data.config.pairs import mistakes_of_pairs, paired
-from simpletuner.data.config.tables import (
-    BLOCK,
-    TABLE_RULES,
-    TableSettings,
-)
-from simpletuner.data.config.videos import BLOCK as VIDEO
-from simpletuner.data.config.videos import VideoSettings
+from simpletuner.data.config.places import find_nested_ids, id_of_folder
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.declared.errors import allowed, broken, did_you_mean, shorten
 from simpletuner.settings.declared.knob import Section
 from simpletuner.settings.declared.sections import Data, DatasetSettings
 from simpletuner.settings.files.raw_values import Origin
 from simpletuner.settings.foreign.key_table import Keeps, KeyTable, Refuses, Rule, interpret, put
-from simpletuner.settings.foreign.original.names import is_off, zero_as
+from simpletuner.settings.foreign.original_names import is_off, zero_as
 from simpletuner.settings.resolving.places import with_places
 from simpletuner.settings.rules.effects import has_effect, why_without_effect
 from simpletuner.settings.values.spelling import choices_of, normalize_name, normalize_value
@@ -46,7 +38,7 @@ KEEPS_OFF: dict[str, Rule] = {
 }
 """Keys for which the original writes `not set` as another value."""
 
-BLOCKS: dict[str, type[Section]] = {BLOCK: TableSettings, VIDEO: VideoSettings}
+BLOCKS: dict[str, type[Section]] = {PARQUET: TableSettings, VIDEO: VideoSettings}
 """Keys of a dataset that are blocks of keys."""
 
 Kind = TypeVar("Kind", ImageDataset, TextEmbeds, ImageEmbeds)

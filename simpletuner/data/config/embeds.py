@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from simpletuner.data.config.folders import WITH_REFERENCES
-from simpletuner.data.config.object_store_keys import AzurePlace, BucketPlace, GcsPlace, S3Place
+from simpletuner.data.config.places import WITH_REFERENCES, AzurePlace, BucketPlace, GcsPlace, S3Place
 from simpletuner.settings.declared.knob import Section
-from simpletuner.settings.values.placeholders import OF_A_DATASET, only_placeholders
+from simpletuner.settings.values.spelling import OF_A_DATASET, only_placeholders
 
 if TYPE_CHECKING:
     from simpletuner.data.config.dataset_types import ImageDataset

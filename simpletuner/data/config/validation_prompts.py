@@ -16,7 +16,7 @@ from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.declared.errors import did_you_mean
 from simpletuner.settings.declared.knob import Section
 from simpletuner.settings.declared.sections import Validation
-from simpletuner.settings.files.file_entries import NotParsed, explain_parsing, json_mistake
+from simpletuner.settings.files.config_files import NotParsed, explain_parsing, json_mistake
 from simpletuner.settings.files.formats import read_text
 from simpletuner.settings.values.shape import normalize_shapes
 from simpletuner.system.files.paths import shown_path

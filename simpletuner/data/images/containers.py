@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
-from simpletuner.data.images.colour_codes import Colours, of_codes, of_exif, of_gamma
+from simpletuner.data.images.colours import Colours, of_codes, of_exif, of_gamma
 from simpletuner.data.images.orientation import EXIF_MARK, SIDEWAYS, orientation_of
-from simpletuner.system.files.range_reader import RangeReader
+from simpletuner.system.files.regular_files import RangeReader
 
 JPEG_MARK, PNG_MARK = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
 SOF: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})

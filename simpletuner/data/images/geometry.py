@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from simpletuner.data.config.dataset_types import ImageDataset
-from simpletuner.data.images.clips import Clip, clip_of
+from simpletuner.data.images.videos import Clip, clip_of
 from simpletuner.settings.values.shape import Shape
 
 AREA_TOLERANCE = 0.1

@@ -10,7 +10,7 @@ from simpletuner.extras import install_command
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif", ".webp"})
 READ_VIDEOS = "MP4, MOV, MKV, WebM, AVI, GIF and animated WebP"
-INSTALL = install_command("video")
+INSTALL_VIDEO = install_command("video")
 UNREAD_BESIDE_VIDEOS = (OTHER_SUFFIXES | BY_PILLOW | BY_PLUGIN) - VIDEO_SUFFIXES
 
 # Boxes with which a file of QuickTime and MP4 may begin, at its fourth byte.
@@ -47,4 +47,4 @@ def is_webp(head: bytes) -> bool:
 def check_av(dataset: str) -> None:
     """Raise EnvironmentNotReady where PyAV, which reads the videos of a dataset, is not installed."""
     if find_spec("av") is None:
-        raise EnvironmentNotReady(f"dataset `{dataset}` has videos, and PyAV (av) is not installed", INSTALL)
+        raise EnvironmentNotReady(f"dataset `{dataset}` has videos, and PyAV (av) is not installed", INSTALL_VIDEO)

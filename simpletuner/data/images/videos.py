@@ -3,19 +3,27 @@
 Frame `i` is what is shown `i / rate` seconds after the beginning, at the mean rate, or begins within half a mean frame
 after it: so films of variable rate keep their speed, and in others it is simply the frame with that number, also where
 a container rounds times.
+
+Clips of videos: how many frames, at which distance, and where they are cut out.
+
+Arrays have one number per video; all lengths count frames.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
+import numpy as np
 from PIL import Image
 
-from simpletuner.data.images.colour_codes import HDR
+from simpletuner.data.config.dataset_parts import VideoSettings
+from simpletuner.data.images.colours import HDR
 from simpletuner.data.images.images import DOUBT, MAX_PIXELS, ImageHeader, open_image, read_orientation, to_rgb
 from simpletuner.data.images.orientation import turned_upright
 from simpletuner.data.images.video_formats import demuxer_of, is_webp
@@ -260,3 +268,63 @@ def too_short(found: int, needed: int) -> ValueError:
     return ValueError(
         f"ends after {found} frames, and {needed} are needed: it is cut short, or its header or the table is wrong"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Place of a clip in its video: the first frame, and how many frames of the video one of the clip stands for."""
+
+    start: int
+    stride: float
+
+    def frame_numbers(self, count: int) -> list[int]:
+        return [self.start + int(number * self.stride) for number in range(count)]
+
+
+def strides_of(video: VideoSettings, rates: np.ndarray) -> np.ndarray:
+    """Return the distances at which frames are taken: nothing is invented where a video is slower than asked for."""
+    return np.maximum(1.0, rates / (video.fps or np.inf))
+
+
+def usable_frames(lengths: np.ndarray, strides: np.ndarray) -> np.ndarray:
+    """Return how many frames of each video can be taken at these distances."""
+    return np.floor((lengths - 1) / strides).astype(np.int64) + 1
+
+
+def clip_frames(video: VideoSettings, lengths: np.ndarray, rates: np.ndarray, step: int) -> np.ndarray:
+    """Return the frames of each clip: a multiple of `step` and one more, as the family's VAE takes them."""
+    frames = usable_frames(lengths, strides_of(video, rates))
+    if video.frame_buckets is not None:
+        buckets = bucket_lengths(video.frame_buckets, step)
+        return buckets[np.maximum(0, np.searchsorted(buckets, frames, side="right") - 1)]
+    if video.wanted_frames is not None:
+        frames = np.minimum(frames, video.wanted_frames)
+    if video.frame_interval is not None:
+        frames = np.maximum(1, frames // video.frame_interval * video.frame_interval)
+    return (frames - 1) // step * step + 1
+
+
+def bucket_lengths(buckets: Sequence[int], step: int) -> np.ndarray:
+    """Return the lengths that the family takes, shortest first."""
+    return np.unique((np.array(buckets) - 1) // step * step + 1)
+
+
+def are_long_enough(video: VideoSettings, lengths: np.ndarray, rates: np.ndarray, step: int) -> np.ndarray:
+    """Return whether videos are within min_frames and max_frames, and fill the shortest of frame_buckets."""
+    usable = usable_frames(lengths, strides_of(video, rates))
+    if video.frame_buckets is not None:
+        usable = np.where(usable < bucket_lengths(video.frame_buckets, step)[0], 0, usable)
+        return (usable >= (video.min_frames or 1)) & (usable <= (video.max_frames or np.inf))
+    # A video of 81 frames is enough for the 81 that are left of num_frames=84.
+    least = video.min_frames or ((video.wanted_frames or 1) - 1) // step * step + 1
+    return (usable >= least) & (usable <= (video.max_frames or np.inf))
+
+
+def clip_of(video: VideoSettings, sample_id: str, length: int, frames: int, stride: float, seed: int) -> Clip:
+    """Return where the clip of one video is cut out."""
+    room = length - 1 - int((frames - 1) * stride)
+    if video.clip_position == "random":
+        # Not of the step, as a crop's: latents are cached.
+        digest = hashlib.blake2b(f"{seed}/{sample_id}/clip".encode(), digest_size=8).digest()
+        return Clip(int.from_bytes(digest) % (room + 1), stride)
+    return Clip(room // 2 if video.clip_position == "middle" else 0, stride)

@@ -12,7 +12,7 @@ from operator import mul
 
 import numpy as np
 
-from simpletuner.data.config.participation import Copies, copies_of
+from simpletuner.data.config.dataset_parts import Copies, copies_of
 from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.samples.sizes import different_values

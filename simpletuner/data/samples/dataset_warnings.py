@@ -1,27 +1,44 @@
-"""Warnings about the images that were found: one line per kind, with a count and an example."""
+"""Warnings about the images and clips that were found: one line per kind, with a count and an example.
+
+Small datasets are looked at before torch is imported and ranks are started.
+"""
 
 # pyright: basic, reportAttributeAccessIssue=false
-# pyarrow comes without types.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
+from simpletuner.data.config.dataset_parts import Window
+from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
+from simpletuner.data.config.datasets import load_datasets
+from simpletuner.data.config.places import latents_folder
 from simpletuner.data.images.geometry import shapes_of, target_areas
 from simpletuner.data.images.image_formats import BY_PLUGIN, INSTALL
-from simpletuner.data.samples.discovery import Discovery
-from simpletuner.data.samples.file_remarks import captions_found, file_remarks
-from simpletuner.data.samples.formats_read import formats_read, frames_hint
-from simpletuner.data.samples.samples import DatasetSamples, Sample, Samples
+from simpletuner.data.samples.buckets import fill_buckets, make_buckets
+from simpletuner.data.samples.discovery import Discovery, discover
+from simpletuner.data.samples.file_remarks import captions_found, file_remarks, formats_read, frames_hint
+from simpletuner.data.samples.samples import DatasetSamples, Sample, Samples, held_out_indices
 from simpletuner.data.samples.sizes import Sizes
 from simpletuner.data.scan.captions import captions_of
-from simpletuner.data.scan.scan import Scan
-from simpletuner.data.storage.storage import CAPTION_SUFFIX
+from simpletuner.data.scan.file_list import list_images
+from simpletuner.data.scan.scan import Scan, scan_files
+from simpletuner.data.storage.storage import CAPTION_SUFFIX, open_storage
+from simpletuner.settings import Settings
+from simpletuner.settings.values.shape import Shape
 from simpletuner.system.numbers import count_noun
+
+# pyarrow comes without types.
+
 
 # Enlarging up to this factor is what rounding to buckets does, and is not mentioned.
 MIN_ENLARGEMENT = 1.1
@@ -182,3 +199,82 @@ def longest_captions(samples: DatasetSamples) -> np.ndarray:
         counts = pc.list_value_length(lines).to_numpy()
         parts.append(combine.reduceat(letters, np.cumsum(counts) - counts) * (counts > 0))
     return np.concatenate(parts)[samples.rows]
+
+
+# pyarrow comes without types.
+
+
+# Ranks read all headers again, which takes a second for so many on a slow disk. Larger datasets seldom lack
+# images.
+MOST_FILES = 2000
+
+
+def check_few_images(settings: Settings) -> None:
+    """Raise DataError for local datasets of few images whose buckets cannot fill the effective batch.
+
+    Ranks find the same in any data, but each of them imports torch before.
+    """
+    datasets, _ = load_datasets(settings.data, settings.model.model_type)
+    outputs = [settings.training.output_dir, *(latents_folder(dataset, settings) for dataset in datasets)]
+    folders = [dataset.instance_data_dir for dataset in datasets if isinstance(dataset, LocalImages)]
+    # Of a video the first frame is decoded as well, which takes 20 times as long as an image's header.
+    is_plain = all(not (each.parquet or each.clips) and each.window == Window() for each in datasets)
+    has_few = len(list(islice(files_in(folders), MOST_FILES + 1))) <= MOST_FILES
+    if len(folders) < len(datasets) or not (is_plain and has_few):
+        return
+    scans = [scan_of(dataset, outputs) for dataset in datasets]
+    side_px = settings.data.aspect_bucket_alignment
+    found = discover(scans, Shape(1, side_px, side_px), settings.training.seed)
+    if any(found.errors()):  # the ranks say these, and what is wrong with the buckets as well
+        return
+    samples = found.samples
+    buckets = make_buckets(samples, held_out_indices(samples, settings.validation.eval_split))
+    if buckets:  # else the ranks say why no image is left
+        fill_buckets(buckets, settings.effective_batch_size, settings.data.allow_dataset_oversubscription)
+
+
+def files_in(folders: Sequence[Path]) -> Iterator[str]:
+    for folder in folders:
+        for _, _, files in os.walk(folder):
+            yield from files
+
+
+def scan_of(dataset: ImageDataset, outputs: Sequence[Path]) -> Scan:
+    storage = open_storage(dataset, outputs)
+    files = list_images(dataset, storage, lambda: None)
+    rows = scan_files(dataset, storage, files.table.to_pylist())
+    return Scan(dataset, storage, pa.Table.from_batches([rows]), files.others)
+
+
+# pyarrow comes without types.
+
+
+TOLERANCE = 0.02
+"""29.97 and 23.976 frames per second are those of 30 and 24."""
+MAX_RATES = 4
+
+
+def remark_on_rates(scan: Scan, model_fps: float) -> tuple[int, str]:
+    """Return how many videos have another rate than the model's, after `fps` of the dataset, and a sentence about them.
+
+    Families place frames by their number, so a film of 60 per second would teach LTX-Video, of 25, motion at 0.4 of its
+    speed. 0 where all fit, or the model has no rate.
+    """
+    if (video := scan.dataset.clips) is None or not model_fps:
+        return 0, ""
+    frames, fps = (scan.table[name].to_numpy() for name in ("frames", "fps"))
+    fps = np.where((fps == 0) & (frames > 1), video.frame_folders_fps or 0, fps)
+    shown = np.minimum(fps, video.fps or np.inf)
+    differ = np.flatnonzero((frames > 1) & (fps > 0) & (np.abs(shown / model_fps - 1) > TOLERANCE))
+    if not len(differ):
+        return 0, ""
+    rates = Counter(f"{rate:.4g}" for rate in shown[differ])
+    named = ", ".join(f"{count:,} of {rate}" for rate, count in rates.most_common(MAX_RATES))
+    more = ", and others" if len(rates) > MAX_RATES else ""
+    slow = int(np.count_nonzero(shown[differ] < model_fps))
+    hints = [f'`"fps": {model_fps:g}` in the block `video` takes fewer frames of faster ones'] * (slow < len(differ))
+    hints += ["slower ones are learned faster than they are"] * bool(slow)
+    return len(differ), (
+        f"dataset `{scan.dataset.id}`: {count_noun(len(differ), 'video')} with other frames per second than the "
+        f"{model_fps:g} of the model: {named}{more} (such as {scan.table['name'][int(differ[0])]}); {'; '.join(hints)}"
+    )

@@ -1,15 +1,21 @@
-"""Sentences about files among the images that other programs put there, or read otherwise: what is trained, and the
-entries of a dataset file that say what they would do."""
+"""Sentences about files among the images: formats that are read, and what other programs put there.
+
+Each says what is trained, and the entries of a dataset file that would say what the files do.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from simpletuner.data.config.folders import id_of_folder
+from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.config.places import id_of_folder
+from simpletuner.data.images.frame_folders import READ_FRAMES, frame_suffixes
+from simpletuner.data.images.image_formats import READ
+from simpletuner.data.images.video_formats import READ_VIDEOS
 from simpletuner.data.scan.file_list import OtherFiles
 from simpletuner.data.scan.other_programs import CLASS_IMAGES, MASKS, REPEATS, SAMPLES, THUMBNAILS
 from simpletuner.data.scan.scan import Scan
@@ -137,3 +143,17 @@ def table_phrase(address: str, columns: Sequence[str]) -> str:
     table: Mapping[str, str] = {"path": address, "filename_column": file, "caption_column": caption}
     keys = json.dumps({"caption_strategy": "parquet", "parquet": table}, ensure_ascii=False)
     return f"{address} may hold the captions: a dataset file (data_backend_config) with {keys[1:-1]} reads it"
+
+
+def formats_read(dataset: ImageDataset) -> str:
+    if not dataset.clips:
+        return READ
+    return f"{READ_VIDEOS}, and {READ_FRAMES}" if dataset.clips.frame_folders_fps else READ_VIDEOS
+
+
+def frames_hint(datasets: Iterable[ImageDataset], not_read: Collection[str]) -> str:
+    """Say how images, among the suffixes that are not read, would be read as frames of clips; else nothing."""
+    has_none = any(dataset.clips and not dataset.clips.frame_folders_fps for dataset in datasets)
+    if not has_none or frame_suffixes().isdisjoint(not_read):
+        return ""
+    return "; folders of numbered images are clips with `frame_folders_fps` in the block `video`"

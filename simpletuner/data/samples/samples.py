@@ -1,16 +1,19 @@
 """The samples of a run as columns: a `Sample` is made from its row when it is asked for.
 
 Rows lie in Arrow record batches, memory-mapped from a kept scan, which all ranks share. Beside them a sample takes 8
-bytes: its row, and which of the sizes that occur it has (`preparation/shared_arrays.py`: once per machine).
+bytes: its row, and which of the sizes that occur it has (`preparation/shared_download.py`: once per machine).
+
+Images held out of training, to measure the loss on: datasets of type eval, and a share of the others.
+
+The reference images of a dataset's samples as samples of their own, which are cached like others.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false
-# pyarrow comes without types.
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import BinaryIO
@@ -26,12 +29,16 @@ from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folde
 from simpletuner.data.images.geometry import Geometry, compute_geometry
 from simpletuner.data.images.images import cropped, read_rgb
 from simpletuner.data.images.videos import read_frames
-from simpletuner.data.sampler.stable_choice import hash_texts
+from simpletuner.data.sampler.batch_sampler import GlobalBatch, make_batch
+from simpletuner.data.sampler.epoch_order import hash_names, hash_texts
 from simpletuner.data.samples.conditioning_files import ConditioningFiles, Mask
 from simpletuner.data.samples.sizes import Sizes
 from simpletuner.data.scan.captions import captions_of
 from simpletuner.data.storage.storage import Storage
 from simpletuner.settings.values.shape import SampleShape
+
+# pyarrow comes without types.
+
 
 FRAMES_AT_ONCE = 4
 """Requests for the frames of one clip in a bucket; several clips are read at the same time."""
@@ -243,3 +250,78 @@ class Samples(Sequence[Sample]):
             digest.update(repr((part.dataset.id, len(part))).encode())
             hash_texts(digest, part.names)
         return digest.hexdigest()
+
+
+def held_out_indices(samples: Samples, share: float) -> np.ndarray:
+    """Return the indices of held-out samples, ascending."""
+    parts, start = [np.zeros(0, np.int64)], 0
+    for part in samples.parts:
+        parts.append(start + held_out_of(part, share))
+        start += len(part)
+    return np.concatenate(parts)
+
+
+def held_out_of(part: DatasetSamples, share: float) -> np.ndarray:
+    """Return the held-out indices within one dataset: all of it, or a share, but at least one."""
+    if part.dataset.dataset_type == "eval":
+        return np.arange(len(part))
+    if not share:
+        return np.zeros(0, np.int64)
+    # By id alone: what one run holds out, no other run of these images trains on, whatever is added to them.
+    hashes = hash_names(part.names, part.dataset.id, "held out")
+    chosen = np.flatnonzero(hashes < share * 2.0**64)
+    return chosen if len(chosen) else hashes.argsort()[:1]
+
+
+def held_out_batches(samples: Samples, held_out: np.ndarray, size: int) -> list[GlobalBatch]:
+    """Cut held-out samples into batches of one shape and at most `size`."""
+    by_shape: dict[SampleShape, list[int]] = {}
+    for index in held_out.tolist():
+        by_shape.setdefault(samples[index].shape, []).append(index)
+    return [
+        make_batch(str(shape), indices[first : first + size])
+        for shape, indices in by_shape.items()
+        for first in range(0, len(indices), size)
+    ]
+
+
+# pyarrow comes without types.
+
+
+class References(Sequence[Sample]):
+    """The references of samples in one of their dataset's datasets of references, in the order of the samples."""
+
+    def __init__(self, samples: DatasetSamples, number: int) -> None:
+        self.samples, self.number, self.files = samples, number, samples.references[number]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.samples[index].references[self.number]
+
+    @property
+    def dataset(self) -> ImageDataset:
+        return self.files.dataset
+
+    @property
+    def storage(self) -> Storage:
+        return self.files.scan.storage
+
+    def checksum(self, *columns: str) -> str:
+        """Return a checksum of all that the references and their geometry are made of."""
+        return self.samples.checksum(*columns)
+
+    def samples_of(self, broken: Mapping[str, str]) -> dict[str, str]:
+        """Return the ids of samples whose reference is broken, and why; `broken` has the reasons by its id."""
+        if not broken:
+            return {}
+        own = {name.removeprefix(f"{self.dataset.id}/"): why for name, why in broken.items()}
+        is_broken = pc.is_in(self.files.scan.table["name"], value_set=pa.array(own, pa.large_string())).to_numpy()
+        found = np.flatnonzero(is_broken[self.files.rows[self.samples.rows]]).tolist()
+        pairs = [(self.samples[index], self.files.file(int(self.samples.rows[index]))[0]) for index in found]
+        return {sample.id: f"its reference {name}: {own[name]}" for sample, name in pairs}
+
+
+def references_of(samples: DatasetSamples) -> list[References]:
+    return [References(samples, number) for number in range(len(samples.references))]

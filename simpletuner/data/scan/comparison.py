@@ -6,7 +6,6 @@ last block of an image, and the text of a caption, are compared instead.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false
-# pyarrow comes without types.
 
 from __future__ import annotations
 
@@ -20,15 +19,18 @@ from typing import Any
 import pyarrow as pa
 import xxhash
 
+from simpletuner.data.config.dataset_parts import PARQUET
 from simpletuner.data.config.dataset_types import ImageDataset
-from simpletuner.data.config.object_store_keys import MACHINE_KEYS
-from simpletuner.data.config.tables import BLOCK
+from simpletuner.data.config.places import MACHINE_KEYS
 from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folder
-from simpletuner.data.sampler.stable_choice import hash_texts
+from simpletuner.data.sampler.epoch_order import hash_texts
 from simpletuner.data.scan.captions import lines_of, read_caption_file
 from simpletuner.data.scan.file_list import CAPTION_VERSION, FileList
 from simpletuner.data.storage.storage import Storage, UnreadableFileError
 from simpletuner.system.files.checksums import value_checksum
+
+# pyarrow comes without types.
+
 
 # 16 KB of digests for any number of samples; of a million, one that differs costs details of about 1,000.
 CHUNKS = 1024
@@ -172,7 +174,7 @@ def quote_caption(caption: str | None) -> str:
 
 def dataset_facts(datasets: Iterable[ImageDataset]) -> dict[str, dict[str, Any]]:
     """Return the settings of each dataset that must be equal on all ranks, by id."""
-    left_out = {**dict.fromkeys(LOCAL_KEYS, True), BLOCK: {"path"}}
+    left_out = {**dict.fromkeys(LOCAL_KEYS, True), PARQUET: {"path"}}
     return {dataset.id: dataset.model_dump(mode="json", exclude=left_out) for dataset in datasets}
 
 

@@ -20,8 +20,7 @@ from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folder, read_folder_header
 from simpletuner.data.images.images import DECODE_ERRORS, ImageHeader, read_header
 from simpletuner.data.images.videos import read_video_header
-from simpletuner.data.scan.caption_forms import form_of
-from simpletuner.data.scan.captions import lines_of, read_caption_file
+from simpletuner.data.scan.captions import form_of, lines_of, read_caption_file
 from simpletuner.data.scan.file_list import CAPTION_VERSION, FILE, OtherFiles, printable
 from simpletuner.data.storage.storage import MAX_BYTES, Storage, UnreadableFileError
 

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from simpletuner.data.config.dataset_parts import PARQUET, TABLE_STRATEGIES
 from simpletuner.data.config.dataset_types import ImageDataset
-from simpletuner.data.config.tables import BLOCK, TABLE_STRATEGIES
 from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN
 from simpletuner.data.images.video_formats import VIDEO_SUFFIXES
 from simpletuner.data.scan.scan import NO_ROW, SCANNED
@@ -149,7 +149,7 @@ def remarks_on(
     """Yield a sentence for each kind of row or file that does not fit."""
     yield from remark(dataset, again, "{} of {} for an image that has one: the first one counts", "row")
     yield from remark(dataset, unmatched, "{} of {} without an image", "row")
-    if dataset.metadata_backend == BLOCK:
+    if dataset.metadata_backend == PARQUET:
         yield from remark(dataset, pick_names(names, ~described.has_row), "{} without a row in {}: left out")
     if described.gives_sizes:
         sizeless = pick_names(names, described.has_row & ~described.has_size)
@@ -194,7 +194,7 @@ def with_described(
     from_table = dataset.caption_strategy in TABLE_STRATEGIES
     problems = pc.fill_null(scanned["caption_problem"], "")
     problems = pc.if_else(pc.equal(problems, NO_ROW), "", problems)  # said of an earlier table
-    is_out = pa.array(~described.has_row & (dataset.metadata_backend == BLOCK))
+    is_out = pa.array(~described.has_row & (dataset.metadata_backend == PARQUET))
     columns = {
         **{name: files[name] for name in files.column_names},
         "problem": pc.coalesce(scanned["problem"], files["problem"]),

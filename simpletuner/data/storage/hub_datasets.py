@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from simpletuner.data.config.dataset_parts import PARQUET, TableSettings
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages, SnapshotImages, belongs_to_split
-from simpletuner.data.config.tables import BLOCK, TableSettings
 from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN
 from simpletuner.data.images.video_formats import VIDEO_SUFFIXES
 from simpletuner.errors import DataError, EnvironmentNotReady
@@ -149,5 +149,5 @@ def as_image_folder(dataset: SnapshotImages, found: HubFiles, folder: Path) -> L
         caption_column=[dataset.caption_column or ""],
         identifier_includes_extension=True,
     )
-    own = {"caption_strategy": BLOCK, "metadata_backend": BLOCK, "parquet": table}
+    own = {"caption_strategy": PARQUET, "metadata_backend": PARQUET, "parquet": table}
     return LocalImages.model_construct(**{**values, **own}, instance_data_dir=(folder / tables[0]).parent)

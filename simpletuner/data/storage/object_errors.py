@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from simpletuner.data.config.object_store_keys import Service
+from simpletuner.data.config.places import Service
 from simpletuner.errors import DataError, EnvironmentNotReady, SimpleTunerError
 
 BUCKET_GONE = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"})

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError
 
-from simpletuner.data.config.object_store_keys import BucketPlace, Service
+from simpletuner.data.config.places import BucketPlace, Service
 from simpletuner.data.storage.object_errors import (
     BUCKET_GONE,
     DAMAGED_OBJECTS,
@@ -35,7 +35,7 @@ from simpletuner.data.storage.object_stores import Store, open_store
 from simpletuner.data.storage.storage import MAX_BYTES, Listing, StoredFile, UnreadableFileError, is_system_folder
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.report import Report
-from simpletuner.system.files.range_reader import RangeReader
+from simpletuner.system.files.regular_files import RangeReader
 
 HEADER_BYTES = 64 << 10
 """First range that is read of an image; headers are longer only where cameras write large thumbnails into them."""

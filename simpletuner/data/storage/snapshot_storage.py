@@ -23,8 +23,8 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from simpletuner.data.config.dataset_parts import FORMATS
 from simpletuner.data.config.dataset_types import SnapshotImages, belongs_to_split
-from simpletuner.data.config.tables import FORMATS
 from simpletuner.data.storage.storage import CAPTION_SUFFIX, Listing, StoredFile, UnreadableFileError
 from simpletuner.errors import DataError
 from simpletuner.settings.declared.errors import did_you_mean

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
 
 from simpletuner.data.config.dataset_types import BucketImages, ImageDataset, LocalImages, SnapshotImages
-from simpletuner.data.config.object_store_keys import BucketPlace
+from simpletuner.data.config.places import BucketPlace
 from simpletuner.data.images.video_formats import check_av
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.extras import install_command

@@ -22,8 +22,8 @@ from urllib.parse import quote
 
 import xxhash
 
+from simpletuner.data.config.dataset_parts import TableSettings
 from simpletuner.data.config.dataset_types import LocalImages, UrlImages
-from simpletuner.data.config.tables import TableSettings
 from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN, suffix_of_content
 from simpletuner.data.images.images import DECODE_ERRORS, read_header
 from simpletuner.data.images.video_formats import VIDEO_SUFFIXES, suffix_of_video
@@ -32,8 +32,8 @@ from simpletuner.data.storage.storage import MAX_BYTES as LARGEST_READ
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.data.tables.table_files import TableFile
 from simpletuner.system.files.atomic import create_new, flush_to_disk, replace_file, unfinished_path
-from simpletuner.system.files.promises import rename_over
-from simpletuner.system.http_requests import http_request
+from simpletuner.system.files.mounts import rename_over
+from simpletuner.system.network import http_request
 from simpletuner.system.processes.threads import run_bounded
 
 MAX_BYTES = 256 << 20

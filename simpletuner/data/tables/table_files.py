@@ -23,8 +23,8 @@ import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
 from simpletuner.data.config.caption_rules import BLANK_TEXT
+from simpletuner.data.config.dataset_parts import FORMATS, PARQUET, TABLE_STRATEGIES, TableSettings, table_files
 from simpletuner.data.config.dataset_types import LARGEST_PIXELS, BucketImages, ImageDataset
-from simpletuner.data.config.tables import BLOCK, FORMATS, TABLE_STRATEGIES, TableSettings, table_files
 from simpletuner.data.storage.storage import Storage, UnreadableFileError
 from simpletuner.errors import DataError
 from simpletuner.settings.declared.errors import nearest
@@ -111,7 +111,7 @@ class TableFile:
         settings, chosen = self.settings, dict[str, Any]()
         if self.dataset.caption_strategy in TABLE_STRATEGIES and not settings.caption_columns:
             chosen["caption_column"] = [CAPTION_COLUMN]
-        if self.dataset.metadata_backend == BLOCK and not settings.size_columns:
+        if self.dataset.metadata_backend == PARQUET and not settings.size_columns:
             with self.parts()[0]._opened() as file:
                 schema = SCHEMAS[self.kind](file)
             numbers = {name for name in schema.names if is_number(schema.field(name).type)}

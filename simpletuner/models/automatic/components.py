@@ -1,9 +1,21 @@
-"""Components of a pipeline folder as a study, training and sampling need them."""
+"""Components of a pipeline folder as a study, training and sampling need them.
+
+Copies of a modular pipeline's blocks, through which gradients flow and which are given their noise.
+
+Nothing here changes a module of diffusers: blocks get subclasses, with copies of functions that have globals of their
+own.
+
+Calls of a denoiser without memory: a pipeline reads numbers, so its inputs are recorded on the CPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +24,14 @@ from torch import Tensor, nn
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.pipeline_run import refused
+from simpletuner.models.automatic.prediction import Predictor
 from simpletuner.models.automatic.seams import EnteredPipeline
+from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.family.vae import Vae, cell_of_model
 from simpletuner.models.folder.diffusers_io import TEXT_PARTS, build_on_meta, diffusers_class, require_packages
-from simpletuner.models.folder.index import MODULAR_INDEX, index_file, is_null, read_index
 from simpletuner.models.folder.malformed import opening
-from simpletuner.models.folder.weights import weights_files
+from simpletuner.models.folder.weights import MODULAR_INDEX, index_file, is_null, read_index, weights_files
+from simpletuner.private_api.of_torch import outside_modes, tree_leaves, tree_map_only
 from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:
@@ -158,3 +172,110 @@ def pipeline_class_of(index: Mapping[str, Any]) -> Any:
     from simpletuner.models.automatic.modular import modular_class
 
     return modular_class(cls, index)
+
+
+PACKAGE = "diffusers.modular_pipelines."
+FRAMEWORK = PACKAGE + "modular_pipeline"
+
+
+class Copies:
+    """Copies of blocks whose functions draw noise by one of ours, and leave out torch.no_grad."""
+
+    def __init__(self, draw: Callable[..., Any]) -> None:
+        self.draw = draw
+        self.globals: dict[str, dict[str, Any]] = {}
+
+    def block(self, block: Any) -> Any:
+        """Return a copy of a block, with copies of those in it."""
+        cls, own = type(block), copy.copy(block)
+        functions = {name: self.member(each) for name, each in members(cls)}
+        own.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **functions})
+        own.sub_blocks = type(block.sub_blocks)((name, self.block(each)) for name, each in block.sub_blocks.items())
+        return own
+
+    def member(self, value: Any) -> Any:
+        if isinstance(value, staticmethod | classmethod):
+            return type(value)(self.function(value.__func__))
+        return self.function(value)
+
+    def function(self, function: Any) -> Any:
+        # torch.no_grad leaves the function that it decorates.
+        plain = inspect.unwrap(function)
+        code, own = plain.__code__, self.globals_of(plain.__globals__)
+        made = FunctionType(code, own, plain.__name__, plain.__defaults__, plain.__closure__)
+        made.__kwdefaults__ = plain.__kwdefaults__
+        return made
+
+    def globals_of(self, module: dict[str, Any]) -> dict[str, Any]:
+        """Return a module's names with copies of all functions of modular pipelines among them."""
+        name = module["__name__"]
+        if name not in self.globals:
+            own = self.globals[name] = {**module}
+            functions = {key: each for key, each in module.items() if inspect.isfunction(each)}
+            own |= {key: self.function(each) for key, each in functions.items() if each.__module__.startswith(PACKAGE)}
+            if "randn_tensor" in own:
+                own["randn_tensor"] = self.draw
+        return self.globals[name]
+
+
+def members(cls: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the functions of a block's class, but for those of diffusers' base classes."""
+    found: set[str] = set()
+    for each in cls.__mro__:
+        if each.__module__.startswith(PACKAGE) and each.__module__ != FRAMEWORK:
+            for name, value in vars(each).items():
+                is_function = inspect.isfunction(value) or isinstance(value, staticmethod | classmethod)
+                if is_function and name not in found and name != "__init__":
+                    found.add(name)
+                    yield name, value
+
+
+@dataclass
+class MetaCalls:
+    """Inputs that a predictor on the CPU gives to the denoiser, kept by the shapes of batches and texts."""
+
+    predictor: Predictor
+    recorded: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def predict(self, model: nn.Module, noised: Tensor, conditioning: Conditioning) -> Tensor:
+        """Call a denoiser with tensors of the shapes that a run on the CPU gives it; return all outputs, flat."""
+        rows = {name: len(conditioning[name][0]) for name in self.predictor.found.text.names.values()}
+        outputs: list[Any] = []
+        for given in self.inputs(tuple(noised.shape), rows):
+            outputs += tree_leaves(model(**{name: self.without_memory(name, given[name], noised) for name in given}))
+        return torch.cat([each.flatten() for each in outputs if isinstance(each, Tensor)])
+
+    def inputs(self, shape: tuple[int, ...], rows: Mapping[str, int]) -> list[dict[str, Any]]:
+        """Return all inputs of the denoiser in the calls for a batch, given the rows of its texts."""
+        key = (shape, *rows.items())
+        if key not in self.recorded:
+            seen: list[dict[str, Any]] = []
+            found = self.predictor.found
+
+            def record(given: dict[str, Any]) -> Any:
+                seen.append(given)
+                return self.predictor.blank(given)
+
+            # Whoever counts would count this run, too.
+            with outside_modes(), torch.no_grad():
+                times = found.schedule.timesteps(*[0.5] * shape[0])
+                self.predictor.predict(record, torch.zeros(shape), times, [found.text.ones(rows)] * shape[0])
+            self.recorded[key] = seen
+        return self.recorded[key]
+
+    def without_memory(self, name: str, value: Any, noised: Tensor) -> Any:
+        """Return an input with its floating-point tensors on the device of `noised`, uninitialized if none is read."""
+        # Constants have no gradient: CogVideoX writes into what is multiplied by its rotary table.
+        fixed = name in self.predictor.found.float32_inputs
+        # Sums of masks may be lengths; HunyuanVideo 1.5 reads whether its image embedding is zero.
+        is_on_host = noised.device.type in ("cpu", "meta")
+        dtype = torch.float32 if fixed else noised.dtype
+        has_gradient = not fixed and noised.requires_grad
+
+        def one(each: Tensor) -> Tensor:
+            is_read = is_on_host and ("mask" in name or not each.any())
+            if is_read or not each.is_floating_point():
+                return each
+            return torch.empty(each.shape, dtype=dtype, device=noised.device, requires_grad=has_gradient)
+
+        return tree_map_only(Tensor, one, value)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.components import (
     AutomaticVae,
+    MetaCalls,
     denoiser_of,
     library_versions,
     load_shared,
@@ -26,18 +27,15 @@ from simpletuner.models.automatic.components import (
     pipeline_class_of,
 )
 from simpletuner.models.automatic.findings import Check, Findings
-from simpletuner.models.automatic.guidance import encode_no_caption, guided_arguments
-from simpletuner.models.automatic.meta_calls import MetaCalls
 from simpletuner.models.automatic.pipeline_run import PipelineRun, refused
-from simpletuner.models.automatic.prediction import Denoise, Predictor, capture
+from simpletuner.models.automatic.prediction import Denoise, Predictor, capture, encode_no_caption, guided_arguments
 from simpletuner.models.automatic.proof import Proof
 from simpletuner.models.automatic.study import Study
 from simpletuner.models.automatic.text import LENGTHS
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.clip_text import clean_texts
 from simpletuner.models.family.objectives import Objective, diffusion, flow_matching, samples_by_diffusion
 from simpletuner.models.family.sampling import SamplingParams
-from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
+from simpletuner.models.family.text_encoding import Conditioning, TextEncoder, clean_texts
 from simpletuner.models.folder.diffusers_io import cast_floating
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.private_api.of_torch import FakeTensor

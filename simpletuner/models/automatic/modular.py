@@ -20,12 +20,11 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import nn
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.automatic.block_copies import Copies
+from simpletuner.models.automatic.components import Copies
 from simpletuner.models.automatic.pipeline_run import refused
 from simpletuner.models.folder.diffusers_io import TEXT_PARTS, component_class
-from simpletuner.models.folder.index import MODULAR_INDEX, read_index, source_of
 from simpletuner.models.folder.malformed import read_json
-from simpletuner.models.folder.weights import any_weights_files, variant_of
+from simpletuner.models.folder.weights import MODULAR_INDEX, any_weights_files, read_index, source_of, variant_of
 
 PROMPTS = ("prompt", "negative_prompt")
 SCALE = "true_cfg_scale"

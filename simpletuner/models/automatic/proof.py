@@ -20,7 +20,7 @@ from simpletuner.models.automatic.pipeline_run import FOREIGN_ERRORS, REFUSED, P
 from simpletuner.models.automatic.prediction import Predictor
 from simpletuner.models.automatic.scheduler import exact_prediction
 from simpletuner.models.automatic.study import Study, random
-from simpletuner.models.family.scheduler_proof import REACHED
+from simpletuner.models.family.schedulers import REACHED
 from simpletuner.settings.values.shape import Shape
 
 STEPS = 4

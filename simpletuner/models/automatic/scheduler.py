@@ -11,7 +11,7 @@ from torch import Tensor
 
 from simpletuner.models.automatic.pipeline_run import Ended, PipelineRun, refused
 from simpletuner.models.family.objectives import samples_by_diffusion, velocity
-from simpletuner.models.family.scheduler_proof import STEPS, noise_levels, with_steps
+from simpletuner.models.family.schedulers import STEPS, noise_levels, with_steps
 
 
 @dataclass(frozen=True)

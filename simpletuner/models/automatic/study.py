@@ -14,8 +14,8 @@ from torch import Tensor
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.findings import Check, Findings, Layout, Output, latents_among
-from simpletuner.models.automatic.guidance import find_guided_text
 from simpletuner.models.automatic.pipeline_run import REFUSED, PipelineRun, refused, tensors_of
+from simpletuner.models.automatic.prediction import find_guided_text
 from simpletuner.models.automatic.scheduler import NoiseSchedule, study_schedule
 from simpletuner.models.automatic.seams import FRAMES, EnteredPipeline, stop
 from simpletuner.models.automatic.text import TextLayout, batch_axes, same, same_texts

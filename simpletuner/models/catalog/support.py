@@ -29,7 +29,7 @@ from simpletuner.settings import Loaded
 from simpletuner.settings.declared.errors import broken, shorten
 from simpletuner.settings.declared.sections import SECTION_OF, Model, Settings, setting_fields
 from simpletuner.settings.resolving.places import naming_places, with_places
-from simpletuner.settings.values.export_formats import DIFFUSERS
+from simpletuner.settings.values.parsed import DIFFUSERS
 from simpletuner.settings.values.shape import Shape, parse_shapes
 
 
@@ -324,6 +324,6 @@ def check_folder(model: Model) -> None:
     preset = None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
     if not model.pretrained_model_name_or_path or not folder.is_dir() or preset is None:
         return
-    from simpletuner.models.folder.index import read_index
+    from simpletuner.models.folder.weights import read_index
 
     check_pipeline(folder, read_index(folder).get("_class_name"), model.model_family)

@@ -15,13 +15,13 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from simpletuner.data.batches.references import FIRST_FRAME
+from simpletuner.data.prefetch import FIRST_FRAME
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.first_frame import condition_on_first_frame
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.models.family.two_denoisers import condition_on_first_frame
 from simpletuner.models.folder.diffusers_io import component_class, diffusers_class
 from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import any_weights_files, variant_of

@@ -12,8 +12,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from simpletuner.data.batches.prefetch import stack_conditioning
-from simpletuner.data.batches.references import references_in
+from simpletuner.data.prefetch import references_in, stack_conditioning
 from simpletuner.models.families.flux import pack, unpack
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16

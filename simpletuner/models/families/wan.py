@@ -12,13 +12,19 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from simpletuner.data.batches.references import FIRST_FRAME
+from simpletuner.data.prefetch import FIRST_FRAME
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.first_frame import condition_on_first_frame, per_token_timesteps
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
-from simpletuner.models.family.two_denoisers import FIRST, SECOND, chosen_denoiser, load_frozen
+from simpletuner.models.family.two_denoisers import (
+    FIRST,
+    SECOND,
+    chosen_denoiser,
+    condition_on_first_frame,
+    load_frozen,
+    per_token_timesteps,
+)
 from simpletuner.models.folder.diffusers_io import diffusers_class
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.values.shape import Shape

@@ -2,6 +2,8 @@
 
 A subclass states what differs: which pipeline of diffusers it is, how captions are encoded, how the denoiser is called.
 Loading, caching, sampling and export are the same for all. `docs/families.md` shows how to add a family.
+
+The class of a family, by the name in the settings.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from simpletuner.data.batches.references import FIRST_FRAME, named_references
 from simpletuner.data.images.geometry import Geometry
+from simpletuner.data.prefetch import FIRST_FRAME, named_references
 from simpletuner.errors import SettingsError
+from simpletuner.models.catalog.registry import class_path_of, import_object, load_preset
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.objectives import EVERY_SIGMA, Objective, keep_float32
 from simpletuner.models.family.pipeline_folder import PipelineFolder
@@ -29,7 +32,7 @@ from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae
 from simpletuner.models.folder.diffusers_io import cast_inputs
 from simpletuner.parallel.context.context_parallel import SequencePlan
-from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import Shape
 
 CLIP_TOKENS = 77
@@ -295,3 +298,26 @@ class ModelFamily(PipelineFolder, ABC):
             latents = pipeline(**kwargs)[0]
         latents = vae.normalize(latents) if self.outputs_vae_latents else latents
         return self.unpack_latents(latents, sampling.shape.in_cells(vae.cell))
+
+
+def family_class(model: Model) -> type[ModelFamily]:
+    """Import a family's class. Raises SettingsError if a user's own cannot be imported, or is no ModelFamily."""
+    path = class_path_of(model) or ""
+    cls = import_object(path, f"model_families: {model.model_family} = {path}", "package.module:ClassName")
+    if not (isinstance(cls, type) and issubclass(cls, ModelFamily)):
+        is_what = f"the class {cls.__name__}" if isinstance(cls, type) else f"of type {type(cls).__name__}"
+        raise SettingsError(
+            f"model_families: {model.model_family} = {path}: it is {is_what}, but must be a subclass of ModelFamily",
+            "write it as a class, `class MyFamily(ModelFamily)`: docs/families.md has a complete one",
+        )
+    missing = [*(["pipelines"] if not cls.pipelines else []), *sorted(cls.__abstractmethods__)]
+    if missing:
+        raise SettingsError(
+            f"model_families: {model.model_family} = {path}: {cls.__name__} does not define {', '.join(missing)}",
+            "docs/families.md has a complete family",
+        )
+    preset = None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
+    if preset is not None and preset.is_automatic:
+        # One class for all of them, each of which opens its own pipelines alone.
+        return type(cls.__name__, (cls,), {"pipelines": tuple(preset.pipelines), "denoiser_name": preset.denoiser})
+    return cls

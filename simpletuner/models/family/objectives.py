@@ -16,8 +16,7 @@ from torch import Tensor
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.catalog.registry import AUTO
-from simpletuner.models.family.flow_shift import ShiftOfShape, preset_of, training_shift
-from simpletuner.models.family.scheduler_proof import why_no_flow
+from simpletuner.models.family.schedulers import ShiftOfShape, preset_of, training_shift, why_no_flow
 from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:

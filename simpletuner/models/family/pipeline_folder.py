@@ -21,8 +21,8 @@ from simpletuner.models.folder.diffusers_io import (
     refuse_second_denoiser,
     require_packages,
 )
-from simpletuner.models.folder.index import is_null, read_index
 from simpletuner.models.folder.malformed import read_config, read_json
+from simpletuner.models.folder.weights import is_null, read_index
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.values.shape import Shape
 

@@ -1,4 +1,4 @@
-"""Pipelines of two denoisers, one for much and one for little noise: which is trained, and the other for sampling."""
+"""Pipelines of two denoisers, for much and for little noise, and clips with a clean first frame at timestep 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import flavour_of, flavours_of, load_preset
@@ -15,6 +15,7 @@ from simpletuner.models.folder.diffusers_io import cast_always, diffusers_class
 from simpletuner.models.folder.malformed import opening, read_json
 from simpletuner.models.folder.weights import weights_files
 from simpletuner.settings.declared.sections import Model
+from simpletuner.settings.values.shape import Shape
 
 FIRST, SECOND = "transformer", "transformer_2"
 """Their components in pipelines of diffusers: above the boundary of noise levels, and below it."""
@@ -70,3 +71,17 @@ def load_frozen(
     model.enable_group_offload(device, offload_type="block_level", num_blocks_per_group=1, use_stream=is_gpu)
     cast_always(model, dtype, float32_inputs)
     return model
+
+
+def per_token_timesteps(timesteps_B: Tensor, tokens: Shape) -> Tensor:
+    """Return a timestep for each token, (B, frames * height * width)."""
+    return timesteps_B[:, None].repeat(1, tokens.frames * tokens.area)
+
+
+def condition_on_first_frame(
+    first: Tensor, noised: Tensor, timesteps_B: Tensor, tokens: Shape
+) -> tuple[Tensor, Tensor]:
+    """Return latents (B, C, F, H, W) with another first frame, and timesteps of all tokens, 0 in that frame."""
+    times = per_token_timesteps(timesteps_B, tokens)
+    times[:, : tokens.area] = 0
+    return torch.cat([first.to(noised.dtype), noised[:, :, 1:]], dim=2), times

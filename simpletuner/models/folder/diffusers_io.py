@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
-from simpletuner.models.folder.index import index_file
 from simpletuner.models.folder.malformed import CHECK_COPY
+from simpletuner.models.folder.weights import index_file
 from simpletuner.run_log import start_run_log, stop_run_log, take_over
 
 TEXT_PARTS = ("tokenizer", "text_encoder", "t5_tokenizer", "text_conditioner", "processor", "connectors")

@@ -13,8 +13,8 @@ from pkgutil import iter_modules
 from typing import Any
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.folder.index import index_file
 from simpletuner.models.folder.malformed import read_json
+from simpletuner.models.folder.weights import index_file
 
 CODE_KEYS = frozenset({"auto_map", "custom_pipeline", "custom_pipelines", "trust_remote_code"})
 IMPLEMENTATION = re.compile(r".*_implementation(_internal|_autoset)?")

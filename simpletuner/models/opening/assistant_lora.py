@@ -10,8 +10,7 @@ from torch import Tensor
 
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.opening.lora_config import read_lora
-from simpletuner.models.opening.lora_file import lora_file
-from simpletuner.models.opening.lora_layers import read_layers
+from simpletuner.models.opening.lora_file import lora_file, read_layers
 from simpletuner.parallel.precision.quantized import rows_of
 from simpletuner.parallel.precision.split_engine import LOAD_BYTES, groups_of_bytes
 from simpletuner.parallel.torch_engine import local_tensor

@@ -7,14 +7,19 @@ from pathlib import Path
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, explain_system_errors
 from simpletuner.models.catalog.registry import TINY, check_pipeline, flavour_of, revision_of, suggest_base
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
-from simpletuner.models.folder.index import INDEX, MODULAR_INDEX, index_file, read_index
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.folder.malformed import CHECK_COPY, opening
 from simpletuner.models.folder.named_code import refuse_code
-from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, refuse_pickles, refuse_special_files
-from simpletuner.models.opening.checked import is_checked
-from simpletuner.models.opening.completeness import check_complete
+from simpletuner.models.folder.weights import (
+    COMPONENT_SUFFIXES,
+    INDEX,
+    MODULAR_INDEX,
+    index_file,
+    read_index,
+    refuse_pickles,
+    refuse_special_files,
+)
+from simpletuner.models.opening.completeness import check_complete, is_checked
 from simpletuner.models.single_file.conversion import convert
 from simpletuner.models.single_file.source import check_single_file, is_converted, named_file, source_of
 from simpletuner.models.tiny.build import build_tiny

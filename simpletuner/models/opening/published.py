@@ -7,8 +7,7 @@ from pathlib import Path
 
 from simpletuner.models.catalog.preset import Architecture
 from simpletuner.models.catalog.registry import flavour_of, load_preset
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.folder.diffusers_io import build_on_meta
 from simpletuner.settings.declared.sections import Settings
 

@@ -42,7 +42,7 @@ def check_single_file(model: Model) -> None:
         return
     names, dtype = read_header(path)
     if any(part in name for name in names for part in LORA_PARTS):
-        from simpletuner.models.folder.index import LORA_HINT  # which imports the hub's library
+        from simpletuner.models.folder.weights import LORA_HINT  # which imports the hub's library
 
         raise SettingsError(f"{path} is a LoRA, not a model", LORA_HINT)
     if config is None:

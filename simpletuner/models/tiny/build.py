@@ -1,6 +1,8 @@
 """Build the pipeline of a family's flavour `tiny`, as its preset describes it.
 
 Every width divides by 4, so that the models shard over 4 ranks.
+
+Adjustments that make random weights of a tiny pipeline behave like trained ones; each is named by a preset.
 """
 
 from __future__ import annotations
@@ -10,17 +12,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.preset import Tiny
 from simpletuner.models.catalog.registry import import_object, load_preset
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import family_class
 from simpletuner.models.folder.diffusers_io import choose_accelerator
 from simpletuner.models.tiny.encoders import ENCODERS, build_encoder, load_vae, load_video_vae
 from simpletuner.settings.declared.sections import Model
+
+if TYPE_CHECKING:
+    from diffusers import AuraFlowPipeline, Flux2KleinPipeline, LTX2Pipeline, LTXConditionPipeline, ZImagePipeline
 
 SEED = 0
 
@@ -83,3 +88,31 @@ def fixed_seed() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         yield
+
+
+def strengthen_text(pipeline: AuraFlowPipeline) -> None:
+    # With the random weights as they are the gates are so small that text changes nothing.
+    pipeline.transformer.time_step_proj.linear_2.weight.data.mul_(20)
+
+
+def fill_padding(pipeline: ZImagePipeline) -> None:
+    for padding in (pipeline.transformer.x_pad_token, pipeline.transformer.cap_pad_token):
+        padding.data.normal_(std=0.3)  # the norm of zeros has gradients in the hundreds
+
+
+def set_latent_statistics(pipeline: LTXConditionPipeline | LTX2Pipeline) -> None:
+    channels = pipeline.vae.config.latent_channels
+    pipeline.vae.register_buffer("latents_mean", torch.linspace(-0.1, 0.1, channels))
+    pipeline.vae.register_buffer("latents_std", torch.linspace(0.25, 0.35, channels))
+
+
+def use_patch_statistics(pipeline: Flux2KleinPipeline) -> None:
+    """Make the package's VAE one of FLUX.2, with statistics of 2x2 patches instead of a scaling factor."""
+    from diffusers import AutoencoderKLFlux2
+
+    trained = load_vae()
+    vae = AutoencoderKLFlux2(**AutoencoderKLFlux2.extract_init_dict(dict(trained.config))[0])
+    vae.bn.running_mean.normal_(std=0.1)
+    vae.bn.running_var.fill_(trained.config.scaling_factor**-2)
+    vae.load_state_dict(trained.state_dict() | vae.bn.state_dict(prefix="bn."))
+    pipeline.register_modules(vae=vae)

@@ -1,21 +1,135 @@
-"""Read, save and undo captions in text files. What somebody else has written meanwhile is never overwritten."""
+"""Read, save and undo captions in text files. What somebody else has written meanwhile is never overwritten.
+
+The journal of edited captions: each text before and after it was saved, written before the file is.
+
+One append-only file for all datasets. Undo goes by it, so it works after the page has ended, and whatever else goes
+wrong, the text that somebody has replaced is in it.
+
+The only way from the name of an image in a request to its file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import codecs
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from simpletuner.data.scan.captions import BYTE_ORDER_MARKS, MAX_BYTES, caption_file, decode_text
 from simpletuner.data.storage.storage import UnreadableFileError
 from simpletuner.errors import SettingsError
-from simpletuner.page.datasets import journal
-from simpletuner.page.datasets.files import file_in
-from simpletuner.page.folders import Folders
+from simpletuner.run_log import APPEND
+from simpletuner.runs.folder import Folders
 from simpletuner.system.files.atomic import flush_to_disk, replace_file
+from simpletuner.system.files.cache_files import user_home
 from simpletuner.system.files.checksums import value_checksum
-from simpletuner.system.files.regular_files import read_file
+from simpletuner.system.files.mounts import sync
+from simpletuner.system.files.paths import ENVIRONMENT
+from simpletuner.system.files.regular_files import read_end, read_file
+from simpletuner.system.files.unread import MALFORMED
+
+READ_BYTES = 8 << 20
+"""From the end of the journal: 10,000 edits of captions of 300 letters."""
+
+
+@dataclass(frozen=True)
+class CaptionEdit:
+    """The content of a caption file before and after it was saved; None where there was no file."""
+
+    path: str
+    image: str
+    """The name of the image in its dataset."""
+    before: str | None
+    after: str | None
+    time: float = 0.0
+    id: str = ""
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        """The texts before and after, to be read: those of UTF-16 as such, other bytes that are no UTF-8 replaced."""
+        return shown_text(self.before), shown_text(self.after)
+
+
+def journal_path() -> Path:
+    return user_home() / "caption_edits.jsonl"
+
+
+def as_text(content: bytes | None) -> str | None:
+    """Return any bytes as text from which `as_bytes` makes the same."""
+    return None if content is None else content.decode("utf-8", "surrogateescape")
+
+
+def as_bytes(text: str | None) -> bytes | None:
+    return None if text is None else text.encode("utf-8", "surrogateescape")
+
+
+def changed_since(edits: Iterable[CaptionEdit], seconds: float) -> set[str]:
+    """Return the images whose captions differ from what they were then; `edits` are the last ones first."""
+    spans: dict[str, tuple[str | None, str | None]] = {}
+    for edit in edits:
+        if edit.time > seconds:
+            spans[edit.image] = edit.before, spans.get(edit.image, (None, edit.after))[1]
+    return {image for image, (before, after) in spans.items() if before != after}
+
+
+def shown_text(text: str | None) -> str:
+    content = as_bytes(text) or b""
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if is_utf16 else "utf-8-sig", "replace").replace("\0", "\ufffd")
+
+
+def record(path: Path, image: str, before: bytes | None, after: bytes | None) -> CaptionEdit:
+    """Append an edit, and return it once it is on the disk. Raises OSError."""
+    edit = CaptionEdit(str(path), image, as_text(before), as_text(after), time.time(), f"{time.time_ns():x}")
+    place = journal_path()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(place, APPEND, 0o600)
+    try:
+        # A line that a full disk has cut short must not take the next one with it, so each begins with an end of line.
+        os.write(descriptor, f"\n{json.dumps(asdict(edit))}\n".encode())
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+    return edit
+
+
+def edits_below(folder: Path) -> Iterator[CaptionEdit]:
+    """Yield the edits of captions in a folder, the last one first."""
+    prefix = f"{folder}/"
+    for line in reversed(read_end(journal_path(), READ_BYTES).splitlines()):
+        with suppress(*MALFORMED):  # cut short: the line stays in the file
+            row = json.loads(line)
+            edit = CaptionEdit(**{name: row[name] for name in CaptionEdit.__annotations__ if name in row})
+            if edit.path.startswith(prefix):
+                yield edit
+
+
+def why_hidden(folders: Folders, facts: Mapping[str, Any]) -> str:
+    """Return why nothing that a dataset holds is shown: it is read from outside of the page's folders."""
+    outside = [place for place in facts["places"] if not folders.holds(place)]
+    return f"{outside[0]} is not in the folders of the page: start it with --folder to see more." if outside else ""
+
+
+def why_no_pictures(facts: Mapping[str, Any]) -> str:
+    """Return why a dataset is shown without pictures; empty where it has some."""
+    if facts["noun"] != "image":
+        return f"Of {facts['noun']}s no pictures are shown."
+    return "" if facts["folder"] else "Its images are in no folder of this machine: they are listed without pictures."
+
+
+def file_in(folders: Folders, facts: Mapping[str, Any], name: str) -> Path:
+    """Return the real path of a file of a dataset. Raises SettingsError outside the page's folders."""
+    if not facts["folder"]:
+        raise SettingsError(f"{name} is in no folder of this machine", "its dataset is read from elsewhere")
+    if ENVIRONMENT.search(name):  # which `resolve` would take for a variable
+        raise SettingsError(f"{name} has the form of a variable", "rename it")
+    return folders.resolve(Path(facts["folder"]) / name)
+
 
 NO_FILE = "no file"
 """In place of a checksum."""
@@ -87,7 +201,7 @@ def caption_path(folders: Folders, facts: Mapping[str, Any], name: str) -> Path:
     return path
 
 
-def save(caption: Caption, text: str) -> journal.CaptionEdit | None:
+def save(caption: Caption, text: str) -> CaptionEdit | None:
     """Write a text; return None where it is what the file has. The caller has compared checksums."""
     content = caption.encode(text)
     if len(content) > MAX_BYTES:
@@ -97,21 +211,21 @@ def save(caption: Caption, text: str) -> journal.CaptionEdit | None:
     return write(caption, content)
 
 
-def undo(caption: Caption, edit: journal.CaptionEdit) -> journal.CaptionEdit:
+def undo(caption: Caption, edit: CaptionEdit) -> CaptionEdit:
     """Bring back the text before an edit, which is an edit itself.
 
     Raises SettingsError where the file is not as that edit has left it.
     """
-    if journal.as_text(caption.content) != edit.after:
+    if as_text(caption.content) != edit.after:
         raise SettingsError(
             f"{caption.path.name} has changed since: nothing is undone", "the list of edits has all texts"
         )
-    return write(caption, journal.as_bytes(edit.before))
+    return write(caption, as_bytes(edit.before))
 
 
-def write(caption: Caption, content: bytes | None) -> journal.CaptionEdit:
+def write(caption: Caption, content: bytes | None) -> CaptionEdit:
     """Write the journal, then the file. Raises OSError."""
-    edit = journal.record(caption.path, caption.image, caption.content, content)
+    edit = record(caption.path, caption.image, caption.content, content)
     if content is None:
         caption.path.unlink(missing_ok=True)
         flush_to_disk(caption.path.parent)

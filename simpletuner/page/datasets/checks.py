@@ -15,12 +15,11 @@ from starlette.requests import Request
 from simpletuner import __version__
 from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerError
 from simpletuner.page.editing.documents import Document, load_document
-from simpletuner.page.folders import Folders
 from simpletuner.page.rendering import folders_of
-from simpletuner.page.runs.condition import State, find_condition
-from simpletuner.page.runs.folder import RunFolder
 from simpletuner.page.runs.processes import launch, processes_of, signal_holder
-from simpletuner.page.runs.summary import read_status_of
+from simpletuner.runs.condition import State, find_condition
+from simpletuner.runs.folder import Folders, RunFolder
+from simpletuner.runs.listing import read_status_of
 from simpletuner.settings import Settings
 from simpletuner.system.files.atomic import remove
 from simpletuner.system.files.cache_files import user_home

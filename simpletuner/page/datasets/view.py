@@ -10,9 +10,8 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 
 from simpletuner.errors import SettingsError
+from simpletuner.page.datasets.captions import CaptionEdit, changed_since, edits_below, why_hidden, why_no_pictures
 from simpletuner.page.datasets.checks import Checked
-from simpletuner.page.datasets.files import why_hidden, why_no_pictures
-from simpletuner.page.datasets.journal import CaptionEdit, changed_since, edits_below
 from simpletuner.page.rendering import field, folders_of
 
 if TYPE_CHECKING:

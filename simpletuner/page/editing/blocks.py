@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from simpletuner.counting.block_detection import Detection, find_cached, from_json
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.analysis.detection import Detection, find_cached, from_json
 from simpletuner.models.catalog.architecture import architecture_of
 from simpletuner.page.editing.documents import Document
 from simpletuner.page.editing.editor import read_document
-from simpletuner.page.editing.examination import examine
+from simpletuner.page.editing.fields import examine
 from simpletuner.page.rendering import folders_of, render
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import Model

@@ -12,16 +12,22 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from simpletuner.deepspeed.builder import BuildResult, DeepSpeedBuilder
-from simpletuner.deepspeed.estimate import estimate_for_settings
-from simpletuner.deepspeed.questions import OFFLOAD_FOLDER, QUESTIONS
+from simpletuner.counting.zero_memory import estimate_for_settings
+from simpletuner.deepspeed.builder import (
+    OFFLOAD_FOLDER,
+    QUESTIONS,
+    BuildResult,
+    DeepSpeedBuilder,
+    format_template,
+    load_templates,
+    user_template_path,
+)
 from simpletuner.deepspeed.requirements import check_platform, check_settings
-from simpletuner.deepspeed.template_files import format_template, load_templates, user_template_path
 from simpletuner.errors import SettingsError, SimpleTunerError
 from simpletuner.page.editing.documents import Document, find_outside, shown_value
 from simpletuner.page.editing.editor import read_document
 from simpletuner.page.rendering import field, folders_of, render, toast
-from simpletuner.parallel.devices.memory import MemoryEstimate
+from simpletuner.parallel.devices import MemoryEstimate
 from simpletuner.settings.declared.sections import setting_fields
 from simpletuner.settings.resolving.deepspeed_source import NAME
 from simpletuner.settings.resolving.loading import Loaded

@@ -15,18 +15,15 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from simpletuner.errors import SettingsError
-from simpletuner.page.folders import Folders
-from simpletuner.page.runs.folder import is_of_run
+from simpletuner.runs.folder import Folders, is_of_run
 from simpletuner.settings import Loaded
-from simpletuner.settings.declared.errors import shorten
+from simpletuner.settings.declared.errors import is_secret, shorten
 from simpletuner.settings.declared.knob import kind_of
-from simpletuner.settings.declared.secret_names import is_secret
 from simpletuner.settings.declared.sections import setting_fields
-from simpletuner.settings.editors.edit import REMOVED
 from simpletuner.settings.editors.editing import change_text, setting_of, text_of
+from simpletuner.settings.editors.text_editors import REMOVED
 from simpletuner.settings.files.formats import parse_entries
-from simpletuner.settings.files.raw_values import RawValue, Source
-from simpletuner.settings.files.secret_values import file_of_reference
+from simpletuner.settings.files.raw_values import RawValue, Source, file_of_reference
 from simpletuner.settings.resolving.loading import canonical_name, parse_json, resolve, without_point
 from simpletuner.settings.resolving.sources import (
     ACCELERATE_CONFIG,

@@ -1,23 +1,114 @@
-"""The form: one field per setting, made of what the settings layer declares and nothing else."""
+"""The form of a config file: one field per setting, made of the declarations, with origins, mistakes and warnings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, get_origin
 
+from simpletuner.errors import BrokenRule, Mistake, SettingsError, SimpleTunerError
 from simpletuner.models.catalog.registry import AUTO, presets, trainable_flavours
-from simpletuner.page.editing.documents import TYPED, Document, shown_value
-from simpletuner.page.editing.examination import Examined
-from simpletuner.settings.declared.knob import bounds_of, extra_of, kind_of, shown_default, type_name
-from simpletuner.settings.declared.optimizer_defaults import own_defaults
-from simpletuner.settings.declared.secret_names import is_secret
+from simpletuner.page.editing.documents import TYPED, Document, find_outside, holds_table, shown_value
+from simpletuner.runs.folder import Folders
+from simpletuner.settings import Loaded, Origin, Settings
+from simpletuner.settings.declared.errors import InvalidSettings, is_secret
+from simpletuner.settings.declared.knob import bounds_of, extra_of, kind_of, own_defaults, shown_default, type_name
 from simpletuner.settings.declared.sections import Model, setting_fields
-from simpletuner.settings.resolving.loading import NO_ORIGIN
+from simpletuner.settings.files.raw_values import Source
+from simpletuner.settings.resolving.loading import NO_ORIGIN, canonical_name, resolve
 from simpletuner.settings.rules.engine_rules import WRAP_POLICIES
-from simpletuner.settings.showing.explain import because
-from simpletuner.settings.showing.export import field_value
+from simpletuner.settings.showing.export import because, field_value
 from simpletuner.settings.values.spelling import SWITCHES, choices_of, normalize_value
+from simpletuner.tools.run_check import check_run, errors_around
+
+
+@dataclass(frozen=True)
+class Examined:
+    """The result of validation: settings as far as they are valid, origins, and mistakes."""
+
+    settings: Settings
+    origins: Mapping[str, Origin]
+    mistakes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Sentences by setting; a contradiction is there for each setting that it names."""
+    general: Sequence[str] = ()
+    """Sentences about no setting that there is: unknown keys, for example."""
+    warnings: Sequence[str] = ()
+    invalid: frozenset[str] = frozenset()
+    """Settings whose value is wrong by itself, whatever the others are."""
+
+    @property
+    def count(self) -> int:
+        distinct = {sentence for sentences in self.mistakes.values() for sentence in sentences}
+        return len(distinct) + len(self.general)
+
+
+def examine(document: Document, folders: Folders, environment: Mapping[str, str] = os.environ) -> Examined:
+    """Check a document as `config validate` does, the fields that are not saved yet included.
+
+    Raises SettingsError for a file that cannot be read at all.
+    """
+    # What was typed may name any file of the machine, which the settings layer would read: such fields count
+    # as empty.
+    outside = find_outside(document, folders)
+    safe = replace(document, typed={**document.typed, **dict.fromkeys(outside, "")})
+    loaded, errors = check(safe.sources(environment))
+    mistakes = [mistake for error in errors for mistake in mistakes_of(error, loaded.origins)]
+    mistakes += [(name, f"{error.message}; {error.hint}") for name, error in outside.items()]
+    by_setting: dict[str, list[str]] = {}
+    for name, sentence in dict.fromkeys(mistakes):
+        by_setting.setdefault(name, []).append(sentence)
+    general = [text for name in by_setting.keys() - setting_fields().keys() for text in by_setting.pop(name)]
+    warnings, invalid = (loaded.warnings, ()) if isinstance(loaded, Loaded) else ((), loaded.invalid)
+    broken = (name for name, value in document.changes.items() if holds_table(name) and is_broken_table(value))
+    wrong = frozenset((*outside, *invalid, *broken))
+    return Examined(loaded.settings, loaded.origins, by_setting, general, warnings, wrong)
+
+
+def check(sources: Iterable[Source]) -> tuple[Loaded | InvalidSettings, list[SimpleTunerError]]:
+    """Return settings as far as they are valid, and all errors that `config validate` would end with."""
+    try:
+        loaded = resolve(sources)
+    except InvalidSettings as error:
+        return error, [*errors_around(error)]
+    try:
+        check_run(loaded)
+    except SimpleTunerError as error:
+        return loaded, [error]
+    return loaded, []
+
+
+def mistakes_of(error: SimpleTunerError, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
+    """Yield each sentence with each setting next to which it is shown."""
+    if not isinstance(error, SettingsError) or not error.mistakes:
+        sentence = f"{error.message}; {error.hint}" if error.hint else error.message
+        # Of the settings that a check looks at, those that somebody has set.
+        for name in [name for name in error.about if name in origins] or error.about[:1] or [""]:
+            yield name, sentence
+        return
+    for mistake in error.mistakes:
+        names = (mistake.setting, *mistake.others) if isinstance(mistake, BrokenRule) else (mistake.setting,)
+        for name in names:
+            # A key within a table is named after it.
+            owner = canonical_name(name.partition(".")[0]) or ""
+            yield owner, sentence_of(mistake, is_beside=bool(owner))
+
+
+def sentence_of(mistake: Mistake, is_beside: bool) -> str:
+    """Describe the mistake; next to its field, omit the name, the value and the place, which are shown there."""
+    if isinstance(mistake, BrokenRule):
+        return mistake.message
+    if not is_beside:
+        return str(mistake)
+    inner = mistake.setting.partition(".")[2]
+    sentence = f"{inner}: {mistake.message}" if inner else mistake.message
+    return f"{sentence}; {mistake.hint}" if mistake.hint else sentence
+
+
+def is_broken_table(value: Any) -> bool:
+    """Return whether something typed begins as JSON and does not parse."""
+    return isinstance(value, str) and value.startswith("{")
+
 
 KINDS = {"true|false": "true or false", "INTEGER": "whole number", "NUMBER": "number", "TEXT": "", "PATH": "path"}
 KINDS |= {"JSON": "JSON, or the path of a JSON file", "true|false|auto": "true, false or auto"}

@@ -13,8 +13,7 @@ from simpletuner.deepspeed.requirements import check_platform
 from simpletuner.errors import SimpleTunerError
 from simpletuner.models.catalog.support import check_context_parallel
 from simpletuner.page.editing.documents import Document
-from simpletuner.page.editing.examination import Examined
-from simpletuner.page.editing.fields import FieldGroup, make_field
+from simpletuner.page.editing.fields import Examined, FieldGroup, make_field
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import SECTION_OF
 from simpletuner.settings.rules.rules import find_contradictions

@@ -1,4 +1,4 @@
-"""Start runs that wait, as devices of this machine become free."""
+"""Runs that wait for this machine's GPUs: add, remove and reorder them, and start each as its devices become free."""
 
 from __future__ import annotations
 
@@ -11,18 +11,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerError, explain_os_error
 from simpletuner.launch.plan import GPUS
-from simpletuner.page.folders import Folders
-from simpletuner.page.queue.entries import EntryState, QueueEntry, QueueFile
-from simpletuner.page.queue.gpus import CPU, Need, devices_of, list_gpus, need_of_start
-from simpletuner.page.runs.checkpoints import named_checkpoint
-from simpletuner.page.runs.condition import State, find_refusal
-from simpletuner.page.runs.folder import RunFolder
-from simpletuner.page.runs.listing import RunList
+from simpletuner.page.queue.entries import (
+    CPU,
+    EntryState,
+    Need,
+    QueueEntry,
+    QueueFile,
+    devices_of,
+    list_gpus,
+    need_of_start,
+)
+from simpletuner.page.rendering import field, folders_of, toast
+from simpletuner.page.runs.fragments import Fragment, made
 from simpletuner.page.runs.processes import PreparedStart, Processes, is_in_use, prepare_start, start_prepared
-from simpletuner.page.runs.summary import Summary, read_status_of
+from simpletuner.runs.checkpoints import named_checkpoint
+from simpletuner.runs.condition import State, find_refusal
+from simpletuner.runs.folder import Folders, RunFolder
+from simpletuner.runs.listing import RunList, Summary, read_status_of
 from simpletuner.system.files.checksums import value_checksum
 from simpletuner.system.files.lease import Holding
 from simpletuner.system.files.locks import lock_file
@@ -263,3 +274,52 @@ def pid_here(summary: Summary) -> int:
     # Again: the summary may be a second old, and the run of a page that is started again has ended just now.
     holder, holding = summary.run.lease
     return holder.pid if holding is not Holding.FREE and holder.is_here else 0
+
+
+UNCHANGED = {"HX-Reswap": "none"}
+
+
+def queue_of(request: Request) -> RunQueue:
+    return request.app.state.queue
+
+
+def queue_fragment(request: Request) -> Fragment:
+    queue, folders = queue_of(request), folders_of(request)
+    entries = queue.shown()
+    names = {each.id: folders.shown(Path(each.file)) for each in entries}
+    return made(
+        "queue",
+        queue=queue,
+        warning=queue.file.warning(),
+        entries=entries,
+        names=names,
+        free=queue.free(queue.file.read()),
+    )
+
+
+def add(request: Request) -> Response:
+    name = field(request, "file")
+    if not name:
+        raise SettingsError("which configuration?", "choose a file")
+    entry = queue_of(request).add(name, field(request, "checkpoint"))
+    return HTMLResponse(
+        toast(f"{name} is in the queue for {entry.need}", "the page of runs shows it"), headers=UNCHANGED
+    )
+
+
+def remove(request: Request) -> Response:
+    entry = queue_of(request).remove(field(request, "entry"))
+    said = toast(f"{entry.file.rpartition('/')[2]} is no longer in the queue")
+    return HTMLResponse(said + queue_fragment(request).html(), headers=UNCHANGED)
+
+
+def move(request: Request) -> Response:
+    queue_of(request).move(field(request, "entry"), -1 if field(request, "to") == "up" else 1)
+    return HTMLResponse(queue_fragment(request).html(), headers=UNCHANGED)
+
+
+ROUTES = [
+    Route("/runs/queue/add", add, methods=["POST"]),
+    Route("/runs/queue/remove", remove, methods=["POST"]),
+    Route("/runs/queue/move", move, methods=["POST"]),
+]

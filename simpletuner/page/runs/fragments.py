@@ -11,17 +11,15 @@ from typing import Any
 from starlette.requests import Request
 
 from simpletuner.page.rendering import field, folders_of, render
-from simpletuner.page.runs import curves
-from simpletuner.page.runs.checkpoints import list_rows
-from simpletuner.page.runs.exporting import Exporting
-from simpletuner.page.runs.folder import RunFolder, open_run
-from simpletuner.page.runs.log import read_log
+from simpletuner.page.runs import watching
 from simpletuner.page.runs.processes import processes_of
-from simpletuner.page.runs.results import list_results
-from simpletuner.page.runs.summary import Summary, summarize
+from simpletuner.page.runs.results import Exporting, list_results
 from simpletuner.page.runs.watching import Watched
+from simpletuner.runs.charts import STYLES
+from simpletuner.runs.checkpoints import list_rows
+from simpletuner.runs.folder import RunFolder, open_run, read_log
+from simpletuner.runs.listing import Summary, summarize
 from simpletuner.system.files.checksums import value_checksum
-from simpletuner.training.metrics.comparison import STYLES
 
 # Of the log, below the problems, which are all shown.
 LAST_ENTRIES = 200
@@ -47,13 +45,13 @@ def view_of(request: Request) -> tuple[list[RunFolder], str]:
     others = [open_run(folders, name) for name in request.query_params.getlist("with") if name]
     runs = {each.path: each for each in (run, *others)}
     smoothing = field(request, "smoothing", "medium")
-    return [*runs.values()][: len(STYLES)], smoothing if smoothing in curves.SMOOTHING else "medium"
+    return [*runs.values()][: len(STYLES)], smoothing if smoothing in watching.SMOOTHING else "medium"
 
 
 def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) -> list[Fragment]:
     run, watched = runs[0], watched_of(request)
     log = read_log(run)
-    offsets = curves.update(watched, list(runs))
+    offsets = watching.update(watched, list(runs))
     known = watched.of(run)
     with known.lock:
         prompts, note = known.gallery.choose() if run.holds_folder("validation") else ([], "")
@@ -106,7 +104,7 @@ class KeptRows:
 
 
 def draw(watched: Watched, runs: list[RunFolder], smoothing: str) -> str:
-    return render("runs/curves", charts=curves.charts_of(watched, runs, curves.SMOOTHING[smoothing]))
+    return render("runs/curves", charts=watching.charts_of(watched, runs, watching.SMOOTHING[smoothing]))
 
 
 def watched_of(request: Request) -> Watched:

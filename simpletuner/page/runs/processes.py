@@ -15,12 +15,11 @@ import psutil
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.page.editing.documents import Document, load_document
-from simpletuner.page.folders import Folders
-from simpletuner.page.runs.checkpoints import named_checkpoint
-from simpletuner.page.runs.condition import Condition, Known, find_condition
-from simpletuner.page.runs.folder import RunFolder
-from simpletuner.page.runs.summary import read_status_of
 from simpletuner.run_log import START_CONSOLE
+from simpletuner.runs.checkpoints import named_checkpoint
+from simpletuner.runs.condition import Condition, Known, find_condition
+from simpletuner.runs.folder import Folders, RunFolder
+from simpletuner.runs.listing import read_status_of
 from simpletuner.settings import Loaded
 from simpletuner.system.files.lease import Holding
 from simpletuner.system.files.lease_folder import StandingRecords

@@ -1,22 +1,38 @@
-"""Results of a run for use elsewhere: its report, and exported pipelines and LoRAs, with files to download."""
+"""Results of a run for use elsewhere: its report, pipelines and LoRAs, and exports of its checkpoints.
+
+Exports run in processes of their own, one after the other.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Route
 
-from simpletuner.checkpoints.layout import EXPORTS, FINISHED, PAGE
-from simpletuner.errors import SettingsError
-from simpletuner.page.rendering import field, folders_of
-from simpletuner.page.runs.folder import RunFolder, open_run
+from simpletuner.checkpoints.layout import EXPORTS, FINISHED, PAGE, remove_checkpoint
+from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerError, explain_os_error
+from simpletuner.page.editing.blocks import error_in
+from simpletuner.page.rendering import field, folders_of, respond, toast
+from simpletuner.page.runs.processes import look_at, processes_of
+from simpletuner.page.runs.watching import SMOOTHING, Watched, WatchedRun
+from simpletuner.runs.charts import COMPARED, SMOOTHED, with_mean
+from simpletuner.runs.checkpoints import named_checkpoint
+from simpletuner.runs.folder import RunFolder, open_run
+from simpletuner.runs.gallery import GalleryImage
+from simpletuner.system.files.lease import Holding
+from simpletuner.system.processes.python_process import module_command
 
 NAME = re.compile(
     rf"(?P<kind>{'|'.join(EXPORTS.values())})(?P<ema>-ema)?(?:-(?P<step>\d{{1,12}}))?(\.safetensors)?", re.ASCII
@@ -120,3 +136,146 @@ def download(request: Request) -> Response:
 
 
 ROUTES = [Route("/runs/results/download", download)]
+
+
+@dataclass
+class ExportJob:
+    """An export of a checkpoint, or why the last one failed."""
+
+    checkpoint: str
+    command: Sequence[str]
+    began: float
+    """In seconds since 1970."""
+    doing: str = "waiting for another one"
+    error: SimpleTunerError | None = None
+    is_running: bool = True
+
+
+@dataclass
+class Exporting:
+    """The exports that this page was asked for, the last one of each run."""
+
+    heavy: threading.Lock
+    """Of the server: each process that imports torch takes gigabytes and all cores."""
+    jobs: dict[Path, ExportJob] = dataclass_field(default_factory=dict)
+    process: subprocess.Popen[str] | None = None
+    is_stopped: bool = False
+
+    def begin(self, run: RunFolder, checkpoint: str, command: Sequence[str]) -> None:
+        """Raises EnvironmentNotReady while another checkpoint of the run is exported."""
+        job = self.jobs.get(run.path)
+        if job is not None and job.is_running:
+            raise EnvironmentNotReady(f"{job.checkpoint} of {run.name} is being exported", "wait until it is written")
+        self.jobs[run.path] = job = ExportJob(checkpoint, command, time.time())
+        threading.Thread(target=self.export, args=(job,), name="export", daemon=True).start()
+
+    def export(self, job: ExportJob) -> None:
+        with self.heavy:
+            if not self.is_stopped:
+                job.doing = "starting"
+                try:
+                    self.run(job)
+                except OSError as error:  # no process can be started
+                    job.error = explain_os_error(error)
+        job.is_running = False
+
+    def run(self, job: ExportJob) -> None:
+        said: list[str] = []
+        with subprocess.Popen(
+            module_command("simpletuner", *job.command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        ) as process:
+            self.process = process
+            assert process.stderr is not None
+            for line in process.stderr:
+                said.append(line)
+                job.doing = line.strip() or job.doing
+        self.process = None
+        if process.returncode:
+            job.error = error_in("".join(said), "the process that exports ended without a result")
+
+    def stop(self) -> None:
+        """End the process with the page: a half-written export has no name."""
+        self.is_stopped = True
+        if (process := self.process) is not None:
+            process.kill()
+
+
+def delete(request: Request) -> Response:
+    """Remove a checkpoint of a run that has ended: one that prunes would miss it, and end with an error."""
+    run = open_run(folders_of(request), field(request, "run"))
+    checkpoint = named_checkpoint(run, field(request, "name"))
+    with request.app.state.saving:  # no run is started meanwhile
+        # Both: one that has said its end may still hold the folder.
+        is_held = run.lease[1] is Holding.HELD
+        if is_held or not look_at(processes_of(request), run)[1].has_ended:
+            raise EnvironmentNotReady(f"a run may be using {run.name}", "stop it first: it may read this checkpoint")
+        remove_checkpoint(run.path / "checkpoints" / checkpoint.row.name)
+    said = toast(f"{checkpoint.row.name} of {run.name} is deleted", f"{checkpoint.row.size} are free")
+    return HTMLResponse(said, headers={"HX-Reswap": "none"})
+
+
+def export(request: Request) -> Response:
+    """Begin to write the pipeline or LoRA of a checkpoint beside that of the run; the page of the run shows the end."""
+    run = open_run(folders_of(request), field(request, "run"))
+    name, average = named_checkpoint(run, field(request, "name")).row.name, ["--ema"] * bool(field(request, "ema"))
+    base = field(request, "base")  # as the user was shown it, and agreed
+    named = [f"--pretrained_model_name_or_path={base}"] if base else []
+    exporting: Exporting = request.app.state.exporting
+    label = "EMA of " * bool(average) + name
+    exporting.begin(run, label, ["runs", "export", str(run.path), f"--checkpoint={name}", *average, *named])
+    return HTMLResponse(headers={"HX-Trigger": json.dumps({"attend": {"id": "results-title"}})})
+
+
+@dataclass(frozen=True)
+class ComparedPrompt:
+    """A prompt with the images that were made at, or last before, each of two steps."""
+
+    prompt: str
+    note: str
+    sides: Sequence[tuple[int, Sequence[GalleryImage]]]
+
+
+def compare(request: Request) -> Response:
+    """Show the metrics at the steps of two checkpoints, and their images of the same prompts side by side."""
+    run = open_run(folders_of(request), field(request, "run"))
+    chosen = [named_checkpoint(run, field(request, name)) for name in ("one", "two")]
+    steps = sorted(each.row.step for each in chosen)
+    watched: Watched = request.app.state.watched
+    known = watched.of(run)
+    with known.lock:
+        known.columns.update()
+        metrics, prompts = list(metrics_at(known, steps)), list(prompts_at(known, run, steps))
+    names = [f"checkpoint-{step:06d}" for step in steps]
+    values = {"run": run, "names": names, "metrics": metrics, "prompts": prompts, "version": round(known.started)}
+    return respond(request, "runs/two_checkpoints", title=f"{' and '.join(names)} of {run.name}", **values)
+
+
+def metrics_at(known: WatchedRun, steps: Sequence[int]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each metric with its value at the steps, smoothed as the curves are; a dash where there is none yet."""
+    for title, name, _ in COMPARED:
+        curve = with_mean(known.columns, name, SMOOTHING["medium"] if name in SMOOTHED else 0.0)[-1]
+        if not len(curve.steps):
+            continue
+        before = [curve.values[curve.steps <= step] for step in steps]
+        yield title, [f"{values[-1]:.4g}" if len(values) else "–" for values in before]
+
+
+def prompts_at(known: WatchedRun, run: RunFolder, steps: Sequence[int]) -> Iterator[ComparedPrompt]:
+    """Yield the prompts that were sampled before both steps."""
+    prompts = known.gallery.choose()[0] if run.holds_folder("validation") else []
+    for prompt in prompts:
+        before = [[each for each in prompt.rounds if each[0] <= step][-1:] for step in steps]
+        if all(before):
+            yield ComparedPrompt(prompt.prompt, prompt.note, [sides[0] for sides in before])
+
+
+CHECKPOINT_ROUTES = [
+    Route("/runs/checkpoints/delete", delete, methods=["POST"]),
+    Route("/runs/checkpoints/export", export, methods=["POST"]),
+    Route("/runs/checkpoints/compare", compare),
+]

@@ -11,16 +11,15 @@ from starlette.routing import Route
 
 from simpletuner.errors import SettingsError, SimpleTunerError, explain_os_error
 from simpletuner.page.configurations import list_files
-from simpletuner.page.queue import routes as queue
-from simpletuner.page.queue.routes import queue_fragment, queue_of
-from simpletuner.page.queue.waiting import MachineBusy
+from simpletuner.page.queue import waiting as queue
+from simpletuner.page.queue.waiting import MachineBusy, queue_fragment, queue_of
 from simpletuner.page.rendering import field, folders_of, render, respond, respond_error, toast
-from simpletuner.page.runs import checkpoint_routes, curves, results
-from simpletuner.page.runs.folder import open_run
+from simpletuner.page.runs import results, watching
 from simpletuner.page.runs.fragments import Fragment, KeptRows, fragments_of, view_of, watched_of
-from simpletuner.page.runs.listing import RunList
 from simpletuner.page.runs.processes import leave_run, stop_run
-from simpletuner.training.html_report.thumbnails import FILE
+from simpletuner.runs.folder import open_run
+from simpletuner.runs.gallery import FILE
+from simpletuner.runs.listing import RunList
 
 STOP_POLLING = 286
 """HTTP status by which htmx ends a poll."""
@@ -52,7 +51,7 @@ def show_run(request: Request) -> Response:
     names = [run.name for run in runs]
     others = [run.name for run in run_list(request).runs() if run.name not in names]
     query = urlencode({"run": names[0], "with": names[1:], "smoothing": smoothing}, doseq=True)
-    values = {"names": names, "others": others, "smoothings": tuple(curves.SMOOTHING), "smoothing": smoothing}
+    values = {"names": names, "others": others, "smoothings": tuple(watching.SMOOTHING), "smoothing": smoothing}
     fragments = {each.name: each for each in fragments_of(request, runs, smoothing)}
     return respond(request, "runs/run", title=names[0], query=query, fragments=fragments, **values)
 
@@ -127,6 +126,6 @@ ROUTES = [
     Route("/runs/stop", stop, methods=["POST"]),
     Route("/runs/leave", leave, methods=["POST"]),
     *queue.ROUTES,
-    *checkpoint_routes.ROUTES,
+    *results.CHECKPOINT_ROUTES,
     *results.ROUTES,
 ]

@@ -1,17 +1,21 @@
-"""Cache of a run's data between requests: parsed metrics and known images. Polling then costs what is new."""
+"""Parsed metrics and known images of runs, kept between requests, and charts of them.
+
+Polling costs what is new.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 
-from simpletuner.page.runs.folder import RunFolder
-from simpletuner.training.html_report.thumbnails import Gallery
-from simpletuner.training.metrics.metrics_reader import METRICS
-from simpletuner.training.metrics.thinned_metrics import ThinnedColumns
+from simpletuner.runs.charts import Chart, compare, make_charts
+from simpletuner.runs.folder import RunFolder
+from simpletuner.runs.gallery import Gallery
+from simpletuner.runs.metrics import METRICS, WINDOW_SHARE, ThinnedColumns
 
 MAX_WATCHED = 12
 """Runs whose metrics and images are kept."""
@@ -24,7 +28,7 @@ class WatchedRun:
     columns: ThinnedColumns
     gallery: Gallery
     started: float
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = dataclass_field(default_factory=threading.Lock)
 
 
 class Watched:
@@ -53,3 +57,31 @@ def start_of(run: RunFolder) -> float:
     with suppress(ValueError, FileNotFoundError):  # of a record that somebody else wrote
         return int(record.id[:8], 16) if record.id else run.lock.lstat().st_mtime
     return 0.0
+
+
+SMOOTHING = {"none": 0.0, "little": 0.01, "medium": WINDOW_SHARE, "strong": 0.2}
+"""Share of all steps that a running mean is over."""
+
+
+def charts_of(watched: Watched, runs: list[RunFolder], smoothing: float) -> list[Chart]:
+    """Return the charts of a run, or where there are several, one curve for each of them per metric."""
+    with ExitStack() as reading:
+        known = {run.path: watched.of(run) for run in runs}
+        for path in sorted(known):  # in one order, or two requests would wait for each other
+            reading.enter_context(known[path].lock)
+        columns = {run.name: known[run.path].columns for run in runs}
+        if len(columns) == 1:
+            return make_charts(next(iter(columns.values())), smoothing)
+        return list(compare(columns, smoothing))
+
+
+def update(watched: Watched, runs: list[RunFolder]) -> list[int]:
+    """Read what is new, and return how far each file was read: the same numbers mean the same charts."""
+    offsets = []
+    for run in runs:
+        known = watched.of(run)
+        with known.lock:
+            if run.file(METRICS) is not None:
+                known.columns.update()
+            offsets += [known.columns.reader.offset, round(known.started)]
+    return offsets

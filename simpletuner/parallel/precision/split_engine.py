@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.parallel.optimizer_state import NamedTensors
-from simpletuner.parallel.precision.split_adamw import SplitAdamW
-from simpletuner.parallel.precision.split_state import join_float32, write_float32
+from simpletuner.parallel.precision.split_adamw import SplitAdamW, join_float32, write_float32
 from simpletuner.parallel.torch_engine import ShardedParameter, ShardUpdate, TorchEngine, local_tensor
 
 LOAD_BYTES = 2**30

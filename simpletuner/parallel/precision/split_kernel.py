@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simpletuner.parallel.precision.split_state import BLOCK, SMALLEST_SCALE, QuantizedMoment
+from simpletuner.parallel.precision.split_adamw import BLOCK, SMALLEST_SCALE, QuantizedMoment
 
 ROWS = 8
 """Blocks of one program, 1,024 values: 8 for each of 128 threads."""

@@ -1,9 +1,10 @@
-"""Say what is wrong with a value: where it was written, what is allowed, and the nearest name."""
+"""Say what is wrong with a value: where it was written, what is allowed, and the nearest name; never a secret."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -14,13 +15,49 @@ from pydantic.fields import FieldInfo
 from simpletuner.credentials import MASK, mask_credentials
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.declared.knob import bounds_of, kind_of
-from simpletuner.settings.declared.secret_names import is_secret, without_secrets
-from simpletuner.settings.declared.sections import Settings
-from simpletuner.settings.files.secret_values import is_reference
+from simpletuner.settings.declared.sections import Settings, setting_fields
+from simpletuner.settings.files.raw_values import is_reference
 from simpletuner.settings.values.spelling import choices_of, normalize_name
 
 if TYPE_CHECKING:
     from simpletuner.settings.files.raw_values import Origin
+
+# Not `tokenizer`, nor sd-scripts' class_tokens, keep_tokens and max_token_length.
+SECRET = re.compile(r"(?<!class_)(?<!keep_)token(?!izer|_length)|secret|access_key|password|webhook", re.IGNORECASE)
+"""Names of what is never shown, among those that are no settings."""
+
+
+def is_secret(name: object) -> bool:
+    """Return whether what has this name is never shown: a setting of a secret type, or a name of others that says
+    so."""
+    field = setting_fields().get(str(name))
+    return kind_of(field.annotation) is SecretStr if field else SECRET.search(str(name)) is not None
+
+
+def without_secrets(value: Any) -> Any:
+    """Return JSON with dots instead of secrets, at any depth."""
+    if isinstance(value, list):
+        return [without_secrets(item) for item in value]
+    if isinstance(value, dict):
+        return {name: MASK if is_secret(name) else without_secrets(item) for name, item in value.items()}
+    return value
+
+
+def mask_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a command line as it was typed, with dots instead of secrets."""
+    shown: list[str] = []
+    is_value = False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        hides = name.startswith("--") and is_secret(normalize_name(name.lstrip("-")))
+        if is_value and not name.startswith("--"):
+            argument = argument if is_reference(argument) else MASK
+        elif hides and equals and not is_reference(value):
+            argument = f"{name}={MASK}"
+        is_value = hides and not equals
+        shown.append(mask_credentials(argument))
+    return shown
+
 
 TYPES = {
     bool: "true or false",

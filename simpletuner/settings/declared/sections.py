@@ -12,17 +12,20 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, JsonValue, SecretStr, model_validator
 from pydantic.fields import FieldInfo
 
-from simpletuner.settings.declared.knob import Section, knob
-from simpletuner.settings.declared.optimizer_defaults import with_own_defaults
-from simpletuner.settings.files.secret_values import SecretUrl
-from simpletuner.settings.values.buckets import check_bucket, no_url
-from simpletuner.settings.values.export_formats import normalize_formats
-from simpletuner.settings.values.hosts import check_host, check_kernel, check_repository
-from simpletuner.settings.values.placeholders import OF_A_RUN, only_placeholders
+from simpletuner.settings.declared.knob import Section, knob, with_own_defaults
+from simpletuner.settings.files.raw_values import SecretUrl
+from simpletuner.settings.values.parsed import (
+    check_bucket,
+    check_host,
+    check_kernel,
+    check_repository,
+    no_url,
+    normalize_formats,
+    normalize_step_range,
+    normalize_trackers,
+)
 from simpletuner.settings.values.shape import Shape, normalize_shapes
-from simpletuner.settings.values.spelling import normalize_name
-from simpletuner.settings.values.step_ranges import normalize_step_range
-from simpletuner.settings.values.trackers import normalize_trackers
+from simpletuner.settings.values.spelling import OF_A_RUN, normalize_name, only_placeholders
 from simpletuner.system.files.paths import ENVIRONMENT, expand_path
 
 LARGEST_BATCH = 1_000_000
@@ -284,7 +287,7 @@ class Compile(Section):
     @property
     def is_on(self) -> bool:
         """Return whether something is compiled; `auto` stands for either until a run has chosen
-        (training/auto/compile.py)."""
+        (training/auto.py)."""
         return self.dynamo_backend not in ("auto", "no")
 
 

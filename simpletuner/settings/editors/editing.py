@@ -16,12 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.editors.edit import REMOVED, Edit
-from simpletuner.settings.editors.env_editor import edit_env
-from simpletuner.settings.editors.json_editor import edit_json
-from simpletuner.settings.editors.toml_editor import edit_toml
-from simpletuner.settings.files.config_files import PREFIX
-from simpletuner.settings.files.file_entries import FileEntry
+from simpletuner.settings.editors.text_editors import REMOVED, Edit, edit_env, edit_json, edit_toml
+from simpletuner.settings.files.config_files import PREFIX, FileEntry
 from simpletuner.settings.files.formats import FORMATS, parse_entries, read_entries, suffix_of
 from simpletuner.settings.resolving.loading import canonical_name
 from simpletuner.settings.showing.export import toml_value

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from simpletuner.settings.editors.edit import Edit, insert_line, line_end, line_start, newline_of, replace_span
+from simpletuner.settings.editors.text_editors import Edit, insert_line, line_end, line_start, newline_of, replace_span
 from simpletuner.settings.resolving.loading import canonical_name
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletuner.settings.files.file_entries import FileEntry, NotParsed
+from simpletuner.settings.files.config_files import FileEntry, NotParsed
 
 ASSIGNMENT = re.compile(
     r"""[ \t]*(?:export[ \t]+)?(?P<key>[A-Za-z_]\w*)(?P<append>\+?)=

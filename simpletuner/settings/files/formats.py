@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.files.env_format import env_entries
-from simpletuner.settings.files.file_entries import (
+from simpletuner.settings.files.config_files import (
     FileEntry,
     NotParsed,
     NotSettings,
@@ -24,6 +23,7 @@ from simpletuner.settings.files.file_entries import (
     explain_parsing,
     json_mistake,
 )
+from simpletuner.settings.files.env_format import env_entries
 from simpletuner.system.files.paths import descriptor_of
 from simpletuner.system.files.regular_files import read_file
 

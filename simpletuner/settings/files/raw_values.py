@@ -1,15 +1,74 @@
-"""Values as they were written, and the sources that they stand in."""
+"""Values as they were written, and the sources that they stand in.
+
+Secrets as settings: what is written and shown of one is where it comes from, `{env:NAME}` or `{file:PATH#KEY}`.
+
+Such a reference may stand wherever the secret may, so files that hold references can be shared and replayed.
+
+Command-line arguments as names and values, also those that a variable of the original's config.env holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from simpletuner.errors import Mistake
-from simpletuner.settings.files.file_entries import FileEntry, file_place
-from simpletuner.settings.files.secret_values import file_reference
+from pydantic import AfterValidator, BeforeValidator, SecretStr
+
+from simpletuner.errors import Mistake, SettingsError
+from simpletuner.settings.files.config_files import FileEntry, file_place
+from simpletuner.settings.files.formats import read_entries
+from simpletuner.settings.values.parsed import check_url
+from simpletuner.system.files.paths import ENVIRONMENT, descriptor_of, expand_path, variable_named
+
+IN_FILE = re.compile(r"\{file:(?P<path>.+)#(?P<key>[^#{}]+)\}")
+
+
+def file_reference(path: Path, key: str) -> str:
+    """Return the reference to a key of a config file; empty for a pipe, which cannot be read again."""
+    return "" if descriptor_of(path) is not None else f"{{file:{path.absolute()}#{key}}}"
+
+
+def is_reference(value: object) -> bool:
+    return isinstance(value, str) and (ENVIRONMENT.fullmatch(value) or IN_FILE.fullmatch(value)) is not None
+
+
+def file_of_reference(value: str) -> Path | None:
+    """Return the file that a reference names, if it names one. Raises ValueError for a path that cannot be."""
+    found = IN_FILE.fullmatch(value)
+    return expand_path(found["path"]) if found else None
+
+
+def resolve_reference(value: Any) -> Any:
+    """Return the secret that a reference names; any other value as it is. Raises ValueError where it is not there."""
+    if not isinstance(value, str):
+        return value
+    if found := ENVIRONMENT.fullmatch(value):
+        return variable_named(found[1])
+    path = file_of_reference(value)
+    return value_in_file(path, value.rpartition("#")[2].removesuffix("}")) if path else value
+
+
+def value_in_file(path: Path, key: str) -> Any:
+    """Return what a config file has for a key. Raises ValueError where it has not, or cannot be read."""
+    try:
+        values = {entry.key: entry.value for entry in read_entries(path)}
+    except SettingsError as error:
+        raise ValueError(error.message) from None
+    if key not in values:
+        raise ValueError(f"{path} has no {key}")
+    return values[key]
+
+
+def check_secret_url(url: SecretStr) -> SecretStr:
+    check_url(url.get_secret_value())
+    return url
+
+
+SecretUrl = Annotated[SecretStr, BeforeValidator(resolve_reference), AfterValidator(check_secret_url)]
 
 
 @dataclass(frozen=True)
@@ -73,3 +132,40 @@ class Origin:
 
     def __str__(self) -> str:
         return self.place
+
+
+EXTRA_ARGS = ("trainer_extra_args", "debug_extra_args")
+"""Variables of the original that hold arguments of its trainer."""
+
+
+def parse_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield names, with their dashes, and values; a flag without one is true, such as the original's --push_to_hub."""
+    waiting = ""  # the flag whose value may come next
+    for argument in arguments:
+        is_flag = re.match(r"-[^\d.]", argument) is not None  # -1 is a value
+        if waiting:
+            yield waiting, "true" if is_flag else argument
+            if not is_flag:
+                waiting = ""
+                continue
+        name, equals, value = argument.partition("=")
+        waiting = name if is_flag and not equals else ""
+        if not waiting:
+            yield name, value
+    if waiting:
+        yield waiting, "true"
+
+
+def split_arguments(given: RawValue) -> list[RawValue]:
+    """Return the arguments that a variable holds, each as a value. Raises ValueError for a quote that is not closed."""
+    try:
+        flags = list(parse_arguments(shlex.split(str(given.value))))
+        shown = dict(parse_arguments(shlex.split(str(given.as_written))))
+    except ValueError:
+        raise ValueError("a quote in it is not closed") from None
+    place = given.place if given.place.endswith(given.name) else f"{given.place} {given.name}"
+    # A flag that is not in the text as it was written comes from the environment: messages show the variable's name.
+    return [
+        RawValue(name.lstrip("-"), value, place, written=given.written and shown.get(name, given.written))
+        for name, value in flags
+    ]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import yaml
 from yaml.reader import Reader
 
-from simpletuner.settings.files.file_entries import MAX_DEPTH, TOO_DEEP, FileEntry, NotParsed, NotSettings
+from simpletuner.settings.files.config_files import MAX_DEPTH, TOO_DEEP, FileEntry, NotParsed, NotSettings
 
 # Aliases of aliases make billions of values out of a few lines ("billion laughs").
 MAX_NODES = 300_000

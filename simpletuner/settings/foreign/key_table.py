@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from simpletuner.settings.declared.sections import SECTION_OF, Settings
-from simpletuner.settings.files.file_entries import FileEntry
+from simpletuner.settings.files.config_files import FileEntry
 from simpletuner.settings.values.spelling import normalize_name
 
 Convert = Callable[[Any], Any]

@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from simpletuner.errors import BrokenRule, SettingsError
 from simpletuner.settings.declared.errors import shorten
-from simpletuner.settings.declared.optimizer_defaults import own_defaults
+from simpletuner.settings.declared.knob import own_defaults
 from simpletuner.settings.files.raw_values import RawValue, Source
-from simpletuner.settings.foreign.deepspeed.keys import TABLE
-from simpletuner.settings.foreign.deepspeed.optimizers import read_optimizer
-from simpletuner.settings.foreign.deepspeed.parsed_config import ParsedConfig
-from simpletuner.settings.foreign.deepspeed.schedules import CONSTANT, read_scheduler
+from simpletuner.settings.foreign.deepspeed_keys import TABLE
+from simpletuner.settings.foreign.deepspeed_optimizers import read_optimizer
+from simpletuner.settings.foreign.deepspeed_parsed import ParsedConfig
+from simpletuner.settings.foreign.deepspeed_schedules import CONSTANT, read_scheduler
 from simpletuner.settings.resolving.sources import MergedValues, validate_value
 from simpletuner.settings.values.spelling import is_equal
 

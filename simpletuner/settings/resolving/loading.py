@@ -1,4 +1,7 @@
-"""Merge sources, weakest first, into frozen settings: strict, with an origin for every value."""
+"""Merge sources, weakest first, into frozen settings: strict, with an origin for every value.
+
+`output_dir` as an address in a bucket: a folder of this machine, mirrored there.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +19,47 @@ from pydantic import ValidationError
 
 from simpletuner.errors import MAX_MISTAKES, Mistake, SettingsError
 from simpletuner.run_log import LOG
-from simpletuner.settings.declared.errors import (
-    UNKNOWN,
-    InvalidSettings,
-    did_you_mean,
-    shorten,
-    to_mistake,
-)
+from simpletuner.settings.declared.errors import UNKNOWN, InvalidSettings, did_you_mean, is_secret, shorten, to_mistake
 from simpletuner.settings.declared.knob import extra_of
-from simpletuner.settings.declared.secret_names import is_secret
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, Settings, setting_fields
-from simpletuner.settings.files.file_entries import TOO_DEEP, check_depth, reason_of
+from simpletuner.settings.files.config_files import TOO_DEEP, check_depth, reason_of
 from simpletuner.settings.files.formats import FORMATS, read_text
 from simpletuner.settings.files.raw_values import Origin, RawValue, Source
-from simpletuner.settings.foreign.accelerate.messages import missing_ranks
-from simpletuner.settings.foreign.other_programs import meaning_of
-from simpletuner.settings.foreign.recognition import answer_for, import_hint, is_value_of_original, names_of_original
+from simpletuner.settings.foreign.accelerate import missing_ranks
+from simpletuner.settings.foreign.recognition import (
+    answer_for,
+    import_hint,
+    is_value_of_original,
+    meaning_of,
+    names_of_original,
+)
 from simpletuner.settings.resolving.deepspeed_source import apply_deepspeed_config, warn_of_defaults
-from simpletuner.settings.resolving.global_batch import apply_global_batch_size
-from simpletuner.settings.resolving.output_address import apply_output_address
 from simpletuner.settings.resolving.places import with_places
-from simpletuner.settings.resolving.sources import RANKS, MergedValues, collect_sources
+from simpletuner.settings.resolving.sources import RANKS, MergedValues, apply_global_batch_size, collect_sources
 from simpletuner.settings.rules.effects import without_effect
 from simpletuner.settings.rules.rules import find_contradictions, find_missing, normalize, warnings_about
+from simpletuner.settings.values.parsed import check_bucket, parse_bucket
 from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, normalize_name
 from simpletuner.system.files.paths import expand_path
+
+NAME, MIRROR = "output_dir", "mirror_output"
+
+
+def apply_output_address(merged: MergedValues) -> None:
+    """Set mirror_output to the address that output_dir gives, and output_dir to a folder of the same name here.
+
+    Another value of mirror_output is a mistake.
+    """
+    given = str(merged.values.get(NAME, ""))
+    if (address := parse_bucket(given)) is None:
+        return
+    origin = merged.origins[NAME]
+    place = f"{NAME} = {given} ({origin})"
+    folder = address.folder.rpartition("/")[2] or address.bucket
+    merged.require_equal(RawValue(MIRROR, check_bucket(given), place), origin.source, "output_dir is in a bucket")
+    merged.values[NAME] = folder
+    merged.origins[NAME] = replace(origin, reason="the folder on this machine of that address")
+
 
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
 """A short table of texts as it is typed: name=text,name=text."""

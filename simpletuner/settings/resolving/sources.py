@@ -2,35 +2,116 @@
 
 A source is a list of what was written where. Merging keeps for every value its place and what it outranks, so that
 `config show` and every mistake can name file and line.
+
+Variables as sources of settings: those of config.env, and those of the environment.
+
+`global_batch_size` as a source of gradient_accumulation_steps: a run keeps its batch on any number of ranks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from simpletuner.errors import Mistake, SettingsError
-from simpletuner.settings.declared.errors import shorten
-from simpletuner.settings.declared.secret_names import is_secret
+from simpletuner.errors import BrokenRule, Mistake, SettingsError
+from simpletuner.settings.declared.errors import is_secret, shorten
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
-from simpletuner.settings.files.config_files import CONFIG_CANDIDATES, CONFIG_ENV, PREFIX, find_config, named_path
-from simpletuner.settings.files.file_entries import FileEntry, file_place
+from simpletuner.settings.files.config_files import (
+    CONFIG_CANDIDATES,
+    CONFIG_ENV,
+    CONFIG_FOLDER,
+    PREFIX,
+    FileEntry,
+    file_place,
+    find_config,
+    named_path,
+)
 from simpletuner.settings.files.formats import read_entries, suffix_of
-from simpletuner.settings.files.raw_values import Origin, RawValue, Source, raw_value
-from simpletuner.settings.files.secret_values import is_reference
-from simpletuner.settings.foreign.accelerate.fields import default_file, left_out, map_file, read_file
-from simpletuner.settings.foreign.accelerate.launch import launched_entries
-from simpletuner.settings.foreign.accelerate.messages import mistakes_of, place_of_ranks, warnings_of
+from simpletuner.settings.files.raw_values import Origin, RawValue, Source, is_reference, raw_value
+from simpletuner.settings.foreign.accelerate import launched_entries, mistakes_of, place_of_ranks, warnings_of
+from simpletuner.settings.foreign.accelerate_fields import default_file, left_out, map_file, read_file
 from simpletuner.settings.foreign.key_table import MappedField
+from simpletuner.settings.foreign.original_names import TABLE
 from simpletuner.settings.foreign.recognition import import_hint, is_dataset_file, trainer_of
-from simpletuner.settings.resolving.variables import folder_variables, from_env_file, from_environment
 from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, is_equal, normalize_name, normalize_value
 from simpletuner.system.files.paths import shown_path
+from simpletuner.system.numbers import count_noun
+
+CHOOSES_FOLDER = "it chooses a folder of config/ in the shell and in config/config.env, where no file is named"
+NOT_SETTINGS = {
+    "config": "",
+    "debug": "",
+    "home": "",
+    "run_secret": "",
+    "env": CHOOSES_FOLDER,
+    "environment": CHOOSES_FOLDER,
+    "log_level": "errors are short; `--debug` shows more",
+    "config_backend": "the file's suffix says its format",
+    "config_type": "the file's suffix says its format",
+    "config_dir": "name the file with --config",
+    "workspace": "set output_dir",
+    "log_format": "errors are short; `--debug` shows more",
+    "accelerate_extra_args": "set gpu_ids, use_cpu or an accelerate file",
+}
+"""Names that users have next to settings in config.env or in the environment, and why not used ("": quietly)."""
+OTHER_PROGRAMS = (
+    *("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "DIFFUSERS_", "TOKENIZERS_", "SAFETENSORS_"),
+    *("CUDA_", "NVIDIA_", "CUDNN_", "CUBLAS_", "NCCL_", "GLOO_", "UCX_", "RCCL_", "HIP_", "HSA_", "ROCR_", "MIOPEN_"),
+    *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "XFORMERS_", "OMP_", "MKL_", "DS_"),
+    *("WANDB_", "AWS_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+)
+"""Prefixes of other programs' variables, which the original's config.env holds in addition to settings."""
+
+
+def folder_variables(path: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of config/config.env that choose a folder of config/."""
+    return {entry.key: entry.value for entry in read_entries(path, environment) if entry.key in CONFIG_FOLDER}
+
+
+def from_env_file(path: Path, environment: Mapping[str, str] = os.environ, used: str = "") -> Source:
+    """Read a config.env. The variable `used` has chosen the config file."""
+    entries = [entry for entry in read_entries(path, environment) if entry.key != used]
+    name = shown_path(path)
+    variables = {entry.key: entry.value for entry in entries if is_variable(entry.key)}
+    source = from_variables(name, [raw_value(path, entry) for entry in entries if entry.key not in variables])
+    # Names only: their values may be secrets.
+    passed_on = [f"{name}: passed on to the ranks, as variables: {', '.join(variables)}"] if variables else []
+    return replace(source, warnings=[*source.warnings, *passed_on], is_file=True, variables=variables)
+
+
+def is_variable(key: str) -> bool:
+    """Return whether a name in config.env is a variable of another program, such as HF_TOKEN."""
+    return key.upper().startswith(OTHER_PROGRAMS) and normalize_name(key) not in (*TABLE.rules, *SECTION_OF)
+
+
+def from_environment(environment: Mapping[str, str]) -> Source:
+    ours = [name for name in environment if name.startswith(PREFIX)]
+    values = [RawValue(name, environment[name], f"environment {name}", reference=f"{{env:{name}}}") for name in ours]
+    return from_variables("environment", values)
+
+
+def from_variables(name: str, variables: Iterable[RawValue]) -> Source:
+    """Return what variables say; those that are no settings are left out, with a reason."""
+    source = Source(name, [])
+    for variable in variables:
+        plain = normalize_name(variable.name.removeprefix(PREFIX))
+        if plain not in NOT_SETTINGS:
+            value = [] if variable.value == "" and is_list(plain) else variable.value
+            source.values.append(replace(variable, name=plain, value=value))
+        elif NOT_SETTINGS[plain]:
+            source.warnings.append(f"{variable.name} ({variable.place}) is not used: {NOT_SETTINGS[plain]}")
+    return source
+
+
+def is_list(name: str) -> bool:
+    """Return whether a setting is a list, which an empty variable leaves empty; elsewhere "" is an item."""
+    return name in setting_fields() and get_origin(setting_fields()[name].annotation) is list
+
 
 RANKS = "num_processes"
 ACCELERATE_CONFIG = "accelerate_config"
@@ -206,3 +287,40 @@ def accelerate_source(name: str, entries: list[FileEntry], implicit: bool) -> So
 def accelerate_place(name: str, found: MappedField) -> str:
     """Return the place of a field, with its own name where the setting has another."""
     return file_place(name, found.line) + (f" {found.path}" if found.path != found.setting else "")
+
+
+GLOBAL_BATCH, BATCH, CONTEXT = "global_batch_size", "train_batch_size", "context_parallel_size"
+SIZES_SHOWN, LARGEST_SHOWN = 6, 10_000
+
+
+def apply_global_batch_size(merged: MergedValues) -> None:
+    """Set gradient_accumulation_steps to what the ranks leave of the global batch; another value of it is a mistake."""
+    wanted, batch, ranks, shared = (merged.value(name) for name in (GLOBAL_BATCH, BATCH, RANKS, CONTEXT))
+    if wanted is None or not all(type(each) is int and each > 0 for each in (wanted, batch, ranks, shared)):
+        return  # validation says so
+    # A context_parallel_size above the number of ranks is a mistake that its own rule tells.
+    data_ranks = max(1, ranks // shared)
+    origin = merged.origins[GLOBAL_BATCH]
+    if wanted % (batch * data_ranks):
+        message = (
+            f"{GLOBAL_BATCH} = {wanted} ({origin}) is no multiple of {BATCH} {batch} x {count_noun(data_ranks, 'rank')}"
+        )
+        fix = suggest(wanted, batch, data_ranks)
+        merged.mistakes.append(BrokenRule(GLOBAL_BATCH, f"{message}: {fix}", others=(BATCH, RANKS)))
+        return
+    steps = RawValue(
+        "gradient_accumulation_steps", wanted // (batch * data_ranks), f"{GLOBAL_BATCH} = {wanted} ({origin})"
+    )
+    merged.require_equal(steps, origin.source, f"{wanted} / ({BATCH} {batch} x {count_noun(data_ranks, 'rank')})")
+
+
+def suggest(wanted: int, batch: int, data_ranks: int) -> str:
+    """Return what divides: other sizes of a rank's batch, else the nearest global batches."""
+    product = batch * data_ranks
+    nearest = " or ".join(str(each) for each in (wanted // product * product, -(-wanted // product) * product) if each)
+    if wanted % data_ranks:
+        return f"set {GLOBAL_BATCH} to {nearest}, or start a number of ranks that divides {wanted}"
+    own = wanted // data_ranks
+    # What is typed may have any number of digits, and is tried one by one.
+    sizes = [size for size in range(min(own, batch, LARGEST_SHOWN), 0, -1) if own % size == 0][:SIZES_SHOWN]
+    return f"set {BATCH} to {', '.join(map(str, sizes))}, or {GLOBAL_BATCH} to {nearest}"

@@ -8,8 +8,8 @@ from typing import Any
 from simpletuner.errors import BrokenRule
 from simpletuner.settings.declared.errors import broken
 from simpletuner.settings.declared.sections import Model, Settings
-from simpletuner.settings.foreign.deepspeed.config import extra_deepspeed_settings
-from simpletuner.settings.foreign.original.families import FAMILY_NAMES
+from simpletuner.settings.foreign.deepspeed_config import extra_deepspeed_settings
+from simpletuner.settings.foreign.original_names import FAMILY_NAMES
 from simpletuner.settings.rules.engine_rules import (
     compiler_chooses_activations,
     compiler_supports_settings,
@@ -30,15 +30,14 @@ from simpletuner.settings.rules.optimizer_rules import (
     split_state_is_possible,
     warmup_ends,
 )
-from simpletuner.settings.values.export_formats import DIFFUSERS
-from simpletuner.settings.values.step_ranges import parse_step_range
+from simpletuner.settings.values.parsed import DIFFUSERS, parse_step_range
 
 Rule = Callable[[Settings], Iterator[BrokenRule]]
 
 LORA_RATE = 1e-4
 """Learning rate of most LoRAs: that of the recipes, and ten times the default (docs/lora.md)."""
 SINGLE_FILE_FAMILIES = ("sd1x", "sd2x", "sdxl")
-"""Families whose original layout is written (`models/single_file/ldm_layout.py`)."""
+"""Families whose original layout is written (`models/single_file/conversion.py`)."""
 
 
 def find_contradictions(settings: Settings) -> list[BrokenRule]:

@@ -1,6 +1,7 @@
-"""Export settings in every format that a run can be replayed from; a replay gives the same settings.
+"""Export settings in every format that a run can be replayed from, and explain each: its value, origin and reason.
 
-What a format cannot hold (accelerate's YAML has no learning rate) goes into the command that replays it, as flags.
+A replay gives the same settings. What a format cannot hold (accelerate's YAML has no learning rate) goes into the
+command that replays it, as flags.
 """
 
 from __future__ import annotations
@@ -8,20 +9,21 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.declared.secret_names import is_secret
+from simpletuner.settings.declared.errors import is_secret
+from simpletuner.settings.declared.knob import own_defaults
 from simpletuner.settings.declared.sections import SECTION_OF, Settings, setting_fields
-from simpletuner.settings.files.config_files import PREFIX
-from simpletuner.settings.files.file_entries import FileEntry
-from simpletuner.settings.foreign.accelerate.fields import map_file, to_fields
-from simpletuner.settings.foreign.deepspeed.config import deepspeed_config
-from simpletuner.settings.resolving.loading import Loaded, settings_as_json
-from simpletuner.settings.showing.clusters import CLUSTERS
-from simpletuner.settings.showing.command_lines import Exported, as_flags, format_command
-from simpletuner.settings.values.spelling import as_text, normalize_value
+from simpletuner.settings.files.config_files import PREFIX, FileEntry
+from simpletuner.settings.files.raw_values import Origin
+from simpletuner.settings.foreign.accelerate_fields import map_file, to_fields
+from simpletuner.settings.foreign.deepspeed_config import deepspeed_config
+from simpletuner.settings.resolving.loading import NO_ORIGIN, Loaded, settings_as_json
+from simpletuner.settings.showing.clusters import CLUSTERS, Exported, as_flags, format_command
+from simpletuner.settings.values.spelling import as_text, normalize_name, normalize_value
 from simpletuner.system.files.paths import ENVIRONMENT
 
 
@@ -131,3 +133,49 @@ FORMATS: dict[str, Callable[[Settings, dict[str, Any]], Exported]] = {
 
 def config_file(text: str, name: str) -> Exported:
     return Exported(text, name, ["simpletuner", "train", f"--config={name}"])
+
+
+@dataclass(frozen=True)
+class ExplainedSetting:
+    """A setting with its value, its source, and why that won."""
+
+    name: str
+    value: Any
+    default: Any
+    origin: str
+    because: str
+
+    @property
+    def is_set(self) -> bool:
+        """Return whether a source gives it, or it is not at its default."""
+        return self.origin != str(NO_ORIGIN) or self.value != self.default
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """The row of a table."""
+        is_auto = self.value is None and setting_fields()[self.name].annotation == bool | None
+        return self.name, "auto" if is_auto else as_text(self.value), self.origin, self.because
+
+    def as_json(self) -> dict[str, Any]:
+        return {"value": self.value, "default": self.default, "from": self.origin, "because": self.because}
+
+
+def explain_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
+    """Explain every setting, in the order of the sections."""
+    defaults = settings_as_json(Loaded(Settings(), {}))
+    optimizer = loaded.settings.optimizer.optimizer
+    own = own_defaults(optimizer)
+    own_origin = Origin("default", None, reason=f"{optimizer}'s own")
+    for name, value in settings_as_json(loaded).items():
+        origin = loaded.origins.get(name, own_origin if name in own else NO_ORIGIN)
+        default = own.get(name, defaults[name])
+        yield ExplainedSetting(name, value, default, str(origin), because(value, origin))
+
+
+def because(value: Any, origin: Origin) -> str:
+    """Say why a value is as it is: another spelling, a rule, weaker sources."""
+    reasons = [origin.reason] if origin.reason else []
+    respelled = isinstance(origin.given, str) and isinstance(value, str) and origin.given != value
+    if not reasons and respelled and normalize_name(origin.given) != normalize_name(value):
+        reasons.append(f"written `{origin.given}`")
+    reasons += [f"outranks {weaker} (= {as_text(weaker.given)})" for weaker in origin.outranks]
+    return "; ".join(reasons)

@@ -1,5 +1,6 @@
 """The shape of a sample, of a bucket and of latents, and how it is written: EDGE or WIDTHxHEIGHT in px, and
-WIDTHxHEIGHT@FRAMES for a clip."""
+WIDTHxHEIGHT@FRAMES for a clip.
+"""
 
 from __future__ import annotations
 

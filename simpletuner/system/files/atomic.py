@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, naming, reason_of_os
-from simpletuner.system.files.promises import rename_over, sync
+from simpletuner.system.files.mounts import rename_over, sync
 from simpletuner.system.files.regular_files import open_regular
 
 # Linux reads no more than its read-ahead window for one request, by default 128 KiB (mm/readahead.c).

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from simpletuner.errors import naming
 from simpletuner.system.files.atomic import create_new
-from simpletuner.system.files.promises import sync
+from simpletuner.system.files.mounts import sync
 from simpletuner.system.files.regular_files import open_regular
 
 # Small enough to stay in the L2 cache between copying and hashing: a fifth less CPU time than blocks of 4

@@ -23,8 +23,8 @@ from enum import Enum, auto
 
 from simpletuner.errors import SimpleTunerError
 from simpletuner.status_line import format_seconds
-from simpletuner.system.files.file_systems import FileSystem
 from simpletuner.system.files.lease_record import MISSED_BEATS, LeaseLost, Record, boot_id, parse_record
+from simpletuner.system.files.mounts import FileSystem
 
 HANDOVER_SECONDS = 30
 """Longest wait for a run whose launcher has died: its ranks save their last step and exit."""

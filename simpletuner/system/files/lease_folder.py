@@ -13,7 +13,6 @@ from pathlib import Path
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.cache_files import IN_USE
-from simpletuner.system.files.file_systems import FileSystem, file_system_at
 from simpletuner.system.files.lease import Holding, Lease, Place, asked, nothing, watch_seconds
 from simpletuner.system.files.lease_record import RECORD_BYTES, Record
 from simpletuner.system.files.locks import (
@@ -25,7 +24,7 @@ from simpletuner.system.files.locks import (
     lock_file,
     retry_until_unlocked,
 )
-from simpletuner.system.files.promises import NO_LOCKS, sync
+from simpletuner.system.files.mounts import NO_LOCKS, FileSystem, file_system_at, sync
 from simpletuner.system.files.regular_files import retry_while_replaced
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

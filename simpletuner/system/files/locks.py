@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.system.files.promises import NO_LOCKS
+from simpletuner.system.files.mounts import NO_LOCKS
 
 WAIT_SECONDS = 30
 """Longest wait for a lock that is only held while something is cleared or written."""

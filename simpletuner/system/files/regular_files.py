@@ -2,11 +2,14 @@
 
 Opening a FIFO blocks until there is a writer, reading a device may never end, and a sparse file of a few bytes may
 claim a terabyte. Any name in a folder may be one of these, so whatever is opened by name is opened here.
+
+A file that is read by a function: ranges of an object in a bucket, or parts of another file.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 import tempfile
@@ -14,9 +17,12 @@ import time
 from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from simpletuner.system.files.paths import descriptor_of
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 MAX_BYTES = 256 << 20
 """The largest file that is read whole where the caller names no other limit; state.json of 12B weights takes 2 MiB."""
@@ -153,3 +159,41 @@ def not_regular(path: Path) -> OSError:
 
 def too_large(path: Path, max_bytes: int) -> OSError:
     return OSError(errno.EFBIG, f"it is larger than {max_bytes >> 20} MiB", str(path))
+
+
+WHOLE_BYTES = 1 << 30
+
+
+class RangeReader(io.RawIOBase):
+    """Read by ranges: `fetch(start, length)` returns bytes, and the size of the whole."""
+
+    def __init__(self, fetch: Callable[[int, int], tuple[bytes, int]]) -> None:
+        self._fetch, self._position, self._size = fetch, 0, -1
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_END and self._size < 0:
+            self._read(1)
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        content = self._read(len(view))
+        view[: len(content)] = content
+        return len(content)
+
+    def readall(self) -> bytes:
+        return self._read(WHOLE_BYTES)  # in one request: RawIOBase would ask for 8 KiB at a time
+
+    def _read(self, length: int) -> bytes:
+        if 0 <= self._size <= self._position:
+            return b""
+        content, self._size = self._fetch(self._position, length)
+        self._position += len(content)
+        return content

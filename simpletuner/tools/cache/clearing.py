@@ -1,18 +1,20 @@
-"""Remove caches: all that were asked for, or none when a run uses one of them."""
+"""Find the caches that settings name, and remove them: all that were asked for, or none when a run uses one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 from simpletuner.deepspeed.swap_files import remove_swap_folder
-from simpletuner.errors import EnvironmentNotReady
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.settings import Settings
 from simpletuner.system.files.atomic import unfinished_path
 from simpletuner.system.files.cache_files import IN_USE, bytes_of, files_of, lock_of
 from simpletuner.system.files.lease import Lease, nothing
 from simpletuner.system.files.lease_folder import FolderPlace
 from simpletuner.system.files.locks import exclusive_lock
-from simpletuner.tools.cache.contents import CacheItem, CacheKind
+from simpletuner.tools.cache.contents import CacheItem, CacheKind, find_blocks, find_run_shards, find_swap
 
 SHARDED = (CacheKind.LATENTS, CacheKind.TEXT)
 
@@ -120,3 +122,30 @@ REMOVE = {
     CacheKind.LATENTS: remove_shards,
     CacheKind.TEXT: remove_shards,
 }
+
+
+def find_caches(settings: Settings, kinds: Sequence[CacheKind]) -> tuple[list[CacheItem], list[Path]]:
+    """Return caches, and files among them that simpletuner did not write.
+
+    Raises SettingsError for a folder that holds more than what was asked for.
+    """
+    wanted = set(CacheKind) if CacheKind.ALL in kinds else set(kinds)
+    items, foreign = find_blocks() if CacheKind.BLOCKS in wanted else [], []
+    if CacheKind.DEEPSPEED in wanted:
+        swapped, foreign = find_swap(settings.parallel.offload_param_path)
+        items += swapped
+    if wanted & {CacheKind.LATENTS, CacheKind.TEXT}:
+        items += select_shards(*find_run_shards(settings), wanted)
+    return items, foreign
+
+
+def select_shards(latents: Sequence[CacheItem], text: Sequence[CacheItem], wanted: set[CacheKind]) -> list[CacheItem]:
+    """Return the items of the wanted kinds. A folder that holds both is one item, and needs both to be wanted."""
+    paths = {item.path.resolve() for item in latents}
+    shared = [item for item in text if item.path.resolve() in paths]
+    if shared and not {CacheKind.LATENTS, CacheKind.TEXT} <= wanted:
+        raise SettingsError(
+            f"{shared[0].path} caches latents and text in the same files: they can only be cleared together",
+            "name both: `simpletuner cache clear latents text`",
+        )
+    return [item for item in [*latents, *text] if item.kind in wanted and item not in shared]

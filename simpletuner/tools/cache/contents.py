@@ -97,7 +97,7 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     # Imported here: `cache list` must know the kinds for its help, but needs datasets only now.
     from simpletuner.data.config.datasets import default_texts, load_datasets
     from simpletuner.data.config.embeds import BucketTextEmbeds
-    from simpletuner.data.config.folders import (
+    from simpletuner.data.config.places import (
         default_folder,
         latents_folder,
         latents_root,

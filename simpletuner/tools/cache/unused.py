@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simpletuner.caches.store.merged_index import MergedIndex, list_sources, open_index
 from simpletuner.caches.store.records import ALIGNMENT_BYTES, RecordLocation, record_keys
-from simpletuner.caches.store.shard_index import read_index
+from simpletuner.caches.store.shard_index import MergedIndex, list_sources, open_index, read_index
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.cache_files import COMPLETE, IN_USE, MERGED_INDEX, bytes_of, files_of, index_of
 from simpletuner.system.files.lease import nothing
@@ -25,7 +24,7 @@ from simpletuner.tools.cache.clearing import lock_exclusively, removal_errors, r
 from simpletuner.tools.cache.contents import CacheItem
 
 if TYPE_CHECKING:
-    from simpletuner.caches.fill.jobs import CacheRequest
+    from simpletuner.caches.workers import CacheRequest
     from simpletuner.settings import Loaded
 
 # In the name of shards that hold what was kept of others.
@@ -60,7 +59,7 @@ class Unused:
 def needed_by(loaded: Loaded) -> Needed:
     """Return what a run with these settings needs. Raises what the run would raise for its data and its base model."""
     from simpletuner.caches.sources import open_sources
-    from simpletuner.data.config.folders import default_folder
+    from simpletuner.data.config.places import default_folder
     from simpletuner.models.opening.loading import load_family
     from simpletuner.parallel.mesh import Mesh
     from simpletuner.parallel.world import joined_world

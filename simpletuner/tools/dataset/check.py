@@ -1,10 +1,14 @@
-"""Look at the datasets of a run as the run would: its own scan, buckets, crops and captions."""
+"""Look at the datasets of a run as the run would: its own scan, buckets, crops and captions.
+
+Count the tokens of captions by the model's own tokenizers, where these are here; its weights are not needed.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,31 +16,81 @@ from typing import Any
 import numpy as np
 
 from simpletuner.caches.latents import decoding_threads
-from simpletuner.data.config.folders import default_folder
-from simpletuner.data.config.participation import Window
+from simpletuner.data.config.dataset_parts import Window
+from simpletuner.data.config.places import default_folder
 from simpletuner.data.samples.buckets import Buckets, make_buckets
 from simpletuner.data.samples.dataset_summary import DatasetSummary, summarize
 from simpletuner.data.samples.dataset_warnings import LONG_CAPTION_LETTERS, longest_captions
 from simpletuner.data.samples.discovery import discover
-from simpletuner.data.samples.held_out import held_out_indices
-from simpletuner.data.samples.samples import DatasetSamples, Samples
+from simpletuner.data.samples.samples import DatasetSamples, Samples, held_out_indices
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
 from simpletuner.models.catalog.support import clip_fps
+from simpletuner.models.family.base import family_class
+from simpletuner.models.folder.diffusers_io import component_class
+from simpletuner.models.folder.malformed import opening
+from simpletuner.models.opening.loading import folder_at_hand
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.preparation.alignment import bucket_alignment
+from simpletuner.preparation.plan import bucket_alignment
 from simpletuner.preparation.prepare import ScannedData, make_plan, scan_data
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.tools.dataset.caption_lengths import TokenLimit, longest_in_tokens, token_limits
 from simpletuner.tools.dataset.contact_sheets import choose_images, write_sheets
 from simpletuner.tools.dataset.contents import Contents, read_contents
-from simpletuner.tools.dataset.duplicates import exact_duplicates, near_duplicates
-from simpletuner.tools.dataset.findings import DatasetFinding, finding, findings_of
+from simpletuner.tools.dataset.findings import DatasetFinding, exact_duplicates, finding, findings_of, near_duplicates
 from simpletuner.tools.dataset.listing import bucket_names, write_tables
+
+BATCH = 1000
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """A tokenizer of the model, and how many tokens of a caption its text encoder reads."""
+
+    tokenizer: Any
+    name: str
+    tokens: int
+
+    def count(self, captions: list[str]) -> list[int]:
+        """Return the tokens of each caption, with those that mark its beginning and end."""
+        # Not verbose: transformers warns of each text that is longer than the model takes.
+        return list(map(len, self.tokenizer(captions, truncation=False, verbose=False)["input_ids"]))
+
+
+def token_limits(settings: Settings) -> list[TokenLimit]:
+    """Return the tokenizers of the base model, each kind once; none where the model is not here.
+
+    Raises EnvironmentNotReady for a folder that is malformed.
+    """
+    folder = folder_at_hand(settings) if settings.model.model_family else None
+    if folder is None:
+        return []
+    with opening(folder):
+        family = family_class(settings.model).open(folder, settings)
+        names = [name for name in family.index if name.startswith("tokenizer") and any(family.index[name] or ())]
+        limits: dict[tuple[str, int], TokenLimit] = {}
+        for name in names:
+            cls = component_class(family.index, name, folder)
+            tokenizer = cls.from_pretrained(folder / name)
+            # CLIP has as many positions, whatever `tokenizer_max_length` says of the other encoder.
+            is_clip, longest = cls.__name__.startswith("CLIP"), family.max_length
+            tokens = int(tokenizer.model_max_length if is_clip or longest is None else longest)
+            kind = cls.__name__.removesuffix("Fast").removesuffix("Tokenizer")
+            limits.setdefault((kind, tokens), TokenLimit(tokenizer, kind, tokens))
+    return list(limits.values())
+
+
+def longest_in_tokens(samples: DatasetSamples, limit: TokenLimit, show: Callable[[int], object]) -> Iterator[int]:
+    """Yield the tokens of each sample's longest caption."""
+    for start in range(0, len(samples), BATCH):
+        captions = [samples[index].captions for index in range(start, min(start + BATCH, len(samples)))]
+        texts = list(dict.fromkeys(chain.from_iterable(captions)))
+        counts = dict(zip(texts, limit.count(texts), strict=True)) if texts else {}
+        yield from (max(map(counts.__getitem__, own), default=0) for own in captions)
+        show(start + len(captions))
 
 
 @dataclass(frozen=True)

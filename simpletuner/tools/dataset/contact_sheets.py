@@ -1,4 +1,7 @@
-"""Contact sheets, one PNG per bucket: the cropped parts of its images darkened, the most cropped first."""
+"""Contact sheets, one PNG per bucket: the cropped parts of its images darkened, the most cropped first.
+
+A contact sheet of samples by their loss, over their captions.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,14 @@ from simpletuner.data.images.images import DECODE_ERRORS
 from simpletuner.data.samples.buckets import bucket_shapes
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, cropped_away
 from simpletuner.data.samples.samples import DatasetSamples, Sample
+from simpletuner.errors import SimpleTunerError
+from simpletuner.runs.data_listing import last_data, rows_of_table
+from simpletuner.runs.images import read_rgb
+from simpletuner.runs.sample_loss_scores import SampleScore
 from simpletuner.system.files.atomic import write_file
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.threads import run_bounded
-from simpletuner.training.images.fonts import Typesetter
+from simpletuner.training.validation.image_grid import Typesetter
 
 MAX_IMAGES = 48
 COLUMNS = 8
@@ -161,3 +168,44 @@ def fit(name: str, typesetter: Typesetter) -> str:
     while cut and typesetter.length(f"…{cut}" if cut != name else name) > CELL_PX:
         cut = cut[1:]
     return cut if cut == name else f"…{cut}"
+
+
+# Of an image that is decoded: 8192x8192 px take 200 MB.
+MAX_PIXELS = 1 << 26
+
+
+def draw_loss_sheet(output: Path, scores: Sequence[SampleScore], path: Path) -> None:
+    """Write the sheet as a PNG; a sample that is no file of a local dataset any more has no image in it."""
+    try:
+        listing = last_data(output).listing
+        wanted = {score.id for score in scores}
+        captions = {row["id"]: row["caption"] for row in rows_of_table(listing.table) if row["id"] in wanted}
+        places = listing.places
+    except SimpleTunerError:
+        captions, places = {}, {}
+    cells = [cell_of_score(score, captions.get(score.id, ""), image_of(score.id, places)) for score in scores]
+    content = io.BytesIO()
+    title = f"{output.absolute().name}   {count_noun(len(scores), 'sample')} by loss over that of others"
+    sheet(cells, title).save(content, "PNG")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, content.getvalue())
+
+
+def cell_of_score(score: SampleScore, caption: str, image: Image.Image | str) -> SheetCell:
+    words = f"x{score.ratio:.2f} z {score.z:+.1f}"
+    return SheetCell(
+        caption.partition("\n")[0] or score.id, f"{words}  {Path(score.id).name}", score.looks_wrong, image
+    )
+
+
+def image_of(sample_id: str, places: dict[str, str]) -> Image.Image | str:
+    """Return an image in the size of a cell, or why it cannot be shown."""
+    for dataset, folder in places.items():
+        if sample_id.startswith(f"{dataset}/"):
+            try:
+                image = read_rgb(Path(folder) / sample_id.removeprefix(f"{dataset}/"), MAX_PIXELS)
+            except DECODE_ERRORS as error:
+                return str(error) or type(error).__name__
+            image.thumbnail((CELL_PX, CELL_PX))
+            return image
+    return "is in no local dataset"

@@ -1,10 +1,16 @@
-"""`simpletuner net check` in one rank: join the others as a run does, measure, and leave together."""
+"""`simpletuner net check` in one rank: join the others as a run does, measure, and leave together.
+
+Share of a planned run's step that communication takes on the network that was measured.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +19,7 @@ from simpletuner.launch.launcher_connection import connect_to_launcher
 from simpletuner.launch.node_info import NodeInfo, check_local_ranks, node_info
 from simpletuner.launch.rendezvous import Group, verify_same_config
 from simpletuner.launch.store import MessageStore, TorchStore, message_signer
+from simpletuner.parallel.devices import Device, MemoryBudget
 from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, report_first_failure
 from simpletuner.report import Report
 from simpletuner.settings import Loaded
@@ -21,6 +28,8 @@ from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import handle_stop_signals
 from simpletuner.tools.net.measure import PAIRS_SHARE, measure_all_reduce, measure_pairs, rounds_of, thinned
 from simpletuner.tools.net.results import NetworkMachine, NetworkResult
+from simpletuner.tools.plan.measure import StepSeconds, communication_bytes
+from simpletuner.tools.plan.planner import Planner
 
 
 def run_rank(loaded: Loaded, seconds: float, report: Report, show: Callable[[NetworkResult], None]) -> None:
@@ -94,3 +103,43 @@ def interface(device: torch.device, environment: Mapping[str, str]) -> str:
         return value
     towards = interface_towards(environment.get("MASTER_ADDR", ""), int(environment.get("MASTER_PORT", "0")))
     return f"chosen by {library.lower()}" + (f"; {name}={towards} leads to rank 0" if towards else "")
+
+
+@dataclass(frozen=True)
+class PlannedCommunication:
+    """Prediction of what a rank sends in a step, and of its time at the measured bus bandwidth."""
+
+    bytes_per_step: float
+    seconds: float
+    step: StepSeconds | None
+    """Prediction of the step with that communication; None where the device is not known."""
+
+    @property
+    def share(self) -> float | None:
+        """Communication over the whole step; most of it overlaps with computation."""
+        return self.step and self.seconds / self.step.total
+
+    @property
+    def waited_seconds(self) -> float | None:
+        """Part of a step in which nothing computes."""
+        return self.step and self.step.total - replace(self.step, communication=0.0).total
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "bytes_per_step": self.bytes_per_step,
+            "communication_seconds": self.seconds,
+            "step_seconds": self.step and self.step.total,
+            "share": self.share,
+            "waited_seconds": self.waited_seconds,
+        }
+
+
+def plan_communication(
+    loaded: Loaded, flags: Mapping[str, Any], config: Path | None, device: Device | None, rate: float, report: Report
+) -> PlannedCommunication:
+    """Predict a step of the settings at a bus bandwidth. Raises SimpleTunerError for a model that cannot be planned."""
+    budget = MemoryBudget(device and device.memory_bytes, None)
+    plan = Planner(loaded, flags, config, device, budget, report).run(auto=False, measure=False).plan
+    num_bytes = communication_bytes(plan.settings, plan.memory.inputs.num_parameters)
+    step = plan.parts and replace(plan.parts, communication=num_bytes / rate)
+    return PlannedCommunication(num_bytes, num_bytes / rate, step)

@@ -8,8 +8,7 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.system.files.file_systems import LOCAL, OBJECT_STORES
-from simpletuner.system.files.mounts import Mount, find_mount, read_mounts
+from simpletuner.system.files.mounts import LOCAL, OBJECT_STORES, Mount, find_mount, read_mounts
 from simpletuner.tools.nfs.results import OTHER_FILESYSTEM, Finding, failed, format_ranks, passed, warned
 
 if TYPE_CHECKING:

@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 
+from simpletuner.counting.flops import FlopCounter
+from simpletuner.counting.step_memory import Workload
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.analysis.flops import FlopCounter
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.parallel.devices.devices import Device
-from simpletuner.parallel.devices.memory import MemoryBudget
+from simpletuner.parallel.devices import Device, MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.settings.values.shape import SampleShape
-from simpletuner.tools.plan.estimate import RunPlan, estimate_run
-from simpletuner.tools.plan.inputs import count_shapes, opened_family
+from simpletuner.tools.plan.estimate import RunPlan, count_shapes, estimate_run, opened_family
 from simpletuner.tools.plan.measure import measure_step
 from simpletuner.tools.plan.search import Proposal, propose
-from simpletuner.training.auto.recompute import choose_recomputation, with_training
-from simpletuner.training.auto.workload import Workload
+from simpletuner.training.auto import choose_recomputation, with_training
 
 
 @dataclass(frozen=True)

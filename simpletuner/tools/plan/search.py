@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from simpletuner.errors import SettingsError, SimpleTunerError
-from simpletuner.parallel.devices.memory import MemoryBudget
+from simpletuner.parallel.devices import MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded
 from simpletuner.settings.declared.sections import LARGEST_BATCH

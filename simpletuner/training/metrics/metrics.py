@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from simpletuner.errors import naming
 from simpletuner.run_log import APPEND, LOGGER
+from simpletuner.runs.charts import CURVE, draw_loss
+from simpletuner.runs.metrics import MAX_BYTES, METRICS, read_columns, rows_in
 from simpletuner.system.files.atomic import refuse_special, write_file
-from simpletuner.system.files.promises import sync
+from simpletuner.system.files.mounts import sync
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.files.unread import Warn, set_aside
-from simpletuner.training.metrics.loss_picture import CURVE, draw_loss
-from simpletuner.training.metrics.metrics_reader import MAX_BYTES, METRICS, read_columns, rows_in
 
 if TYPE_CHECKING:
     from simpletuner.session import Session

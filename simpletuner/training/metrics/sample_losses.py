@@ -20,11 +20,11 @@ from simpletuner.data.samples.samples import Sample
 from simpletuner.errors import naming
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.run_log import APPEND
+from simpletuner.runs.sample_loss_scores import MAX_BYTES, SAMPLE_LOSSES
 from simpletuner.session import Session
 from simpletuner.system.files.atomic import refuse_special
-from simpletuner.system.files.promises import sync
+from simpletuner.system.files.mounts import sync
 from simpletuner.system.files.regular_files import open_regular
-from simpletuner.training.metrics.sample_loss_scores import MAX_BYTES, SAMPLE_LOSSES
 
 STEP = re.compile(rb'\{"step": (\d+),')
 

@@ -1,26 +1,149 @@
 """Trackers: TensorBoard, Weights & Biases, Trackio and SwanLab, with the same names of metrics.
 
 None of them can stop a run: all but TensorBoard have a process of their own.
+
+An online tracker: start and end the process that sends a run's metrics (`tracker_process.py`).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import subprocess
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from simpletuner.errors import without_errno
 from simpletuner.report import Report
+from simpletuner.run_log import LOGGER
+from simpletuner.runs.images import WEBP, as_gif, clips_of_round, read_rgb, round_folder
+from simpletuner.runs.metrics import METRICS, last_row
 from simpletuner.session import Session
 from simpletuner.settings import settings_as_json
-from simpletuner.settings.values.trackers import parse_trackers
-from simpletuner.training.images.clip_files import WEBP, as_gif, clips_of_round, round_folder
-from simpletuner.training.images.image_files import read_rgb
+from simpletuner.settings.values.parsed import parse_trackers
+from simpletuner.system.files.atomic import write_json
+from simpletuner.system.processes.python_process import module_command
 from simpletuner.training.metrics.metrics import Tracker
-from simpletuner.training.metrics.metrics_reader import METRICS, last_row
-from simpletuner.training.metrics.online_tracker import OnlineTracker
 from simpletuner.training.metrics.tracker_process import read_tracker_state, state_file
+
+# Before the process is started again after it failed; doubles each time.
+RETRY_SECONDS = 60.0
+CLOSE_SECONDS = 120.0
+"""Longest time in which the rest is sent when the run ends."""
+
+
+class OnlineTracker:
+    """The process that sends metrics.jsonl and validation images; only starts, restarts and ends it."""
+
+    def __init__(self, session: Session, library: str, folder: Path, step: int) -> None:
+        self.report, logging, output = session.report, session.settings.logging, session.settings.training.output_dir
+        self.library, path = library, state_file(output, library)
+        state = read_tracker_state(path, self.report.warn)
+        # Eight characters, as wandb's own. It is kept, so that a resumed run goes on in the same one there.
+        state["id"] = state.get("id") or secrets.token_hex(4)
+        # Steps that are trained again, since the run went back, are sent again.
+        state["sent"] = {group: min(sent, step) for group, sent in state.get("sent", {}).items()}
+        write_json(path, state)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.output, self.folder = output, folder
+        self.options = {
+            "id": state["id"],
+            "output": str(output),
+            "folder": str(folder),
+            "project": logging.tracker_project_name or os.environ.get(f"{library.upper()}_PROJECT") or "simpletuner",
+            "name": logging.tracker_run_name or output.resolve().name,
+            "settings": settings_as_json(session.loaded),
+        }
+        self.closing, self.has_warned, self.is_sent = threading.Event(), False, False
+        self.process: subprocess.Popen[str] | None = None
+        self.thread = threading.Thread(target=self._supervise, name=library, daemon=True)
+        self.thread.start()
+
+    def write(self, row: Mapping[str, Any], group: str) -> None:
+        """Do nothing: the process reads metrics.jsonl."""
+
+    def add_image(self, path: Path, step: int) -> None:
+        """Do nothing: the process finds the images."""
+
+    def close(self) -> None:
+        """Wait until all is sent, as long as that is possible."""
+        self.report.status.begin(f"sending metrics to {self.library}")
+        self.closing.set()
+        self._end_input()
+        self.thread.join(CLOSE_SECONDS)
+        if self.thread.is_alive() and self.process is not None:
+            self.process.kill()
+            self.thread.join()
+        if not self.is_sent:
+            self.report.say(
+                f"{self.library} has not received all of this run: the same command, run again, sends the rest"
+            )
+
+    def _end_input(self) -> None:
+        if self.process is not None and self.process.stdin is not None:
+            with suppress(OSError):
+                self.process.stdin.close()
+
+    def _supervise(self) -> None:
+        pause = RETRY_SECONDS
+        while True:
+            self._run_process()
+            if self.closing.wait(0 if self.is_sent else pause):
+                return
+            # A server that is down for hours is not asked each minute.
+            pause *= 2
+
+    def _run_process(self) -> None:
+        """Run the process to its end, and report what it says."""
+        command = module_command("simpletuner.training.metrics.tracker_process")
+        pipe = subprocess.PIPE
+        # A separate session: Ctrl-C is for the run, which ends the process by its input.
+        with subprocess.Popen(
+            command, text=True, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            noise = threading.Thread(target=log_lines, args=(self.library, process.stderr), daemon=True)
+            noise.start()
+            with suppress(OSError):
+                process.stdin.write(json.dumps({"library": self.library, "options": self.options}) + "\n")
+                process.stdin.flush()
+            self.process = process  # only now may `close` end its input
+            if self.closing.is_set():
+                self._end_input()
+            for line in process.stdout:
+                self._handle(json.loads(line))
+            noise.join(1)  # with a limit, since a process that the library started may have inherited the pipe
+        if not self.is_sent and not self.closing.is_set():
+            self._warn(f"{self.library} ended unexpectedly; log.txt has its reason")
+
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        match message:
+            case {"url": str(url)}:
+                self.report.say(f"{self.library}: {url}")
+            case {"failed": str(why)}:
+                self._warn(f"{self.library} does not take the metrics of this run: {why}")
+            case {"sent": True}:
+                self.is_sent = True
+            case _:
+                pass
+
+    def _warn(self, text: str) -> None:
+        """Warn once; later failures go to the log alone."""
+        if not self.has_warned:
+            self.has_warned = True
+            self.report.warn(text, f"training goes on; what {self.library} misses is sent once it answers")
+        else:
+            LOGGER.info(text)
+
+
+def log_lines(library: str, stream: IO[str] | None) -> None:
+    with suppress(ValueError):  # it was closed meanwhile
+        for line in stream or ():
+            LOGGER.info(f"{library}: {line.rstrip().removeprefix(f'{library}: ')}")
 
 
 def open_trackers(session: Session, step: int) -> list[Tracker]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from simpletuner.data.storage.storage import UnreadableFileError
 from simpletuner.errors import SimpleTunerError
-from simpletuner.system.files.file_systems import FileSystem
 from simpletuner.system.files.lease import Place
+from simpletuner.system.files.mounts import FileSystem
 
 if TYPE_CHECKING:
     from simpletuner.data.storage.object_storage import ObjectStorage

@@ -14,14 +14,14 @@ from typing import Any
 from simpletuner.checkpoints.layout import FINISHED, NAME, STATE, list_checkpoints
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.run_log import LOG
+from simpletuner.runs.charts import CURVE
+from simpletuner.runs.metrics import METRICS
+from simpletuner.runs.sample_loss_scores import SAMPLE_LOSSES
 from simpletuner.system.files.atomic import remove
 from simpletuner.system.files.checksums import is_intact
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.processes.run_status import STATUS
-from simpletuner.training.metrics.eta import DURATIONS
-from simpletuner.training.metrics.loss_picture import CURVE
-from simpletuner.training.metrics.metrics_reader import METRICS
-from simpletuner.training.metrics.sample_loss_scores import SAMPLE_LOSSES
+from simpletuner.training.metrics.speed import DURATIONS
 
 CHECKPOINTS = "checkpoints"
 FOLDERS = ("validation", "logs", "profile", "data_listings")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from simpletuner.data.config.object_store_keys import mirror_place
+from simpletuner.data.config.places import mirror_place
 from simpletuner.data.storage.object_errors import StoreFails, StoreRefuses
 from simpletuner.data.storage.storage import check_obstore
 from simpletuner.errors import EnvironmentNotReady, SimpleTunerError, Stopped, without_errno
@@ -24,10 +24,9 @@ from simpletuner.system.files.lease_record import LeaseLost
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.run_status import STATUS, RunState
-from simpletuner.training.metrics.eta import UPLOADING, Durations
+from simpletuner.training.metrics.speed import UPLOADING, Durations
 from simpletuner.training.mirroring.bucket_records import BucketRecords
-from simpletuner.training.mirroring.remote_run import RemoteRun
-from simpletuner.training.mirroring.restoring import Restoring, newest_step
+from simpletuner.training.mirroring.remote_run import RemoteRun, Restoring, newest_step
 from simpletuner.training.mirroring.run_files import (
     LINKS,
     FolderDamaged,

@@ -11,31 +11,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.models.catalog.licenses import LICENSES, describe_license, license_of
-from simpletuner.models.family.adapter_types import LABELS
+from simpletuner.models.catalog.registry import LICENSES, describe_license, license_of
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.opening.assistant_lora import assistant_files
-from simpletuner.settings import Settings
-from simpletuner.settings.declared.knob import kind_of
-from simpletuner.settings.declared.sections import Model, setting_fields
-from simpletuner.settings.showing.explain import ExplainedSetting
-from simpletuner.settings.showing.export import as_flags, format_command
-from simpletuner.settings.values.spelling import as_text
-from simpletuner.system.files.atomic import remove, write_file
-from simpletuner.system.files.regular_files import read_file
-from simpletuner.training.images.clip_files import MP4, WEBP, round_folders
-from simpletuner.training.images.image_files import ImageInfo, read_info
-from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
-from simpletuner.training.publishing.usage import usage_code
-from simpletuner.training.run_folder.run_summary import (
+from simpletuner.runs.facts import (
     DatasetFacts,
     Rows,
     RunFacts,
     base_of,
+    describe_energy,
     describe_result,
+    describe_times,
     hub_id,
+    read_starts,
 )
-from simpletuner.training.run_folder.run_times import describe_energy, describe_times, read_starts
+from simpletuner.runs.images import MP4, WEBP, ImageInfo, read_info, round_folders
+from simpletuner.runs.metrics import METRICS, read_columns
+from simpletuner.settings import Settings
+from simpletuner.settings.declared.knob import kind_of
+from simpletuner.settings.declared.sections import Model, setting_fields
+from simpletuner.settings.showing.export import ExplainedSetting, as_flags, format_command
+from simpletuner.settings.values.parsed import LORA_TYPES
+from simpletuner.settings.values.spelling import as_text
+from simpletuner.system.files.atomic import remove, write_file
+from simpletuner.system.files.regular_files import read_file
+from simpletuner.training.publishing.usage import usage_code
 
 if TYPE_CHECKING:  # the library is imported when a run has ended
     from huggingface_hub import ModelCardData
@@ -106,7 +106,7 @@ def render(
         ours=OURS,
         name=escaped(facts.name),
         base=escaped(base),
-        lora=lora and with_article(LABELS[settings.lora.lora_type]),
+        lora=lora and with_article(LORA_TYPES[settings.lora.lora_type]),
         assistants=", ".join(escaped(path.name) for path in assistant_files(settings)),
         average=pipeline.name.endswith("-ema"),
         samples=[(each.moving or each.image, each.clip, escaped(each.prompt) or "(empty prompt)") for each in samples],

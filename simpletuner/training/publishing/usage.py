@@ -11,14 +11,14 @@ from simpletuner.models.catalog.registry import revision_of
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.folder.diffusers_io import TEXT_PARTS
-from simpletuner.models.folder.index import MODULAR_INDEX, index_file, is_null
+from simpletuner.models.folder.weights import MODULAR_INDEX, index_file, is_null
 from simpletuner.models.opening.assistant_lora import assistant_files
 from simpletuner.models.opening.lora_file import LORA_WEIGHTS, OF_PEFT
+from simpletuner.runs.facts import hub_id
+from simpletuner.runs.images import ImageInfo
 from simpletuner.settings import Settings
 from simpletuner.settings.values.shape import Shape
-from simpletuner.training.images.image_files import ImageInfo
 from simpletuner.training.publishing.hub import repository_of
-from simpletuner.training.run_folder.run_summary import hub_id
 
 
 def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> str:

@@ -26,13 +26,13 @@ from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.scan.comparison import hash_content
 from simpletuner.errors import EnvironmentNotReady, OtherRunsFolder
 from simpletuner.models.catalog.registry import flavours_of
+from simpletuner.runs.data_listing import DataListing, place_of, read_listing_of
+from simpletuner.runs.metrics import parse_lines
+from simpletuner.runs.settings_record import HISTORY, SETTINGS, read_settings
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.numbers import count_noun
-from simpletuner.training.metrics.metrics_reader import parse_lines
-from simpletuner.training.run_folder.data_listing import DataListing, place_of, read_listing_of
-from simpletuner.training.run_folder.settings_record import HISTORY, SETTINGS, read_settings
 
 BASE, FLAVOUR = "pretrained_model_name_or_path", "model_flavour"
 OTHER_FOLDER = "give this run another --output_dir, or --resume_from_checkpoint=none to begin anew in this one"

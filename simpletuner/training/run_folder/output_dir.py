@@ -1,4 +1,4 @@
-"""The output folder of a run: locked while it trains, cleaned of what a killed run left, and the exported pipelines."""
+"""The output folder of a run: locked, cleaned of what a killed run left, measured for room, filled with pipelines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from math import prod
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from simpletuner import __version__
+from simpletuner.checkpoints.disk_usage import estimate_disk_usage, room_of
 from simpletuner.checkpoints.export import (
     check_targets,
     export_lora,
@@ -21,25 +25,30 @@ from simpletuner.checkpoints.export import (
     finished_steps,
 )
 from simpletuner.checkpoints.layout import EXPORTS, FINISHED, clear_unfinished
-from simpletuner.data.config.folders import default_folder
+from simpletuner.counting.trained_weights import trained_weights
+from simpletuner.data.config.places import default_folder
 from simpletuner.data.samples.samples import Samples
-from simpletuner.errors import OtherRunsFolder, RemoteFailure, SimpleTunerError, explain_system_errors
+from simpletuner.errors import OtherRunsFolder, RemoteFailure, SettingsError, SimpleTunerError, explain_system_errors
+from simpletuner.models.catalog.architecture import copied_bytes
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.opening.lora_formats import files_of
+from simpletuner.models.opening.lora_config import files_of
+from simpletuner.parallel.devices import FLOAT32_BYTES
 from simpletuner.parallel.world import World
-from simpletuner.preparation.prepare import HUB_RECORD
+from simpletuner.preparation.plan import Plan, samples_by_shape
+from simpletuner.preparation.prepare import HUB_RECORD, folders_of
 from simpletuner.run_log import CONSOLE, LOG, START_CONSOLE, STARTED, withdraw_log, write_log_to
 from simpletuner.session import Session
 from simpletuner.settings import Settings
-from simpletuner.settings.declared.secret_names import mask_arguments
+from simpletuner.settings.declared.errors import mask_arguments
+from simpletuner.settings.values.shape import SampleShape
 from simpletuner.system.files.atomic import refuse_special, remove, restore_replaced, write_file
-from simpletuner.system.files.cache_files import entries_of
+from simpletuner.system.files.cache_files import SHARD_SUFFIX, entries_of
 from simpletuner.system.files.lease_folder import held_folder
-from simpletuner.system.files.promises import MAY_SAY, missing_promises
+from simpletuner.system.files.mounts import MAY_SAY, missing_promises
 from simpletuner.system.files.regular_files import read_file
+from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.mirroring.run_mirror import RunMirror, open_run_mirror
 from simpletuner.training.run_folder.other_project import refuse_other_data
-from simpletuner.training.state import TrainingState
 
 
 def open_output_dir(session: Session, stack: ExitStack) -> RunMirror | None:
@@ -232,3 +241,59 @@ def export(
             f"{family.folder} changed since the run began, and the pipeline has it as it is now: {names}",
             "compare it with another copy of the base model",
         )
+
+
+def check_room(session: Session, plan: Plan, family: ModelFamily, step: int, steps: int) -> None:
+    """Raise EnvironmentNotReady where checkpoints and pipelines do not fit; warn where caches may not fit beside them.
+
+    For one process.
+    """
+    settings = session.settings
+    usage = estimate_disk_usage(settings, trained_weights(family), "counted", copied_bytes(family.folder), steps)
+    room = room_of(settings, usage, step, steps)
+    if room.problem is not None:
+        raise room.problem
+    if room.free_bytes is None:
+        return
+    left, channels = room.free_bytes - room.need_bytes, family.exported_config().get("in_channels", 0)
+    # A latent cell covers a pixel or more. How many is asked for only where one for each would not fit: the classes of
+    # VAEs take 0.2 CPU s to import, and a start with warm caches needs none.
+    most = bytes_to_encode(session, plan, family, room.output, lambda shape: channels * shape.pixels)
+    if channels and most <= left:
+        return
+    caches = bytes_to_encode(session, plan, family, room.output, lambda shape: latent_values(family, shape))
+    if caches > left:
+        session.report.warn(
+            f"{room.output} has {decimal(room.free_bytes)} free: caches of up to {decimal(caches)} may not fit beside "
+            f"{decimal(room.need_bytes)} of checkpoints and pipelines",
+            "make room, or name other folders with cache_dir_vae and cache_dir_text",
+        )
+
+
+def bytes_to_encode(
+    session: Session, plan: Plan, family: ModelFamily, output: Path, values_of: Callable[[SampleShape], int]
+) -> int:
+    """Return at most how many bytes caches of latents and captions have yet to take on the disk of `output`.
+
+    `values_of` returns the numbers in the latents of a sample.
+    """
+    data, folders = session.settings.data, folders_of(session.settings, plan)
+    own = [folder for folder in folders if device_of(folder) == device_of(output)]
+    value = {"fp32": FLOAT32_BYTES, "bf16": 2}[data.vae_cache_dtype]
+    latents = texts = 0
+    with suppress(SettingsError):  # a family of one's own need not know how wide its captions are
+        conditioning = sum(map(prod, family.conditioning_shapes().values()))
+        for shape, count in samples_by_shape(plan).items():
+            latents += count * values_of(shape) * value * (not data.vae_cache_disable)
+            texts += count * conditioning * FLOAT32_BYTES * (not data.text_cache_disable)
+    present = sum(path.stat().st_size for folder in own for path in folder.rglob(f"*{SHARD_SUFFIX}"))
+    return max(0, latents + texts - present) if own else 0
+
+
+def latent_values(family: ModelFamily, shape: SampleShape) -> int:
+    return prod(family.input_shapes(shape.target, shape.references, shape.has_first_frame)["latents"])
+
+
+def device_of(folder: Path) -> int:
+    folder = folder.absolute()
+    return next(path.stat().st_dev for path in (folder, *folder.parents) if path.exists())

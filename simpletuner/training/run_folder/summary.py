@@ -6,28 +6,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from simpletuner.checkpoints.layout import PAGE, list_checkpoints
-from simpletuner.data.samples.caption_column import those_in_captions
-from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, summarize
-from simpletuner.models.family.adapter_types import LABELS
+from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, summarize, those_in_captions
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.flow_shift import describe_shift
 from simpletuner.models.family.objectives import FlowMatching
+from simpletuner.models.family.schedulers import describe_shift
 from simpletuner.parallel.fsdp2 import format_units
 from simpletuner.parallel.gpu import describe_device
 from simpletuner.parallel.model.activations import describe_activations
-from simpletuner.parallel.model.module_stats import count_parameters
+from simpletuner.parallel.model.blocks import count_parameters
 from simpletuner.preparation.plan import Plan, describe_buckets, samples_by_shape
 from simpletuner.preparation.sampled_prompts import SampledPrompt
 from simpletuner.report import Report
+from simpletuner.runs.charts import CURVE
+from simpletuner.runs.facts import Rows, describe_result
+from simpletuner.runs.metrics import METRICS, read_columns
 from simpletuner.settings import Settings, provenance
-from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
+from simpletuner.settings.foreign.deepspeed_config import deepspeed_options
+from simpletuner.settings.values.parsed import LORA_TYPES
 from simpletuner.system.numbers import count_noun
-from simpletuner.training.auto.resolve import Resolved
-from simpletuner.training.metrics.loss_picture import CURVE
-from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
+from simpletuner.training.auto import Resolved
+from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.run_folder.output_dir import pipelines_of, single_file_of
-from simpletuner.training.run_folder.run_summary import Rows, describe_result
-from simpletuner.training.state import TrainingState
 
 
 def describe_run(resolved: Resolved, family: ModelFamily, state: TrainingState, plan: Plan) -> Rows:
@@ -92,7 +91,7 @@ def format_trained(family: ModelFamily, parameters: int) -> str:
         return f"{parameters:,} parameters"
     base, precision = count_parameters(family.meta_denoiser), family.settings.lora.base_model_precision
     frozen = f"{base:,} frozen{'' if precision == 'no_change' else f' in {precision}'}"
-    label = f"{LABELS[adapter.kind]} of {'blocks' if adapter.kind == 'oft' else 'rank'} {adapter.rank}"
+    label = f"{LORA_TYPES[adapter.kind]} of {'blocks' if adapter.kind == 'oft' else 'rank'} {adapter.rank}"
     return f"{label} on {len(adapter.modules)} layers: {parameters:,} parameters over {frozen}"
 
 

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from simpletuner.data.batches.prefetch import Batch, RankSlice, SampleReader, collate
+from simpletuner.data.prefetch import Batch, RankSlice, SampleReader, collate
 from simpletuner.data.sampler.batch_sampler import GlobalBatch
-from simpletuner.data.samples.held_out import held_out_batches
+from simpletuner.data.samples.samples import held_out_batches
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import Objective, sample_losses
 from simpletuner.parallel.engine import Engine, compute_dtype, evaluation
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.preparation.prepare import Prepared
 from simpletuner.session import Session
+from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.ema import EMA, evaluated_variants, weights_of
 from simpletuner.training.metrics.metrics import Metrics
-from simpletuner.training.state import TrainingState
 
 NAMES = {"trained": "eval_loss", "ema": "eval_loss_ema"}
 """Names of a loss in the metrics, by the weights that it is measured with."""

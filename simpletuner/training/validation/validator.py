@@ -1,4 +1,4 @@
-"""Generate validation images with the denoiser that trains, sharded or not."""
+"""Generate the validation images and clips of a round with the denoiser that trains, sharded or not."""
 
 from __future__ import annotations
 
@@ -8,23 +8,99 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import xxhash
 from PIL.Image import Image
 from torch import Tensor
 
 from simpletuner.models.family.adapter import without_adapter
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.vae import Vae
 from simpletuner.parallel.engine import Engine, compute_dtype, evaluation
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.preparation.prepare import Prepared
+from simpletuner.preparation.sampled_prompts import SampledPrompt
+from simpletuner.runs.images import (
+    REFERENCE,
+    ImageInfo,
+    copy_round,
+    grid_file,
+    require_video_writer,
+    round_folder,
+    round_folders,
+    write_image,
+    write_png,
+    write_sample,
+)
 from simpletuner.session import Session
+from simpletuner.settings import Settings
+from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.ema import EMA, evaluated_variants, weights_of
-from simpletuner.training.images.clip_files import copy_round, grid_file, round_folder, round_folders, write_sample
-from simpletuner.training.images.image_files import REFERENCE, ImageInfo, write_image, write_png
-from simpletuner.training.images.image_grid import Cell, grid
 from simpletuner.training.metrics.metrics import Metrics
-from simpletuner.training.state import TrainingState
-from simpletuner.training.validation.planned_images import PlannedImage, plan_images
+from simpletuner.training.validation.image_grid import Cell, grid
+
+
+@dataclass(frozen=True)
+class PlannedImage:
+    """An image of each round: its encoded prompts, and its sampling parameters."""
+
+    prompt: SampledPrompt
+    sampling: SamplingParams
+
+    def info(self, variant: str, step: int) -> ImageInfo:
+        params = self.sampling
+        return ImageInfo(
+            self.prompt.prompt.prompt,
+            self.prompt.negative_prompt,
+            params.seed,
+            params.steps,
+            params.guidance,
+            params.shape.width,
+            params.shape.height,
+            step,
+            variant,
+            params.shape.frames,
+            params.fps if params.shape.frames > 1 else 0.0,
+        )
+
+    def digest(self, model: str) -> str:
+        """Return a hash of all that a sample of a model that does not change depends on."""
+        params = self.sampling
+        made = xxhash.xxh3_128(
+            repr((model, params.shape, params.steps, params.guidance, params.seed, params.fps)).encode()
+        )
+        for image in params.references:
+            made.update(repr(image.size).encode() + image.tobytes())
+        for conditioning in (self.prompt.positive, self.prompt.negative):
+            for name, value in sorted(conditioning.items()):
+                made.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+                made.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return made.hexdigest()
+
+
+def plan_images(settings: Settings, family: ModelFamily, sampled: Sequence[SampledPrompt]) -> list[PlannedImage]:
+    """Return the images and clips of each round. Each prompt has its own seed, whichever rank samples it.
+
+    Raises EnvironmentNotReady for clips where nothing can write them.
+    """
+    if any(each.shape.frames > 1 for each in sampled):
+        require_video_writer()
+    return [planned_image(settings, family, each) for each in sampled]
+
+
+def planned_image(settings: Settings, family: ModelFamily, sampled: SampledPrompt) -> PlannedImage:
+    validation, prompt = settings.validation, sampled.prompt
+    seed = settings.training.seed if validation.validation_seed is None else validation.validation_seed
+    sampling = SamplingParams(
+        shape=sampled.shape,
+        steps=prompt.num_inference_steps or validation.validation_num_inference_steps,
+        guidance=validation.validation_guidance if prompt.guidance is None else prompt.guidance,
+        seed=seed + sampled.number if prompt.seed is None else prompt.seed,
+        fps=validation.framerate or family.frame_rate,
+        references=sampled.references,
+    )
+    return PlannedImage(sampled, sampling)
+
 
 BASE = "base"
 """The base model without its LoRA, which comes before the others."""
@@ -201,3 +277,30 @@ def open_validator(
         metrics=metrics,
         interval=validation.validation_step_interval,
     )
+
+
+@dataclass(frozen=True)
+class RoundEnd:
+    """Calls functions with the step, after the other evaluations of a round; they must return at once."""
+
+    actions: Sequence[Callable[[int], None]]
+    """Empty on ranks above 0."""
+    interval: int
+    title: str = "reporting"
+
+    def count(self, step: int) -> int:
+        return 1
+
+    def run(self, step: int, advance: Callable[[int], None]) -> None:
+        for action in self.actions:
+            action(step)
+        advance(1)
+
+    def is_complete(self, step: int) -> bool:
+        return True
+
+
+def at_round_ends(settings: Settings, actions: Sequence[Callable[[int], None]]) -> RoundEnd:
+    """Return what calls functions with each round of validation images; without prompts, with each checkpoint."""
+    every = settings.validation.validation_step_interval if settings.validation.samples_images else 0
+    return RoundEnd(actions, every or settings.checkpoints.checkpoint_step_interval)

@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 from patience import PATIENCE
 
-from simpletuner.caches.fill.fill import fill_cache, folder_before_renaming
-from simpletuner.caches.fill.jobs import CacheJob, CacheRequest
-from simpletuner.caches.fill.workers import load_ahead, split_into_chunks
-from simpletuner.caches.store.completion_note import read_note
-from simpletuner.caches.store.keys import short_hash
-from simpletuner.caches.store.shards import ShardReader, ShardWriter
+from simpletuner.caches.fill import fill_cache, folder_before_renaming
+from simpletuner.caches.store.records import short_hash
+from simpletuner.caches.store.shards import ShardReader, ShardWriter, read_note
+from simpletuner.caches.workers import CacheJob, CacheRequest, load_ahead, split_into_chunks
 from simpletuner.errors import EnvironmentNotReady, Stopped
 from simpletuner.parallel.world import World
 from simpletuner.report import Report

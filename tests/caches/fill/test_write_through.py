@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from patience import PATIENCE
 
-from simpletuner.caches.fill import tail as recent
-from simpletuner.caches.fill.fill import fill_cache
-from simpletuner.caches.fill.jobs import CacheJob, CacheRequest, Made
-from simpletuner.caches.fill.write_through import GrowingCache, open_growing
+from simpletuner.caches import workers as recent
+from simpletuner.caches.fill import GrowingCache, fill_cache, open_growing
 from simpletuner.caches.store.shards import ShardReader, ShardWriter
+from simpletuner.caches.workers import CacheJob, CacheRequest, Made
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.system.files.cache_files import index_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.caches.store.keys import (
+from simpletuner.caches.store.records import (
     PROBE_BYTES,
     PROBES,
     changed_parts,

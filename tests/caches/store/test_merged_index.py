@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from patience import PATIENCE
 
 from simpletuner.caches.store import shards
-from simpletuner.caches.store.merged_index import MergedIndex, list_sources, load, merge, open_index
 from simpletuner.caches.store.records import RecordLocation
-from simpletuner.caches.store.shard_index import read_indexes
+from simpletuner.caches.store.shard_index import MergedIndex, list_sources, load, merge, open_index, read_indexes
 from simpletuner.caches.store.shards import ShardReader, ShardWriter
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.cache_files import MERGED_INDEX
@@ -168,7 +167,7 @@ def test_where_it_cannot_be_written_it_is_kept_in_memory(tmp_path):
 MERGE_UNTIL_KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from simpletuner.caches.store.merged_index import open_index
+from simpletuner.caches.store.shard_index import open_index
 
 folder = Path(sys.argv[1])
 open_index(folder)  # on a loaded machine no other one may be completed
@@ -203,7 +202,7 @@ def test_processes_that_merge_at_once_all_find_everything(tmp_path):
     code = """
 import os, sys
 from pathlib import Path
-from simpletuner.caches.store.merged_index import open_index
+from simpletuner.caches.store.shard_index import open_index
 from simpletuner.caches.store.records import record_keys
 for _ in range(10):
     os.utime(Path(sys.argv[1]) / "rank000-00000.index.jsonl")

@@ -17,13 +17,12 @@ from patience import PATIENCE
 from real_mounts import or_skipped, sshfs_views
 from s3_server import BUCKET, Fault, Proxy, s3_proxy, s3_server
 
-from simpletuner.caches.fill.fill import fill_cache
-from simpletuner.caches.fill.jobs import CacheJob, CacheRequest, Made
-from simpletuner.caches.fill.write_through import open_growing
+from simpletuner.caches.fill import fill_cache, open_growing
 from simpletuner.caches.store import mirror as mirrors
-from simpletuner.caches.store.merged_index import list_sources
 from simpletuner.caches.store.mirror import Mirror, open_mirror
+from simpletuner.caches.store.shard_index import list_sources
 from simpletuner.caches.store.shards import ShardReader
+from simpletuner.caches.workers import CacheJob, CacheRequest, Made
 from simpletuner.data.config.embeds import S3TextEmbeds
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.parallel.world import World

@@ -14,9 +14,8 @@ import torch
 from disk_calls import recorded_calls
 from patience import PATIENCE
 
-from simpletuner.caches.fill.fill import why_missing
-from simpletuner.caches.store.keys import KeyParts
-from simpletuner.caches.store.records import RecordLocation
+from simpletuner.caches.fill import why_missing
+from simpletuner.caches.store.records import KeyParts, RecordLocation
 from simpletuner.caches.store.shards import ShardReader, ShardWriter
 from simpletuner.errors import EnvironmentNotReady
 

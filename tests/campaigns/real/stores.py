@@ -32,7 +32,7 @@ from installing import NotHere, free_port, from_npm, from_pip, serving  # noqa: 
 from obstore.exceptions import BaseError  # noqa: E402
 
 from simpletuner.checkpoints.layout import load_checkpoint  # noqa: E402
-from simpletuner.data.config.object_store_keys import mirror_place  # noqa: E402
+from simpletuner.data.config.places import mirror_place  # noqa: E402
 from simpletuner.data.storage.object_storage import PART_BYTES, ObjectStorage, open_bucket  # noqa: E402
 from simpletuner.system.files.checksums import file_checksum  # noqa: E402
 from simpletuner.training.mirroring.remote_run import RemoteRun  # noqa: E402

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from simpletuner.app import main
+from simpletuner.importing.translation import FAMILIES_THERE, FamilyThere
 from simpletuner.models.catalog.registry import flavours_of, presets
 from simpletuner.settings import load
-from simpletuner.settings.foreign.original.trained_values import FAMILIES_THERE, FamilyThere
 
 FAMILIES = [name for name, preset in presets().items() if preset.family_class]
 DATASETS = "config/multidatabackend.json"

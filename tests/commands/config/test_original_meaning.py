@@ -19,11 +19,11 @@ from conftest import ROOT
 from simpletuner.app import main
 from simpletuner.data.config.dataset_types import SnapshotImages
 from simpletuner.data.config.datasets import load_datasets
+from simpletuner.importing.translation import PRECISIONS
 from simpletuner.settings import Settings, load
 from simpletuner.settings.declared.sections import Data
-from simpletuner.settings.foreign.original.families import UNTRAINED
-from simpletuner.settings.importing.translation import PRECISIONS
-from simpletuner.settings.values.trackers import TRACKERS
+from simpletuner.settings.foreign.original_names import UNTRAINED
+from simpletuner.settings.values.parsed import TRACKERS
 
 CONFIG = Path(__file__).with_name("original_config.json")
 IMAGES = {"id": "pictures", "type": "local", "instance_data_dir": "pictures"}

@@ -14,7 +14,7 @@ import pytest
 from simpletuner.app import main
 from simpletuner.settings import load
 from simpletuner.settings.declared.sections import SECTION_OF
-from simpletuner.settings.foreign.original.names import TABLE
+from simpletuner.settings.foreign.original_names import TABLE
 from simpletuner.settings.foreign.recognition import KOHYA, OF_KOHYA, PIPE, trainer_of
 
 KOHYA_DATA = """\

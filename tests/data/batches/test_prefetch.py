@@ -12,11 +12,19 @@ import torch
 from buckets import sampler_of
 from patience import PATIENCE
 
-from simpletuner.data.batches.prefetch import Batch, RankSlice, SampleReader, StepBatch, prefetch, reading_threads
-from simpletuner.data.batches.references import named_references, references_in
+from simpletuner.data.config.dataset_parts import VideoSettings
 from simpletuner.data.config.dataset_types import LocalImages
-from simpletuner.data.config.videos import VideoSettings
 from simpletuner.data.images.geometry import Geometry
+from simpletuner.data.prefetch import (
+    Batch,
+    RankSlice,
+    SampleReader,
+    StepBatch,
+    named_references,
+    prefetch,
+    reading_threads,
+    references_in,
+)
 from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
 from simpletuner.data.samples.samples import Sample
 from simpletuner.data.storage.storage import LocalStorage

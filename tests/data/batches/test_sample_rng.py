@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from simpletuner.data.batches.sample_rng import SampleNoise, sample_noise
+from simpletuner.data.sampler.epoch_order import SampleNoise, sample_noise
 
 SHAPE = (4, 8, 8)
 GOLDEN = [0.02060933676521781, 0.07824666393909274, 0.13923594317151666, 1.2081050872802734, 0.37164464592933655]

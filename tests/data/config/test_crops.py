@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from simpletuner.data.config.crops import ASPECTS
+from simpletuner.data.config.dataset_parts import ASPECTS
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
 from simpletuner.data.images.geometry import Geometry, bucket_sizes, compute_geometry, resized_sizes
 from simpletuner.data.samples.discovery import Discovery

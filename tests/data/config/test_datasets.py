@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from dataset_files import data_of, image, refusal
 
-from simpletuner.data.config.dataset_file import OTHER_NAMES
-from simpletuner.data.config.dataset_keys import MISSED, NO_EFFECT, REASONS, VALUES
+from simpletuner.data.config.dataset_file import MISSED, NO_EFFECT, OTHER_NAMES, REASONS, VALUES
 from simpletuner.data.config.dataset_types import PLACES, LocalImages
 from simpletuner.data.config.datasets import load_datasets, unused_keys
 from simpletuner.data.config.embeds import EMBEDS
-from simpletuner.data.config.folders import latents_folder, text_folder
+from simpletuner.data.config.places import latents_folder, text_folder
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
 from simpletuner.settings.declared.sections import Data, DatasetSettings, Model, Settings, Training

@@ -15,11 +15,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scanning import drawn
 
+from simpletuner.data.config.dataset_parts import Window, copies_of
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.config.datasets import load_datasets
-from simpletuner.data.config.participation import Window, copies_of
-from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler, SamplerState
-from simpletuner.data.sampler.bucket_schedule import BucketSchedule
+from simpletuner.data.sampler.batch_sampler import BucketSchedule, GlobalBatchSampler, SamplerState
 from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.buckets import fill_buckets, make_buckets
 from simpletuner.data.samples.samples import Samples

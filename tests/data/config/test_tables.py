@@ -10,8 +10,8 @@ import pytest
 from tabled import Rows, add_images, dataset_file, scan_table, write_rows
 
 from simpletuner.caches.latents import decode_image
+from simpletuner.data.config.dataset_parts import TableSettings
 from simpletuner.data.config.datasets import load_datasets
-from simpletuner.data.config.tables import TableSettings
 from simpletuner.errors import DataError, SettingsError
 from simpletuner.settings.declared.sections import Data
 

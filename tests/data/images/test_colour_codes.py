@@ -13,7 +13,7 @@ from colour_profile import ADOBE_RGB, make_profile
 from PIL import Image
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
-from simpletuner.data.images.colour_codes import HDR, of_boxes, of_exif, of_tiff
+from simpletuner.data.images.colours import HDR, of_boxes, of_exif, of_tiff
 from simpletuner.data.images.image_formats import register_plugin
 from simpletuner.data.images.images import DOUBT, read_rgb
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageCms, ImageOps, PngImagePlugin
 
 from simpletuner.data.images.images import DECODE_ERRORS, MAX_PIXELS, read_header, read_rgb
 from simpletuner.data.images.orientation import SIDEWAYS
-from simpletuner.page.datasets.thumbnails import thumbnail
+from simpletuner.page.datasets.images import thumbnail
 
 SIZE = (24, 16)
 XMP = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description {}</x:xmpmeta>'

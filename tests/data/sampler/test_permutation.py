@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from simpletuner.data.sampler.permutation import SORTED_SIZE, hash_key, mix, permuted, permuted_by_network
+from simpletuner.data.sampler.epoch_order import SORTED_SIZE, hash_key, mix, permuted, permuted_by_network
 
 DRAWS = 40_000
 

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scanning import drawn
 
-from simpletuner.data.config.videos import VideoSettings
+from simpletuner.data.config.dataset_parts import VideoSettings
 from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.buckets import (
     Buckets,

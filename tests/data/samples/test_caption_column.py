@@ -8,8 +8,8 @@ import pytest
 from scanning import drawn
 
 from simpletuner.data.config.caption_rules import CaptionShuffle
-from simpletuner.data.samples import caption_column
-from simpletuner.data.samples.caption_column import different_captions, those_in_captions
+from simpletuner.data.samples import dataset_summary
+from simpletuner.data.samples.dataset_summary import different_captions, those_in_captions
 from simpletuner.data.samples.samples import DatasetSamples
 from simpletuner.data.scan.scan import SCANNED
 
@@ -36,7 +36,7 @@ def captioned(lines: list[list[str]], **keys: object) -> DatasetSamples:
     ],
 )
 def test_all_captions_are_there_once_and_sorted(keys, monkeypatch):
-    monkeypatch.setattr(caption_column, "BLOCK", 3)
+    monkeypatch.setattr(dataset_summary, "BLOCK", 3)
     chosen = np.array([True, True, False, True, True, True, True, False])
     parts = [captioned(LINES, **keys).where(chosen), captioned([["two"], ["other"]])]
     expected = sorted({"", "prompt", *(text for part in parts for each in part for text in each.captions)})

@@ -15,14 +15,13 @@ from tabled import scan_table
 from video_files import SIZE, numbers_of, write_video
 
 from simpletuner.caches.latents import decode_image
-from simpletuner.caches.store.keys import latents_parts
+from simpletuner.caches.store.records import latents_parts
+from simpletuner.data.config.dataset_parts import VideoSettings
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.config.datasets import load_datasets
-from simpletuner.data.config.videos import VideoSettings
-from simpletuner.data.images.clips import are_long_enough, clip_frames, clip_of, strides_of
+from simpletuner.data.images.videos import are_long_enough, clip_frames, clip_of, strides_of
 from simpletuner.data.samples.buckets import make_buckets
-from simpletuner.data.samples.clip_rates import remark_on_rates
-from simpletuner.data.samples.dataset_warnings import dataset_warnings
+from simpletuner.data.samples.dataset_warnings import dataset_warnings, remark_on_rates
 from simpletuner.data.samples.discovery import Discovery
 from simpletuner.models.catalog.support import clip_fps
 from simpletuner.models.families.ltxvideo import LTXVideo

@@ -11,7 +11,7 @@ import pytest
 from patience import PATIENCE
 from PIL import Image
 
-from simpletuner.data.samples.few_images import MOST_FILES, check_few_images
+from simpletuner.data.samples.dataset_warnings import MOST_FILES, check_few_images
 from simpletuner.errors import DataError, ExitCode
 from simpletuner.settings import load
 

@@ -18,16 +18,15 @@ from tabled import OpenedFiles, scan_table, write_rows
 from video_files import SIZE, frame_of, numbers_of, write_video
 
 from simpletuner.caches.latents import decode_image
-from simpletuner.caches.store.keys import latents_parts
+from simpletuner.caches.store.records import latents_parts
+from simpletuner.data.config.dataset_parts import VideoSettings
 from simpletuner.data.config.dataset_types import LocalImages
-from simpletuner.data.config.videos import VideoSettings
 from simpletuner.data.images.frame_folders import in_order, read_folder_frames, read_folder_header
 from simpletuner.data.images.images import DECODE_ERRORS
 from simpletuner.data.samples.dataset_warnings import dataset_warnings
 from simpletuner.data.samples.discovery import Discovery
 from simpletuner.data.scan.comparison import DatasetFiles
-from simpletuner.data.scan.file_list import list_images
-from simpletuner.data.scan.folder_rows import with_folder_rows
+from simpletuner.data.scan.file_list import list_images, with_folder_rows
 from simpletuner.data.scan.stale_file_watcher import version_of
 from simpletuner.data.storage.storage import LocalStorage, StoredFile
 from simpletuner.errors import DataError

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from scanning import drawn
 
 from simpletuner.data.samples.buckets import make_buckets
-from simpletuner.data.samples.held_out import held_out_batches, held_out_indices
-from simpletuner.data.samples.samples import Samples
+from simpletuner.data.samples.samples import Samples, held_out_batches, held_out_indices
 
 
 def ids(samples: Samples, indices: np.ndarray) -> set[str]:

@@ -13,7 +13,7 @@ from PIL import Image
 from simpletuner.caches.latents import decode_mask
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.images.geometry import Geometry
-from simpletuner.data.images.masks import ALL_BLACK, CUT_OUT, PAINTED
+from simpletuner.data.images.images import ALL_BLACK, CUT_OUT, PAINTED
 from simpletuner.data.samples.conditioning_files import ConditioningFiles, Mask
 from simpletuner.data.scan.file_list import OtherFiles
 from simpletuner.data.scan.scan import Scan

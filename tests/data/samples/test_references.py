@@ -15,8 +15,7 @@ from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.samples.buckets import make_buckets
 from simpletuner.data.samples.dataset_summary import summarize
 from simpletuner.data.samples.discovery import Discovery, discover
-from simpletuner.data.samples.held_out import held_out_batches
-from simpletuner.data.samples.references import references_of
+from simpletuner.data.samples.samples import held_out_batches, references_of
 from simpletuner.data.storage.storage import open_storage
 from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.sections import Data

@@ -13,7 +13,7 @@ from PIL import Image
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.samples.dataset_warnings import dataset_warnings
 from simpletuner.data.samples.discovery import Discovery
-from simpletuner.data.scan.caption_forms import form_of
+from simpletuner.data.scan.captions import form_of
 from simpletuner.errors import DataError
 from simpletuner.tools.dataset.findings import findings_of
 

@@ -18,9 +18,9 @@ from s3_server import BUCKET, Fault, Proxy, put, s3_proxy, s3_server, upload
 from video_files import frame_of, write_video
 
 from simpletuner.caches.latents import decode_image
+from simpletuner.data.config.dataset_parts import TableSettings
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages, S3Images
-from simpletuner.data.config.object_store_keys import S3
-from simpletuner.data.config.tables import TableSettings
+from simpletuner.data.config.places import S3
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.scan.comparison import hash_ends
 from simpletuner.data.storage import object_stores as bucket_stores

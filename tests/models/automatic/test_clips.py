@@ -10,14 +10,14 @@ from models.automatic.test_planning import counted
 from models.automatic.test_refusals import ADVICE, opened_as, planted
 from models.test_inputs import CPU, PROMPT, diffusers_pipeline
 
-from simpletuner.data.batches.prefetch import stack_conditioning
+from simpletuner.counting.step_trace import trace_vae
+from simpletuner.data.prefetch import stack_conditioning
 from simpletuner.errors import SettingsError
-from simpletuner.models.analysis.step_trace import trace_vae
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
 from simpletuner.models.automatic.seams import ALWAYS, FRAMES
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.folder.diffusers_io import build_on_meta
-from simpletuner.preparation.alignment import step_of_vae
+from simpletuner.preparation.plan import step_of_vae
 from simpletuner.settings.declared.sections import Model
 from simpletuner.settings.values.shape import Shape
 

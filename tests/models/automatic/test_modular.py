@@ -16,7 +16,7 @@ from simpletuner.checkpoints.export import copy_other_components
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.automatic.family import AutomaticFamily
 from simpletuner.models.automatic.pipeline_run import without_package
-from simpletuner.models.folder.index import MODULAR_INDEX, read_index
+from simpletuner.models.folder.weights import MODULAR_INDEX, read_index
 from simpletuner.models.tiny.build import fixed_seed
 from simpletuner.settings.declared.sections import Hub, Model, Settings
 

@@ -24,11 +24,10 @@ from models.test_inputs import (
 )
 from torch import Tensor, nn
 
-from simpletuner.data.batches.prefetch import stack_conditioning
 from simpletuner.data.images.geometry import Geometry
+from simpletuner.data.prefetch import stack_conditioning
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.family.objectives import sample_losses
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning

@@ -8,8 +8,8 @@ from foreign import build_foreign
 from models.automatic.test_parity import automatic
 from models.test_inputs import opened
 
-from simpletuner.models.analysis.flops import FlopCounter
-from simpletuner.models.analysis.step_trace import Execution, new_mode, trace_step, with_fake_parameters
+from simpletuner.counting.flops import FlopCounter
+from simpletuner.counting.step_trace import Execution, new_mode, trace_step, with_fake_parameters
 from simpletuner.models.automatic.family import SMALLEST
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.settings.values.shape import Shape

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from simpletuner.models.catalog.licenses import LICENSES, describe_license, license_of
-from simpletuner.models.catalog.registry import presets
+from simpletuner.models.catalog.registry import LICENSES, describe_license, license_of, presets
 from simpletuner.settings.declared.sections import Model
 from simpletuner.training.publishing.model_card import front_matter
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.models.catalog.parameter_count import parameters_in, parameters_of
+from simpletuner.models.catalog.architecture import parameters_in, parameters_of
 from simpletuner.settings.declared.sections import Model
 
 

@@ -4,8 +4,7 @@ import pytest
 
 from simpletuner.errors import ExitCode, SettingsError
 from simpletuner.models.catalog.registry import TINY, check_model, check_trainable, flavour_of, flavours_of, presets
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.settings.declared.sections import Model
 
 

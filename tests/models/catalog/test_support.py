@@ -10,13 +10,12 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import presets
 from simpletuner.models.catalog.support import SCOPES, check_runnable
 from simpletuner.models.families.flux import Flux
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.family.objectives import diffusion, flow_matching
 from simpletuner.settings.declared.sections import Model, Settings
-from simpletuner.settings.foreign.original.families import NO_PIPELINE, UNTRAINED
+from simpletuner.settings.foreign.original_names import NO_PIPELINE, UNTRAINED
 from simpletuner.settings.resolving.loading import load
-from simpletuner.training.engines import check_sequence_plan
+from simpletuner.training.build import check_sequence_plan
 
 BY_CLASS = [name for name, preset in presets().items() if preset.has_class]
 

@@ -20,13 +20,12 @@ from safetensors.torch import save_file
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.catalog.registry import presets
 from simpletuner.models.family.adapter import Adapter, adapter_parameters, freeze
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.family.objectives import sample_losses
 from simpletuner.models.opening.lora_file import LORA_WEIGHTS, check_lora_init, write_lora
 from simpletuner.parallel.world import joined_world
 from simpletuner.settings.declared.sections import Lora, Model, Settings
-from simpletuner.training.state import TrainingState
+from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.trainer import Trainer
 
 TRAINABLE = [key for key, preset in presets().items() if preset.family_class]

@@ -6,7 +6,7 @@ import ftfy
 import torch
 from models.test_inputs import CPU, opened
 
-from simpletuner.models.family.clip_text import ENTITIES, has_clip, is_cleaned, replacements
+from simpletuner.models.family.text_encoding import ENTITIES, has_clip, is_cleaned, replacements
 
 TEXTS = [
     "a “curly” cat’s toy, ‘quoted’",

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from simpletuner.importing.original import DIFFUSION
 from simpletuner.models.catalog.registry import TINY, presets, published_shift
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.flow_shift import describe_shift, sampling_shift
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.family.objectives import FlowMatching, logit_normal, shifted
 from simpletuner.models.family.sampling import SamplingParams
+from simpletuner.models.family.schedulers import describe_shift, sampling_shift
 from simpletuner.settings import load
 from simpletuner.settings.declared.errors import InvalidSettings
 from simpletuner.settings.declared.sections import Model, ObjectiveSettings, Settings
-from simpletuner.settings.importing.warnings import DIFFUSION
 from simpletuner.settings.values.shape import Shape
 
 FLOWS = [key for key, preset in presets().items() if preset.has_class and preset.objective == "flow"]

@@ -6,7 +6,7 @@ import pytest
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.catalog.registry import presets
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import family_class
 from simpletuner.settings.declared.sections import Model, Settings
 
 FLOWS = [key for key, each in presets().items() if each.has_class and each.objective == "flow"]

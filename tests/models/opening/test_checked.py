@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.opening.checked import MOST_READ_BYTES, identity_of, note_checked, note_of
+from simpletuner.models.opening.completeness import MOST_READ_BYTES, identity_of, note_checked, note_of
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import World
 from simpletuner.settings.declared.sections import Data, Model, Settings, Training

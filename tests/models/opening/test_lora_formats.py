@@ -15,13 +15,10 @@ from safetensors.torch import load_file, save_file
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import presets
 from simpletuner.models.family.adapter import layers_ending_with
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.opening.assistant_lora import read_assistants, read_merged
-from simpletuner.models.opening.lora_config import read_lora
-from simpletuner.models.opening.lora_file import LORA_WEIGHTS, check_lora_init, load_lora, write_lora
-from simpletuner.models.opening.lora_formats import check_formats, file_of, write_formats
-from simpletuner.models.opening.lora_layers import read_layers
+from simpletuner.models.opening.lora_config import check_formats, file_of, read_lora, write_formats
+from simpletuner.models.opening.lora_file import LORA_WEIGHTS, check_lora_init, load_lora, read_layers, write_lora
 from simpletuner.settings.declared.sections import Lora, Model, Settings
 
 KNOWN = [(name, program) for name, each in presets().items() if each.has_class for program in each.lora_formats]

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family.adapter import adapter_parameters
-from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.opening.assistant_lora import read_assistants
 from simpletuner.models.opening.lora_file import LORA_WEIGHTS, check_lora_init, load_lora, lora_file
 from simpletuner.settings.declared.sections import Lora, Model, Settings

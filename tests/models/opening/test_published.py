@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from simpletuner.counting.step_memory import Workload, estimate_training
 from simpletuner.models.catalog.registry import flavours_of
 from simpletuner.models.opening.published import open_without_weights
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import SampleShape, Shape
-from simpletuner.training.auto.memory_estimate import estimate_training
-from simpletuner.training.auto.workload import Workload
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family.adapter import adapter_parameters
-from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.base import family_class
 from simpletuner.models.folder.weights import weights_files
 from simpletuner.models.opening.completeness import check_denoiser_weights, warn_of_eight_bits
 from simpletuner.models.opening.lora_file import check_lora_init, load_lora, lora_file

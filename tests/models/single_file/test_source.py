@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.checkpoints.export import export_single_file
 from simpletuner.errors import EnvironmentNotReady, SettingsError
-from simpletuner.models.family.lookup import family_class
-from simpletuner.models.single_file.conversion import convert
-from simpletuner.models.single_file.ldm_layout import TEXT_ENCODERS, unet_name, vae_name
+from simpletuner.models.family.base import family_class
+from simpletuner.models.single_file.conversion import TEXT_ENCODERS, convert, unet_name, vae_name
 from simpletuner.models.single_file.source import check_single_file, named_file
 from simpletuner.settings.declared.sections import Model
 from simpletuner.settings.rules.rules import SINGLE_FILE_FAMILIES

@@ -9,7 +9,7 @@ from torch.nn.attention import _fa3
 
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.model.attention_backend import attention_by, attention_kernel
-from simpletuner.settings.values.hosts import check_kernel
+from simpletuner.settings.values.parsed import check_kernel
 
 CPU = torch.device("cpu")
 

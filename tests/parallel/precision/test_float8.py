@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from simpletuner.parallel.precision.float8 import convert_linear_layers
+from simpletuner.parallel.precision.precision import convert_linear_layers
 
 
 class Block(nn.Module):

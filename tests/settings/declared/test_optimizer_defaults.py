@@ -9,9 +9,8 @@ from torch import nn
 from simpletuner.parallel.torch_engine import sharded_parameters
 from simpletuner.settings import load
 from simpletuner.settings.declared.sections import Optimizer
-from simpletuner.settings.foreign.deepspeed.optimizers import optimizer_block
-from simpletuner.settings.showing.explain import explain_settings
-from simpletuner.settings.showing.export import FORMATS, values_to_write
+from simpletuner.settings.foreign.deepspeed_optimizers import optimizer_block
+from simpletuner.settings.showing.export import FORMATS, explain_settings, values_to_write
 from simpletuner.training.optimizers import make_optimizer
 
 

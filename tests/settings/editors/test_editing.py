@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings import Loaded, Settings, load
-from simpletuner.settings.editors.edit import REMOVED
 from simpletuner.settings.editors.editing import as_read, change_text, set_in_file, setting_of
+from simpletuner.settings.editors.text_editors import REMOVED
 from simpletuner.settings.files.formats import read_entries
 from simpletuner.settings.resolving.loading import settings_as_json
 from simpletuner.settings.showing.export import export

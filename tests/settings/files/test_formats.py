@@ -16,7 +16,7 @@ from patience import PATIENCE
 from simpletuner.errors import SettingsError
 from simpletuner.settings.files.env_format import env_entries
 from simpletuner.settings.files.formats import parse_entries, read_entries
-from simpletuner.settings.showing.command_lines import quoted
+from simpletuner.settings.showing.clusters import quoted
 
 BASH = ("bash", "--noprofile", "--norc")
 ENVIRONMENT = {"LC_ALL": "C.UTF-8", "E": "of the environment"}

@@ -14,7 +14,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import presets
 from simpletuner.settings import load, settings_as_json
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
-from simpletuner.settings.showing.schema import json_schema, options_page
+from simpletuner.settings.showing.scaffold import json_schema, options_page
 from simpletuner.settings.values.spelling import choices_of
 
 SCHEMA = Draft202012Validator(json_schema(presets()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simpletuner.settings.values.buckets import check_bucket, parse_bucket
+from simpletuner.settings.values.parsed import check_bucket, parse_bucket
 
 
 @pytest.mark.parametrize(

@@ -28,16 +28,17 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 from fake_gpu.device import DEVICE, RUNTIME, install
 from fake_gpu.recorder import Recorder, follow_resizing
-from simpletuner.checkpoints import background
-from simpletuner.data.batches.prefetch import RankSlice, SampleReader, StepBatch, collate
+from simpletuner.checkpoints import saving
+from simpletuner.counting.flops import use_cuda_kernels
+from simpletuner.counting.step_memory import CONTEXT_BYTES, Workload, estimate_training
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.data.images.geometry import Geometry
+from simpletuner.data.prefetch import RankSlice, SampleReader, StepBatch, collate
 from simpletuner.data.sampler.batch_sampler import GlobalBatch, SamplerState
 from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.samples import Sample
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.analysis.cuda_kernels import use_cuda_kernels
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import Diffusion, FlowMatching, Objective
 from simpletuner.parallel.engine import Engine, compute_dtype
@@ -52,14 +53,12 @@ from simpletuner.settings import Loaded, Settings, load
 from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.system.processes import threads
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.tools.plan.inputs import count_shapes, opened_family
-from simpletuner.training import ema, engines
-from simpletuner.training.auto.memory_estimate import CONTEXT_BYTES, estimate_training
-from simpletuner.training.auto.workload import Workload
+from simpletuner.tools.plan.estimate import count_shapes, opened_family
+from simpletuner.training import build, ema
 from simpletuner.training.build import build_trainer
+from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.ema import EMA
-from simpletuner.training.schedule import Schedule
-from simpletuner.training.state import TrainingState
+from simpletuner.training.optimizers import Schedule
 from simpletuner.training.trainer import Trainer
 
 install()
@@ -253,8 +252,8 @@ def started(
     stack.enter_context(mock.patch.object(family, "denoiser", denoiser))
     stack.enter_context(mock.patch.object(family, "vae", vae))
     stack.enter_context(mock.patch.object(family, "objective", lambda: objective))
-    stack.enter_context(mock.patch.object(engines, "read_tensors", lambda *_: None))  # nothing is in these tensors
-    stack.enter_context(mock.patch.object(engines, "weights_files", lambda *_: []))
+    stack.enter_context(mock.patch.object(build, "read_tensors", lambda *_: None))  # nothing is in these tensors
+    stack.enter_context(mock.patch.object(build, "weights_files", lambda *_: []))
     stack.enter_context(mock.patch.object(distributed, "_verify_param_shape_across_processes", lambda *_: None))
     stack.enter_context(without_threads())
     stack.enter_context(mock.patch.object(_fsdp_init, "_move_states_to_device", partial(move, recorder)))
@@ -263,7 +262,7 @@ def started(
     set_float32_precision(settings.training.allow_tf32)
     backend = settings.training.attention_backend
     stack.enter_context(attention_by(backend, session.world.device, compute_dtype(settings)))
-    engine = stack.enter_context(closing(engines.open_engine(session.settings, session.mesh, family, None)))
+    engine = stack.enter_context(closing(build.open_engine(session.settings, session.mesh, family, None)))
     held = {"weights": recorder.live}
     if isinstance(model := engine.model, DistributedDataParallel):
         model.logger = mock.Mock()  # of C++, and asks for a timer of CUDA
@@ -311,7 +310,7 @@ def objective_of(family: ModelFamily) -> Objective:
 def without_threads() -> Iterator[None]:
     """Do at once what `in_daemon` would, in each module that has the name."""
     with ExitStack() as stack:
-        for module in (threads, ema, background):
+        for module in (threads, ema, saving):
             stack.enter_context(mock.patch.object(module, "in_daemon", run_at_once))
         yield
 

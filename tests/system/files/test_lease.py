@@ -17,12 +17,11 @@ from lease_holders import ForeignHolder, ForeignMount, of_machine
 from patience import PATIENCE
 
 from simpletuner.errors import ExitCode
-from simpletuner.system.files.file_systems import FileSystem, file_system_of
 from simpletuner.system.files.lease import Holding, Lease, asked, current_record, judge, take
 from simpletuner.system.files.lease_folder import FolderPlace, held_folder, holder_of, is_used, shared_folders
 from simpletuner.system.files.lease_record import RECORD_BYTES, LeaseLost, Record, parse_record
 from simpletuner.system.files.locks import RUN_LOCK
-from simpletuner.system.files.mounts import parse_mountinfo
+from simpletuner.system.files.mounts import FileSystem, file_system_of, parse_mountinfo
 from simpletuner.tools.cache.clearing import clear
 from simpletuner.tools.cache.contents import CacheItem, CacheKind
 

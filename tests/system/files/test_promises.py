@@ -20,7 +20,7 @@ from simpletuner.system.files.lease import Lease
 from simpletuner.system.files.lease_folder import held_folder, shared_folders
 from simpletuner.system.files.lease_record import Record, process_start
 from simpletuner.system.files.locks import RUN_LOCK, exclusive_lock, is_locked, lock_file
-from simpletuner.system.files.promises import missing_promises
+from simpletuner.system.files.mounts import missing_promises
 from simpletuner.system.processes.run_status import replace_status
 
 CASES = [(what, number) for what, numbers in LACKS.items() for number in numbers]

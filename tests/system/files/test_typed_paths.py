@@ -10,7 +10,7 @@ import pytest
 
 from simpletuner.data.config.datasets import LocalImages
 from simpletuner.settings import load
-from simpletuner.settings.files.file_entries import NotParsed
+from simpletuner.settings.files.config_files import NotParsed
 from simpletuner.settings.files.formats import FORMATS
 from simpletuner.system.files.paths import ensure_home, expand_path
 

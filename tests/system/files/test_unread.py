@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from simpletuner.data.storage.hub_datasets import HubFiles
-from simpletuner.page.datasets import journal
-from simpletuner.page.queue.entries import QueueEntry, QueueFile
-from simpletuner.page.queue.gpus import Need
+from simpletuner.page.datasets import captions
+from simpletuner.page.queue.entries import Need, QueueEntry, QueueFile
 from simpletuner.preparation.shared_download import read_record
 from simpletuner.report import Report
+from simpletuner.runs.settings_record import append, last_start, write_settings
 from simpletuner.system.files.unread import last_aside
 from simpletuner.training.metrics.metrics import drop_rows_after
 from simpletuner.training.metrics.sample_losses import cut_after
 from simpletuner.training.metrics.tracker_process import read_tracker_state
-from simpletuner.training.run_folder.settings_record import append, last_start, write_settings
 
 
 class Warnings(Report):
@@ -106,14 +105,14 @@ def test_a_torn_line_of_history_takes_no_other_with_it(tmp_path: Path):
 
 def test_the_journal_shows_edits_of_a_newer_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SIMPLETUNER_HOME", str(tmp_path / "home"))
-    journal.record(tmp_path / "a.txt", "a.png", b"one", b"two")
-    path = journal.journal_path()
+    captions.record(tmp_path / "a.txt", "a.png", b"one", b"two")
+    path = captions.journal_path()
     row = json.loads(path.read_bytes())
     with path.open("a") as file:
         file.write(json.dumps({**row, "id": "newer", "author": "ada"}) + "\n[1]\n")
     before = path.read_bytes()
-    assert [each.id for each in journal.edits_below(tmp_path)] == ["newer", row["id"]]
-    journal.record(tmp_path / "a.txt", "a.png", b"two", None)
+    assert [each.id for each in captions.edits_below(tmp_path)] == ["newer", row["id"]]
+    captions.record(tmp_path / "a.txt", "a.png", b"two", None)
     assert path.read_bytes().startswith(before)
 
 

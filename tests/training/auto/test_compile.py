@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from simpletuner.settings.declared.sections import Compile, Lora, Parallel, Settings
-from simpletuner.training.auto.compile import Graphs, choose_backend
+from simpletuner.training.auto import Graphs, choose_backend
 
 ENOUGH = 10_000
 AUTO = Settings()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from simpletuner.parallel.model.module_stats import count_parameters
+from simpletuner.counting.step_memory import Units
+from simpletuner.parallel.model.blocks import count_parameters
 from simpletuner.report import Report
 from simpletuner.settings import load
-from simpletuner.tools.plan.inputs import opened_family
-from simpletuner.training.auto.gathered import Units
+from simpletuner.tools.plan.estimate import opened_family
 
 FLAGS = {"model_family": "flux", "model_flavour": "tiny", "fsdp_enable": True, "use_cpu": True}
 

@@ -7,21 +7,13 @@ from typing import Any
 
 import pytest
 
+from simpletuner.counting.step_memory import Workload, estimate_training
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
 from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.system.numbers import format_gib
-from simpletuner.tools.plan.inputs import opened_family
-from simpletuner.training.auto.memory_estimate import estimate_training
-from simpletuner.training.auto.recompute import (
-    NOTES,
-    USABLE,
-    choices,
-    choose_recomputation,
-    counted_before,
-    with_training,
-)
-from simpletuner.training.auto.workload import Workload
+from simpletuner.tools.plan.estimate import opened_family
+from simpletuner.training.auto import NOTES, USABLE, choices, choose_recomputation, counted_before, with_training
 
 
 def test_buffers_are_a_row_of_their_own():

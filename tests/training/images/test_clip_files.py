@@ -10,14 +10,23 @@ from pathlib import Path
 
 from PIL import Image
 
-from simpletuner.training.images.clip_files import MP4, WEBP, copy_round, round_folder, round_folders
-from simpletuner.training.images.image_files import ImageInfo, read_info, read_rgb, write_image
+from simpletuner.runs.images import (
+    MP4,
+    WEBP,
+    ImageInfo,
+    copy_round,
+    read_info,
+    read_rgb,
+    round_folder,
+    round_folders,
+    write_image,
+)
 
 ENCODE = """
 import ctypes, hashlib, os, sys
 import numpy as np
 from PIL import Image
-from simpletuner.training.images.clip_files import as_mp4
+from simpletuner.runs.images import as_mp4
 seed, *cpus = map(int, sys.argv[1:])
 if cpus:
     os.sched_setaffinity(0, cpus)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from simpletuner.training.images.fonts import Typesetter, fonts_for
-from simpletuner.training.images.image_files import OWN_CHUNK, ImageInfo, read_info, write_image, write_png
-from simpletuner.training.images.image_grid import grid
+from simpletuner.runs.images import OWN_CHUNK, ImageInfo, read_info, write_image, write_png
+from simpletuner.training.validation.image_grid import Typesetter, fonts_for, grid
 
 FONTS = (
     Path("/usr/share/fonts-droid-fallback/truetype/DroidSansFallback.ttf"),

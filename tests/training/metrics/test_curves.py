@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from simpletuner.training.metrics.curves import running_mean, thin_out, window_of
-from simpletuner.training.run_folder.run_summary import describe_losses
+from simpletuner.runs.facts import describe_losses
+from simpletuner.runs.metrics import running_mean, thin_out, window_of
 
 
 def test_a_running_mean_neither_lags_nor_bends_at_the_ends():

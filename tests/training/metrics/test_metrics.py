@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from simpletuner.training.metrics.charts import tick_values
-from simpletuner.training.metrics.loss_picture import CURVE
+from simpletuner.runs.charts import CURVE, tick_values
+from simpletuner.runs.metrics import METRICS, rows_in
 from simpletuner.training.metrics.metrics import Metrics
-from simpletuner.training.metrics.metrics_reader import METRICS, rows_in
 
 
 def row(step: int, loss: float = 0.5) -> dict:
@@ -129,6 +128,6 @@ def test_ticks_are_few_round_and_cover_the_values(low, height):
 def test_a_run_ends_without_loading_matplotlib(tmp_path):
     script = "import sys; from pathlib import Path; from simpletuner.training.metrics.metrics import Metrics\n"
     script += "run = Metrics(Path(sys.argv[1]), 0); run.write({'step': 1, 'loss': 0.5}); run.close()\n"
-    script += "import simpletuner.training.html_report.page; print('matplotlib' in sys.modules)"
+    script += "import simpletuner.runs.report; print('matplotlib' in sys.modules)"
     ended = subprocess.run([sys.executable, "-P", "-c", script, tmp_path], capture_output=True, text=True, check=True)
     assert ended.stdout == "False\n" and (tmp_path / CURVE).exists()

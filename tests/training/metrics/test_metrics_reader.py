@@ -10,15 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from simpletuner.runs.metrics import METRICS, MetricColumns, MetricsReader, last_row, read_columns, rows_in
 from simpletuner.training.metrics.metrics import Metrics
-from simpletuner.training.metrics.metrics_reader import (
-    METRICS,
-    MetricColumns,
-    MetricsReader,
-    last_row,
-    read_columns,
-    rows_in,
-)
 
 
 def line(step: int, loss: float = 0.5, **more: object) -> str:
@@ -110,7 +103,7 @@ def test_the_last_row_is_found_at_the_end_of_a_long_file_whatever_follows_it(tor
 
 
 def test_reading_metrics_needs_no_torch():
-    modules = "simpletuner.training.metrics.metrics_reader, simpletuner.training.metrics.tracker_process"
+    modules = "simpletuner.runs.metrics, simpletuner.training.metrics.tracker_process"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

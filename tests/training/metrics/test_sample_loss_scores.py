@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from simpletuner.errors import SettingsError
-from simpletuner.training.metrics.sample_loss_scores import SAMPLE_LOSSES, read_losses, score_samples
+from simpletuner.runs.sample_loss_scores import SAMPLE_LOSSES, read_losses, score_samples
 
 
 def test_a_sample_with_a_higher_loss_is_found_though_timesteps_steps_and_buckets_matter_more(tmp_path):

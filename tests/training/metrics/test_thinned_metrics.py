@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simpletuner.training.metrics.metrics_reader import METRICS, MetricColumns
-from simpletuner.training.metrics.thinned_metrics import MAX_BLOCKS, ThinnedColumn, ThinnedColumns
+from simpletuner.runs.metrics import MAX_BLOCKS, METRICS, MetricColumns, ThinnedColumn, ThinnedColumns
 
 
 def test_few_points_are_kept_as_they_are(tmp_path: Path):

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.analysis.test_flops import batch_of
+from counting.test_flops import batch_of
 from models.test_inputs import CPU, opened
 from models.test_no_waits import META, waits_seen
 
-from simpletuner.data.batches.prefetch import Batch, StepBatch
+from simpletuner.counting.flops import FlopCounter
+from simpletuner.data.prefetch import Batch, StepBatch
 from simpletuner.data.sampler.batch_sampler import SamplerState
-from simpletuner.models.analysis.flops import FlopCounter
 from simpletuner.models.families.sdxl import SDXL
-from simpletuner.parallel.devices.devices import DEVICES, device_by_driver_name
+from simpletuner.parallel.devices import DEVICES, device_by_driver_name
 from simpletuner.report import Report
 from simpletuner.settings.declared.sections import Model, Settings
-from simpletuner.training.metrics.throughput import Throughput, format_throughput
+from simpletuner.training.metrics.speed import Throughput, format_throughput
 from simpletuner.training.profiling import StepProfiler
 
 

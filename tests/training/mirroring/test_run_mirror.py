@@ -23,7 +23,7 @@ from s3_server import BUCKET, Fault, Proxy, put
 
 from simpletuner.checkpoints.export import FINISHED
 from simpletuner.checkpoints.layout import load_checkpoint, prune_checkpoints
-from simpletuner.data.config.object_store_keys import mirror_place
+from simpletuner.data.config.places import mirror_place
 from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket
 from simpletuner.errors import EnvironmentNotReady, Stopped
 from simpletuner.report import Report
@@ -34,7 +34,7 @@ from simpletuner.system.files.lease_record import LeaseLost, Record
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.run_status import StatusWriter
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.training.metrics.eta import UPLOADING, Durations
+from simpletuner.training.metrics.speed import UPLOADING, Durations
 from simpletuner.training.mirroring import run_mirror
 from simpletuner.training.mirroring.bucket_records import LEASE, BucketRecords
 from simpletuner.training.mirroring.remote_run import RemoteRun
@@ -518,9 +518,9 @@ def test_what_is_the_users_is_neither_uploaded_nor_replaced(proxy, mirrored):
 def test_a_mirror_knows_the_names_that_a_run_writes():
     from simpletuner.checkpoints.layout import EXPORTS, PAGE
     from simpletuner.preparation.prepare import HUB_RECORD, UNCAPTIONED
-    from simpletuner.settings.values.trackers import TRACKERS
+    from simpletuner.runs.settings_record import HISTORY, SETTINGS
+    from simpletuner.settings.values.parsed import TRACKERS
     from simpletuner.training.metrics.tracker_process import state_file
-    from simpletuner.training.run_folder.settings_record import HISTORY, SETTINGS
 
     exported = {f"{name}{average}.safetensors" for name in EXPORTS.values() for average in ("", "-ema")}
     named = {HUB_RECORD, UNCAPTIONED, PAGE, HISTORY, SETTINGS} | {

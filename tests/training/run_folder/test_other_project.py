@@ -16,8 +16,8 @@ from scanning import found
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.errors import OtherRunsFolder
+from simpletuner.runs.data_listing import DataListing, place_of, record_data
 from simpletuner.settings import load
-from simpletuner.training.run_folder.data_listing import DataListing, place_of, record_data
 from simpletuner.training.run_folder.other_project import has_image_of, places_in, refuse_other_base, shares_images
 
 HELD_OUT = np.array([], dtype=np.int64)

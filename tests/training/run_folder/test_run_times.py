@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from simpletuner.training.metrics.metrics_reader import MetricColumns
-from simpletuner.training.run_folder.run_times import describe_energy, describe_times, read_starts
+from simpletuner.runs.facts import describe_energy, describe_times, read_starts
+from simpletuner.runs.metrics import MetricColumns
 
 STARTS = [
     {"time": "2026-01-01T00:00:00+00:00", "step": 0, "gpus": 8, "gpu_watts": 400.0},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from simpletuner.training.metrics.metrics_reader import rows_in
+from simpletuner.runs.metrics import rows_in
 
 # 9 batches of 2 images at 3 timesteps: the second of two ranks has one less, and keeps the first company.
 FLAGS = ("--eval_split=0.35", "--eval_step_interval=2", "--eval_timesteps=3", "--vae_batch_size=1", "--use_ema")

@@ -10,17 +10,12 @@ import zero_allocated
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simpletuner.deepspeed.estimate import (
-    FREE_SHARE,
-    choose_stage,
-    estimate_memory,
-    stage_candidates,
-)
+from simpletuner.counting.zero_memory import FREE_SHARE, choose_stage, estimate_memory, stage_candidates
 from simpletuner.errors import SettingsError
-from simpletuner.parallel.devices.memory import MemoryBudget, MemoryEstimate, MemoryInputs, MemoryRow
+from simpletuner.parallel.devices import MemoryBudget, MemoryEstimate, MemoryInputs, MemoryRow
 from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings import load
-from simpletuner.settings.foreign.deepspeed.config import deepspeed_config
+from simpletuner.settings.foreign.deepspeed_config import deepspeed_config
 from simpletuner.system.numbers import format_count, format_flops, format_gib, parse_bytes, parse_count
 
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}

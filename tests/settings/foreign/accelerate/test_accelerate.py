@@ -18,8 +18,8 @@ import pytest
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
 from simpletuner.settings.declared.sections import setting_fields
-from simpletuner.settings.foreign.accelerate.fields import RULES, map_file, read_file
-from simpletuner.settings.foreign.accelerate.launch import LAUNCHED
+from simpletuner.settings.foreign.accelerate import LAUNCHED
+from simpletuner.settings.foreign.accelerate_fields import RULES, map_file, read_file
 from simpletuner.settings.foreign.key_table import Maps
 from simpletuner.settings.resolving.loading import settings_as_json
 

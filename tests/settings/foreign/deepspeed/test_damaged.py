@@ -11,8 +11,8 @@ from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load, settings_as_json
-from simpletuner.settings.foreign.deepspeed.config import deepspeed_config
-from simpletuner.settings.foreign.deepspeed.keys import RULES, flag, text, texts
+from simpletuner.settings.foreign.deepspeed_config import deepspeed_config
+from simpletuner.settings.foreign.deepspeed_keys import RULES, flag, text, texts
 from simpletuner.settings.foreign.key_table import Keeps, put
 
 SAMPLES = sorted(Path(__file__).with_name("samples").glob("*.json"))

@@ -17,14 +17,13 @@ from hypothesis import settings as hypothesis_settings
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
-from simpletuner.settings.foreign.deepspeed.config import AIO, BUFFER_ELEMENTS, deepspeed_config
-from simpletuner.settings.foreign.deepspeed.keys import OTHER_NAMES, RULES, TABLE
-from simpletuner.settings.foreign.deepspeed.optimizers import OPTIMIZERS, REFUSED
-from simpletuner.settings.foreign.deepspeed.schedules import PARAMS
-from simpletuner.settings.foreign.deepspeed.schedules import REFUSED as REFUSED_SCHEDULES
+from simpletuner.settings.foreign.deepspeed_config import AIO, BUFFER_ELEMENTS, deepspeed_config
+from simpletuner.settings.foreign.deepspeed_keys import OTHER_NAMES, RULES, TABLE
+from simpletuner.settings.foreign.deepspeed_optimizers import OPTIMIZERS, REFUSED
+from simpletuner.settings.foreign.deepspeed_schedules import PARAMS
+from simpletuner.settings.foreign.deepspeed_schedules import REFUSED as REFUSED_SCHEDULES
 from simpletuner.settings.foreign.key_table import Refuses
-from simpletuner.training.optimizers import LearningRate
-from simpletuner.training.schedule import Schedule
+from simpletuner.training.optimizers import LearningRate, Schedule
 
 FACTS = Path(__file__).parents[3] / "support" / "deepspeed_facts.py"
 SAMPLES = Path(__file__).with_name("samples")

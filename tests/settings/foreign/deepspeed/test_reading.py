@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings import Loaded, load, settings_as_json
-from simpletuner.settings.foreign.deepspeed.config import deepspeed_config, deepspeed_options
-from simpletuner.settings.foreign.deepspeed.optimizers import REFUSED
-from simpletuner.settings.showing.explain import explain_settings
+from simpletuner.settings.foreign.deepspeed_config import deepspeed_config, deepspeed_options
+from simpletuner.settings.foreign.deepspeed_optimizers import REFUSED
+from simpletuner.settings.showing.export import explain_settings
 
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
 STAGE2 = {"zero_optimization": {"stage": 2}}

@@ -1,1 +1,0 @@
-"""Filling a cache: jobs, workers, and records that are written while training."""

@@ -1,1 +1,0 @@
-"""`config`: show, check, start and export settings; take over files of the original and of other trainers."""

@@ -1,0 +1,264 @@
+"""`simpletuner config import`: files of the original, of sd-scripts and of diffusion-pipe become ours.
+
+Every difference is a comment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from simpletuner.commands.import_writing import DATASETS, after_what_is_lost, beside_of, write_datasets, write_run
+from simpletuner.data.config.dataset_file import DatasetEntry, dataset_entries
+from simpletuner.errors import Mistake, SettingsError
+from simpletuner.importing.original import (
+    LeftOut,
+    Original,
+    names_accelerate,
+    read_original,
+    setting_of,
+    split_variables,
+)
+from simpletuner.importing.original_datasets import ImportedDatasets, import_datasets
+from simpletuner.importing.other_datasets import Lost, kohya_entries, of_all_datasets, pipe_entries, with_different_ids
+from simpletuner.importing.other_trainers import translate_kohya, translate_pipe
+from simpletuner.importing.sorting import (
+    first_existing,
+    read_there,
+    relocated,
+    take_translated,
+    take_values,
+    working_folder,
+)
+from simpletuner.importing.toml_document import MARK, sources_of
+from simpletuner.importing.translation import There, translate
+from simpletuner.models.catalog.registry import check_trainable
+from simpletuner.models.catalog.support import check_runnable, check_trains_clips
+from simpletuner.report import Report
+from simpletuner.settings.declared.sections import SECTION_OF, Data, Model
+from simpletuner.settings.files.config_files import CONFIG_ENV, NotParsed
+from simpletuner.settings.files.formats import read_entries, read_text, suffix_of
+from simpletuner.settings.files.raw_values import Origin, Source
+from simpletuner.settings.foreign.recognition import KOHYA, flat, import_hint, is_dataset_file, trainer_of, untranslated
+from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_json
+from simpletuner.settings.resolving.places import naming_places
+from simpletuner.settings.resolving.sources import from_accelerate, from_env_file
+from simpletuner.settings.values.spelling import normalize_name
+from simpletuner.system.files.atomic import refuse_overwriting
+
+
+def other_trainer(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return whose TOML file this is, and what it holds; nothing for other files.
+
+    Raises SettingsError for a file of a program whose files have no translation.
+    """
+    if path.is_dir() or suffix_of(path) not in (".toml", ".json", ".yaml", ".yml"):
+        return "", {}
+    try:
+        values = {entry.key: entry.value for entry in read_entries(path)}
+    except SettingsError:
+        if suffix_of(path) == ".toml":
+            raise
+        return "", {}  # the reader of the original's files, or of a list of datasets, says what is wrong
+    if other := untranslated(values):
+        raise SettingsError(f"{path} is a file of {other}", import_hint(path, other))
+    trainer = trainer_of(values) if suffix_of(path) == ".toml" else ""
+    return trainer, values if trainer else {}
+
+
+def import_their_datasets(path: Path, values: Mapping[str, Any], output: Path | None, partial: bool) -> None:
+    """Write a dataset TOML of another trainer as a list of datasets."""
+    write_datasets(path, their_datasets(path, values, Data()), output, partial)
+
+
+def their_datasets(
+    path: Path, values: Mapping[str, Any], data: Data, training: Mapping[str, Any] | None = None
+) -> ImportedDatasets:
+    lost: list[Lost] = []
+    is_kohya = "datasets" in values
+    entries = with_different_ids((kohya_entries if is_kohya else pipe_entries)(values, lost, training))
+    if training is None and not is_kohya:
+        lost.append(("resolutions", values.get("resolutions"), "set aspect_bucket_alignment=16, as there", "look"))
+    found = import_datasets([DatasetEntry.of(entry, path) for entry in entries], path, data, Path(), {})
+    missing = [LeftOut(name, value, str(path), reason, effect) for name, value, reason, effect in lost]
+    return ImportedDatasets(found.entries, [*missing, *found.left_out], True)
+
+
+def import_their_run(
+    path: Path, values: Mapping[str, Any], trainer: str, output: Path | None, force: bool, partial: bool
+) -> None:
+    """Write the training TOML of another trainer, and the dataset TOML that it names, as files of ours."""
+    found = (translate_kohya if trainer == KOHYA else translate_pipe)(values)
+    original = Original(path, [], is_simpletuner=False)
+    datasets = None
+    with after_what_is_lost(original, partial):
+        if found.datasets:
+            file = first_existing(found.datasets, (Path(), path.parent))
+            if file is None or output is None:
+                message = f"{path} names datasets in {found.datasets}, which become a file of their own"
+                raise SettingsError(message, "check that path" if output else "give --output=run.toml")
+            _, listed = other_trainer(file)
+            if not is_dataset_file(listed):
+                raise SettingsError(f"{file} lists no datasets as {trainer} has them", "name its dataset TOML")
+            training = flat(values)
+            datasets = their_datasets(file, listed, Data(), training)
+            original.left_out += datasets.left_out
+            found.own[DATASETS] = str(beside_of(output))
+            if trainer == KOHYA:
+                # sd-scripts has both per dataset, here they are settings of the run.
+                own = {"train_batch_size": ("batch_size", 1), "aspect_bucket_alignment": ("bucket_reso_steps", 64)}
+                known = {**training, "batch_size": training.get("train_batch_size", 1)}
+                found.own |= {ours: of_all_datasets(listed, *theirs, known, found.lost) for ours, theirs in own.items()}
+                found.settings = [each for each in found.settings if each[0] != "train_batch_size"]
+        take_translated(original, found, trainer)
+        loaded = check_runnable(resolve(sources_of(original, {})))
+    write_run(original, loaded, datasets, Path(), output, force)
+
+
+MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path")
+OPTIONAL = ("validation", "logging", "compile")
+"""Sections that do not change what is trained: settings of theirs that cannot be run are left out."""
+ONLY_FASTER = ("fuse_qkv_projections",)
+
+
+def import_files(path: Path, output: Path | None, force: bool, partial: bool = False) -> None:
+    """Write our form of a file or folder of the original.
+
+    Raises SettingsError where nothing is left that could run, or, unless `partial`, where it would be another run.
+    """
+    head = "" if path.is_dir() else first_text(path)
+    if head.startswith(f"# {MARK}"):
+        raise SettingsError(f"{path} is imported already: there is nothing to do", f"simpletuner train --config={path}")
+    trainer, values = other_trainer(path)
+    is_list = (head.startswith("[") and path.suffix.lower() == ".json") or is_dataset_file(values)
+    suffix = ".json" if is_list else ".toml"
+    if output is not None:
+        if output.suffix != suffix:
+            raise SettingsError(f"{output}: a {suffix} file is written", f"name it {output.with_suffix(suffix)}")
+        refuse_overwriting(output, force)
+    if trainer and is_list:
+        import_their_datasets(path, values, output, partial)
+    elif trainer:
+        import_their_run(path, values, trainer, output, force, partial)
+    else:
+        (import_dataset_file if is_list else import_run)(path, output, force, partial)
+
+
+def first_text(path: Path) -> str:
+    """Return the first characters of a file. Raises SettingsError where it cannot be read."""
+    try:
+        return read_text(path).lstrip()[:80]
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}", "check the path") from None
+    except NotParsed:
+        return ""  # its reader names the line
+
+
+def import_dataset_file(path: Path, output: Path | None, force: bool, partial: bool) -> None:
+    write_datasets(
+        path, import_datasets(dataset_entries(path), path, Data(), working_folder(path), {}), output, partial
+    )
+
+
+def import_run(path: Path, output: Path | None, force: bool, partial: bool) -> None:
+    original = read_original(path)
+    split_variables(original)
+    check_model(original)
+    root = working_folder(original.file)
+    accelerate = accelerate_of(original, root)
+    take_values(original, read_there(original, accelerate), root)
+    beside = output and beside_of(output)
+    with after_what_is_lost(original, partial):
+        loaded = resolve_taken(original, accelerate)
+        datasets = take_datasets(original, loaded, root, beside)
+        if datasets is not None:
+            # Again: importing the datasets may have replaced the path to their file.
+            loaded = resolve_taken(original, accelerate)
+    write_run(original, loaded, datasets, root, output, force)
+    if Path(CONFIG_ENV).is_file() and from_env_file(Path(CONFIG_ENV)).values:
+        Report().warn(f"{CONFIG_ENV} is read by every run in this folder: leave only variables of other programs in it")
+
+
+def check_model(original: Original) -> None:
+    """Raise SettingsError for a model that cannot be trained, before anything else that a file of it asks for."""
+    given = {setting_of(each): each for each in reversed(original.values)}
+    if "model_family" not in given or "model_families" in given:
+        return  # what is missing is said with the rest
+    names = [name for name in MODEL if name in given and isinstance(given[name].value, str)]
+    values = {name: translate(given[name], There({}))[0].value for name in names}
+    if (
+        "model_type" in given and normalize_name(given["model_type"].value) == "lora"
+    ):  # which some pipelines cannot load
+        values["model_type"] = "lora"
+    with naming_places({name: Origin(given[name].place, given[name].value) for name in names}, *MODEL[:2]):
+        check_trainable(Model(**values))
+
+
+def accelerate_of(original: Original, root: Path) -> list[Source]:
+    """Return what the accelerate file says that a file of the original names."""
+    named = next((each.value for each in original.values if names_accelerate(each) and each.value), None)
+    return from_accelerate(relocated(named, root), {}) if named else []
+
+
+def resolve_taken(original: Original, accelerate: Sequence[Source]) -> Loaded:
+    """Return the settings that were taken, after leaving out optional ones that contradict others.
+
+    Raises SettingsError for what cannot be run.
+    """
+    while True:
+        try:
+            return resolve_all(original, accelerate)
+        except SettingsError as error:
+            # Ends: each round drops a setting, or raises.
+            dropped = [mistake for mistake in error.mistakes if mistake.setting in original.taken and can_drop(mistake)]
+            if not dropped:
+                raise
+            for mistake in dropped:
+                is_lost = mistake.setting == "lr_warmup_steps"
+                original.drop(mistake.setting, mistake.message, "lost" if is_lost else "look")
+
+
+def can_drop(mistake: Mistake) -> bool:
+    """Return whether the setting of a mistake can be left out: it does not change what is trained, or is counted as
+    lost."""
+    name = mistake.setting
+    return SECTION_OF.get(name) in OPTIONAL or name in ONLY_FASTER or name == "lr_warmup_steps"
+
+
+def resolve_all(original: Original, accelerate: Sequence[Source]) -> Loaded:
+    _, own = sources_of(original, {})
+    loaded = check_runnable(resolve([*accelerate, own]))
+    values = settings_as_json(loaded)  # which of the original's defaults count depends on the others
+    defaults, own = sources_of(original, {name: values[name] for name in loaded.origins})
+    return check_runnable(resolve([defaults, *accelerate, own]))
+
+
+def take_datasets(original: Original, loaded: Loaded, root: Path, new: Path | None) -> ImportedDatasets | None:
+    """Import the dataset file, and set the run's path to it, or to its copy `new` where it must change."""
+    taken = original.taken.get(DATASETS)
+    if taken is None or loaded.settings.data.data_backend_config is None:
+        return None
+    folders = dict.fromkeys((root, original.file.parent, original.file.parent.parent))
+    named = str(taken.given.value)
+    # The original's own examples name config/examples/x.json, which lies in simpletuner/examples there.
+    file = first_existing(named, folders) or first_existing(Path(named).name, folders)
+    if file is None:
+        places = ", ".join(str(folder.absolute()) for folder in folders)
+        message = f"{DATASETS} = {taken.given.value} ({taken.given.place}): there is no such file in {places}"
+        raise SettingsError(message, "the original's own examples come with it: copy the file here")
+    names = {name: str(value) for name, value in settings_as_json(loaded).items()}
+    datasets = import_datasets(dataset_entries(file), file, loaded.settings.data, root, names)
+    for entry in datasets.entries:
+        if entry.get("dataset_type") == "video":
+            check_trains_clips(loaded.settings.model, entry["id"])
+    original.left_out += datasets.left_out
+    if datasets.is_changed and new is None:
+        reason = "this version refuses parts of it: --output writes a copy without them, too"
+        original.leave_out(replace(taken.given, value=str(file)), reason)
+    path = new if datasets.is_changed and new else file
+    is_same = root == Path() and path.resolve() == Path(str(taken.given.value)).resolve()
+    value = replace(taken.value, value=taken.given.value if is_same else str(path))
+    original.taken[DATASETS] = replace(taken, value=value)
+    return datasets

@@ -1,1 +1,0 @@
-"""`deepspeed build`: by flags, or by questions in a terminal."""

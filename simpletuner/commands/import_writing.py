@@ -1,0 +1,122 @@
+"""Steps common to all imports: refuse what would train something else, and write the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from simpletuner.errors import Mistake, SettingsError, SimpleTunerError, collect_error
+from simpletuner.importing.original import LeftOut, Original
+from simpletuner.importing.original_datasets import ImportedDatasets
+from simpletuner.importing.toml_document import write_toml
+from simpletuner.report import Report
+from simpletuner.run_log import CONTROLS
+from simpletuner.settings.declared.errors import shown_value
+from simpletuner.settings.resolving.loading import Loaded
+from simpletuner.system.files.atomic import refuse_overwriting, save
+from simpletuner.system.numbers import count_noun
+from simpletuner.tools.run_check import check_run
+
+DATASETS = "data_backend_config"
+PARTIAL = "--partial writes what is left, with these as comments; what is trained then is not what the file asks for"
+
+
+def lost_of(left_out: Sequence[LeftOut]) -> list[LeftOut]:
+    return [item for item in left_out if item.effect == "lost"]
+
+
+def refuse_another_meaning(file: Path, left_out: Sequence[LeftOut]) -> None:
+    """Raise SettingsError with all that decides what is trained and that this version does not have."""
+    if lost := lost_of(left_out):
+        mistakes = [Mistake(item.name, item.reason, item.place, shown_value(item.name, item.value)) for item in lost]
+        what = "\n  ".join(map(str, lost))
+        message = f"{file} asks for what this version does not do, so a run would train something else:\n  {what}"
+        raise SettingsError(message, PARTIAL, mistakes=mistakes)
+
+
+@contextmanager
+def after_what_is_lost(original: Original, partial: bool) -> Iterator[None]:
+    """Raise what the block raises after all that is lost, which decides first, or what is lost alone."""
+    errors: list[SettingsError] = []
+    with collect_error(errors):
+        yield
+    if not partial:
+        with collect_error(errors):
+            refuse_another_meaning(original.file, original.left_out)
+    if len(errors) > 1:
+        other, lost = errors
+        raise SettingsError(
+            f"{lost.message}\n  {other.message}", other.hint, mistakes=(*lost.mistakes, *other.mistakes)
+        )
+    if errors:
+        raise errors[0]
+
+
+def write_run(
+    original: Original,
+    loaded: Loaded,
+    datasets: ImportedDatasets | None,
+    root: Path,
+    output: Path | None,
+    force: bool,
+) -> None:
+    """Write settings, and datasets next to them where they changed, and report what was left out."""
+    text, count, changed = write_toml(original, loaded, root)
+    written = [output] if output else []
+    if datasets is not None and datasets.is_changed and output:
+        beside = beside_of(output)
+        refuse_overwriting(beside, force)
+        write(beside, as_json(datasets))
+        written.insert(0, beside)
+    write(output, text)
+    report_left_out(f"{original.file}: {count_noun(count, 'setting')}, {changed} with a remark", original.left_out)
+    if output is not None:
+        names = " and ".join(map(str, written))
+        verb = "are" if len(written) > 1 else "is"
+        starts = "starts what is left of the run" if lost_of(original.left_out) else "starts the run"
+        command = f"`simpletuner train --config={output}`"
+        try:
+            check_run(loaded)
+        except SimpleTunerError as error:  # as `config validate` would, such as of a tracker that is not installed
+            Report().warn(f"{names} {verb} written, but {command} is refused: {error.message}", error.hint)
+        else:
+            Report().say(f"{names} {verb} written: {command} {starts}")
+
+
+def write_datasets(file: Path, datasets: ImportedDatasets, output: Path | None, partial: bool) -> None:
+    """Write a list of datasets. Raises SettingsError, unless `partial`, where it would train on something else."""
+    if not partial:
+        refuse_another_meaning(file, datasets.left_out)
+    write(output, as_json(datasets))
+    report_left_out(f"{file}: {count_noun(len(datasets.entries), 'dataset')} taken", datasets.left_out)
+    if output is not None:
+        Report().say(f"{output} is written: name it with --{DATASETS}")
+
+
+def beside_of(output: Path) -> Path:
+    return output.with_suffix(".datasets.json")
+
+
+def as_json(datasets: ImportedDatasets) -> str:
+    return json.dumps(datasets.entries, indent=2, ensure_ascii=False) + "\n"
+
+
+def write(output: Path | None, text: str) -> None:
+    """Write TOML or JSON to a file or to stdout, with control characters escaped as both formats have it."""
+    text = CONTROLS.sub(lambda control: f"\\u{ord(control[0]):04x}", text)
+    if output is None:
+        Report().text(text)
+    else:
+        save(output, text)
+
+
+def report_left_out(taken: str, left_out: Sequence[LeftOut]) -> None:
+    report, lost = Report(), lost_of(left_out)
+    looks = [item for item in left_out if item.effect == "look"]
+    need = f"{len(looks)} need{'s' * (len(looks) == 1)} a look"
+    idle = len(left_out) - len(looks) - len(lost)
+    report.say(f"{taken}; {idle} left out without effect; {need}{f'; {len(lost)} lost' if lost else ''}")
+    report.warn_all(f"lost: {item}" for item in lost)
+    report.warn_all(map(str, looks))

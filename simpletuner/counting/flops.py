@@ -1,0 +1,337 @@
+"""Count the floating-point operations of a training step on the meta device, where nothing is computed.
+
+What is counted is what torch's FlopCounterMode counts of forward and backward: 2 for each multiply-add of products,
+convolutions and attention. Recomputation of activations is left out, since it is no progress of the model.
+
+Kernels and casts of CUDA on fake tensors of a CPU: a plan is made on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+
+from simpletuner.models.family.adapter import freeze
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.parallel.model.blocks import recommended_blocks
+from simpletuner.private_api.of_torch import tree_flatten, tree_map_only
+
+META = torch.device("meta")
+
+TEXT_MULTIPLE = 32
+"""Captions without padding have any length: counted at the next multiple of this, the shapes of a run are few."""
+
+Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+"""Name, shape without batch axis, and dtype of the latents and of all conditioning."""
+
+
+def shapes_of(latents_BCHW: Tensor, conditioning: Mapping[str, Tensor]) -> Shapes:
+    tensors = {"latents": latents_BCHW, **conditioning}
+    return tuple((name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items())
+
+
+class WholeModel(nullcontext[None]):
+    """In place of the ModuleTracker of FlopCounterMode, for a count without names of modules.
+
+    Its hooks run in all modules of the process, and other threads may be encoding.
+    """
+
+    parents = frozenset({"Global"})
+
+
+def flop_counter() -> FlopCounterMode:
+    """Return what counts all products, convolutions and attention of this thread within."""
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: convolution_backward})
+    counter.mod_tracker = WholeModel()
+    return counter
+
+
+def convolution_backward(
+    output_shape: list[int], input_shape: list[int], weight_shape: list[int], *others: Any, **_: Any
+) -> int:
+    """Count the gradients of input and weight of a convolution, each of which takes as much as the convolution."""
+    # torch's own formula leaves `groups` out, and Sana's depthwise convolutions would count thousands of times.
+    is_transposed, is_wanted = others[4], others[7]
+    return conv_flop_count(input_shape, weight_shape, output_shape, is_transposed) * sum(is_wanted[:2])
+
+
+class HostTensorsMoved(TorchFunctionMode):
+    """Move CPU tensors to the meta device where they meet tensors there.
+
+    Masks have to stay on the CPU until then: their sums are lengths, which become shapes.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        tensors = [each for each in tree_flatten(given)[0] if isinstance(each, Tensor)]
+        if any(each.is_meta for each in tensors) and not all(each.is_meta or each.ndim == 0 for each in tensors):
+            if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+                given = ((args[0], args[1].nonzero(as_tuple=True)), {})  # how many are chosen is known here alone
+            args, kwargs = tree_map_only(Tensor, lambda each: each.to(META) if each.ndim else each, given)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class FlopCounter:
+    """Count the FLOPs of one sample of a family, forward and backward, once for each shape of its inputs."""
+
+    family: ModelFamily
+    counted: dict[Shapes, int] = field(default_factory=dict)
+    model: nn.Module | None = None
+
+    def count(self, latents_BCHW: Tensor, conditioning: Mapping[str, Tensor]) -> int:
+        """Return the FLOPs of a micro-batch: those of one sample times its size."""
+        shapes = shapes_of(latents_BCHW, conditioning)
+        if shapes not in self.counted:
+            self.counted[shapes] = self._count_sample(self.rounded(shapes))
+        return self.counted[shapes] * len(latents_BCHW)
+
+    def rounded(self, shapes: Shapes) -> Shapes:
+        family = self.family
+        if not family.has_any_text_length:
+            return shapes
+        length = next(shape[0] for name, shape, _ in shapes if name == "prompt_embeds")
+        rounded = -(-length // TEXT_MULTIPLE) * TEXT_MULTIPLE
+        rounded = max(length, min(rounded, family.max_length or rounded))
+        is_text = {name for name, shape, _ in shapes if shape[:1] == (length,) and name != "latents"}
+        return tuple(
+            (name, (rounded, *shape[1:]) if name in is_text else shape, dtype) for name, shape, dtype in shapes
+        )
+
+    def _count_sample(self, shapes: Shapes) -> int:
+        if shapes not in self.counted:
+            self.model = self.model or trained_on_meta(self.family)
+            self.counted[shapes] = count_flops(self.family, self.model, shapes)
+        return self.counted[shapes]
+
+
+def trained_on_meta(family: ModelFamily) -> nn.Module:
+    """Return a denoiser without memory, with the same trainable parameters as the one that is trained."""
+    if family.adapter is None:
+        return family.meta_denoiser  # building Flux takes longer than counting it
+    model = family.denoiser(include_buffers=True)
+    freeze(model, torch.float32)
+    family.adapter.attach(model)
+    return model
+
+
+def count_flops(family: ModelFamily, model: nn.Module, shapes: Shapes) -> int:
+    """Count forward and backward of one sample; the model is left as it was.
+
+    The inputs get gradients, too, so that without frozen weights the count is three times that of the forward pass.
+    """
+    inputs = {name: meta_input(shape, dtype) for name, shape, dtype in shapes}
+    latents, timesteps = inputs.pop("latents"), torch.empty(1, device=META)
+    blocks, unused = RepeatedBlocks(), family.unused_parameters()
+    try:
+        with flop_counter() as counter, HostTensorsMoved(), blocks.run_once_each(model, unused):
+            prediction = family.predict(model, latents, timesteps, inputs)
+            backward([prediction, *blocks.entered])
+    finally:
+        model.zero_grad()
+    return counter.get_total_flops() + blocks.skipped_flops
+
+
+def meta_input(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return one sample's input: a leaf on the meta device, or a mask that covers all, on the CPU."""
+    if not dtype.is_floating_point:
+        return torch.ones(1, *shape, dtype=dtype)
+    return torch.empty(1, *shape, device=META, requires_grad=True)
+
+
+def backward(outputs: Iterable[Any]) -> None:
+    """Run the backward pass of all tensors among the outputs that have one."""
+    tensors = [each for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None]
+    torch.autograd.backward(tensors, [torch.empty_like(each) for each in tensors])
+
+
+class RepeatedBlocks:
+    """Run one of equal blocks that are given equal shapes, and count it for all: Flux has 57 blocks of two kinds.
+
+    Each block runs with its backward pass, cut off from the rest of the graph; `entered` are the inputs of blocks,
+    where the backward pass of what lies before them begins.
+    """
+
+    def __init__(self) -> None:
+        self.entered: list[Tensor] = []
+        self.skipped_flops = 0
+        self.known: dict[tuple[Any, ...], tuple[Any, int]] = {}
+
+    @contextmanager
+    def run_once_each(self, model: nn.Module, unused: tuple[str, ...]) -> Iterator[None]:
+        """Replace the forward of all blocks within, but not of one with unused parameters, which runs as it is."""
+        names = recommended_blocks(model)
+        blocks = [
+            module
+            for name, module in model.named_modules()
+            if type(module).__name__ in names and not any(each.startswith(f"{name}.") for each in unused)
+        ]
+        for block in blocks:
+            trained = tuple(each.requires_grad for each in block.parameters())
+            # On the instance, where it hides the class's method. Non-parameters such as strides are in the repr.
+            block.forward = self._counted(block.forward, block, (repr(block), trained))
+        try:
+            yield
+        finally:
+            for block in blocks:
+                del block.forward
+
+    def _counted(self, forward: Callable[..., Any], block: nn.Module, kind: tuple[Any, ...]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            flat, structure = tree_flatten((args, kwargs))
+            key = (*kind, structure, *map(signature, flat))
+            self.entered += [each for each in flat if isinstance(each, Tensor)]
+            if key in self.known:
+                outputs, flops = self.known[key]
+                self.skipped_flops += flops
+            else:
+                with flop_counter() as counter:
+                    outputs = run_alone(forward, args, kwargs)
+                self.known[key] = outputs, counter.get_total_flops()
+            return tree_map_only(Tensor, cut_off, outputs)
+
+        return run
+
+
+def run_alone(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run forward and backward of one block, and return its outputs."""
+    args, kwargs = tree_map_only(Tensor, cut_off, (args, kwargs))
+    outputs = forward(*args, **kwargs)
+    backward(tree_flatten(outputs)[0])
+    return outputs
+
+
+def cut_off(tensor: Tensor) -> Tensor:
+    """Return the tensor as a leaf of a separate graph."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def signature(value: Any) -> Any:
+    """Return what equal arguments of blocks have in common."""
+    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else repr(value)
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """nn.RMSNorm with the saved tensors of CUDA's fused kernel; on the CPU it is several operators, which keep more."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor | None) -> Tensor:
+        inverse = values.new_empty(*values.shape[:-1], 1, dtype=torch.float32)
+        ctx.save_for_backward(values, weight, inverse)
+        return torch.empty_like(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        values, weight, _ = ctx.saved_tensors
+        return torch.empty_like(values), None if weight is None else torch.empty_like(weight)
+
+
+def use_cuda_kernels(model: nn.Module) -> None:
+    def fused_rms_norm(values: Tensor, norm: nn.RMSNorm) -> Any:
+        autocast = torch.is_autocast_enabled(values.device.type)
+        return FusedRMSNorm.apply(values.float() if autocast else values, norm.weight)
+
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.forward = partial(fused_rms_norm, norm=module)
+
+
+FLOAT32_ON_CUDA = frozenset(
+    [
+        "acos",
+        "asin",
+        "cosh",
+        "erfinv",
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log2",
+        "log1p",
+        "reciprocal",
+        "rsqrt",
+        "sinh",
+        "tan",
+        "pow",
+        "softplus",
+        "layer_norm",
+        "native_layer_norm",
+        "rms_norm",
+        "group_norm",
+        "frobenius_norm",
+        "nuclear_norm",
+        "cosine_similarity",
+        "poisson_nll_loss",
+        "cosine_embedding_loss",
+        "nll_loss",
+        "nll_loss2d",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "mse_loss",
+        "margin_ranking_loss",
+        "multilabel_margin_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "multi_margin_loss",
+        "binary_cross_entropy_with_logits",
+        "dist",
+        "pdist",
+        "cdist",
+        "renorm",
+        "logsumexp",
+        "upsample_nearest1d",
+        "_upsample_nearest_exact1d",
+        "upsample_nearest2d",
+        "_upsample_nearest_exact2d",
+        "upsample_nearest3d",
+        "_upsample_nearest_exact3d",
+        "upsample_linear1d",
+        "upsample_bilinear2d",
+        "_upsample_bilinear2d_aa",
+        "upsample_trilinear3d",
+        "upsample_bicubic2d",
+        "_upsample_bicubic2d_aa",
+        "prod",
+        "softmax",
+        "log_softmax",
+        "cumprod",
+        "cumsum",
+        "linalg_vector_norm",
+        "linalg_matrix_norm",
+        "sum",
+    ]
+)
+"""Functions that autocast computes in float32 on CUDA (ATen/autocast_mode.h), but in bf16 on a CPU."""
+
+# Names under which Python calls them.
+ALIASES = {
+    "__pow__": "pow",
+    "__rpow__": "pow",
+    "interpolate": "upsample_bilinear2d",
+    "vector_norm": "linalg_vector_norm",
+}
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Within the CPU's autocast, compute in float32 what that of CUDA does: activations are up to a third larger."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if ALIASES.get(name, name) in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, in_float32, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

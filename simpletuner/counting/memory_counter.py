@@ -1,0 +1,122 @@
+"""Bytes, FLOPs and launches of operators, counted while they run on fake tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
+
+from simpletuner.counting.flops import convolution_backward
+from simpletuner.private_api.of_torch import TorchDispatchMode, tree_iter
+
+aten = torch.ops.aten
+ALLOCATIONS = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.empty_permuted,
+}
+"""Operators that launch no kernel."""
+
+
+@dataclass(eq=False)
+class MemoryCounter(TorchDispatchMode):
+    """Follow the bytes of all tensors that are made within, from their making until nothing refers to them."""
+
+    live: int = 0
+    peak: int = 0
+    on_host: int = 0
+    """Of tensors on the meta device, which stands for the machine's memory."""
+    moved: int = 0
+    """Read and written by operators that are neither products nor attention."""
+    launches: int = 0
+    flops: Counter[Any] = field(default_factory=Counter)
+    key_value_copies: int = 1
+    """As how many the keys and values of attention count, which context parallelism gathers whole on each rank."""
+    known: Any = field(default_factory=weakref.WeakKeyDictionary)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        outputs = func(*args, **kwargs)
+        if func.namespace != "aten":  # such as prim.device, which a fake tensor is asked for all the time
+            return outputs
+        made = [each for each in tree_iter(outputs) if isinstance(each, Tensor)]
+        for each in made:
+            self.add(each)
+        if func.overloadpacket in KEEPS_KEY_AND_VALUE:
+            self.repeat(args[1:3])
+        if not (func.is_view or func.overloadpacket in ALLOCATIONS):
+            self.count_work(func.overloadpacket, args, kwargs, outputs, made)
+        return outputs
+
+    def count_work(self, operator: Any, args: Any, kwargs: Any, outputs: Any, made: list[Tensor]) -> None:
+        self.launches += 1
+        if (formula := FLOPS.get(operator)) is not None:
+            self.flops[operator] += formula(*args, **kwargs, out_val=outputs)
+            return
+        read = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        self.moved += sum(each.numel() * each.element_size() for each in [*read, *made])
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        # Views share a storage, which counts once.
+        if storage not in self.known:
+            self.known[storage] = size = storage.nbytes()
+            self.hold(size, tensor.is_meta)
+            self.peak = max(self.peak, self.live)
+            # torch keeps one Python object per storage while a tensor uses it: with it goes the memory.
+            weakref.finalize(storage, self.hold, -size, tensor.is_meta)
+
+    def repeat(self, tensors: Iterable[Tensor]) -> None:
+        for each in tensors:
+            size = (self.key_value_copies - 1) * each.nbytes
+            self.hold(size, each.is_meta)
+            weakref.finalize(each.untyped_storage(), self.hold, -size, each.is_meta)
+        self.peak = max(self.peak, self.live)
+
+    def hold(self, size: int, on_host: bool) -> None:
+        if on_host:
+            self.on_host += size
+        else:
+            self.live += size
+
+    def exclude(self, tensors: Iterator[Tensor]) -> None:
+        """Leave out what was there before."""
+        for each in tensors:
+            self.known[each.untyped_storage()] = 0
+
+    def restart_peak(self) -> int:
+        """Return the peak since the last call."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+
+def attention_forward(query: list[int], key: list[int], value: list[int], *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def attention_backward(
+    gradient: list[int], query: list[int], key: list[int], value: list[int], *_: Any, **__: Any
+) -> int:
+    return sdpa_backward_flop_count(gradient, query, key, value)
+
+
+# The CPU's flash attention keeps what that of CUDA does: query, key, value, output and the logarithm of the sums.
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(attention_forward),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(attention_backward),
+}
+KEEPS_KEY_AND_VALUE = {aten._scaled_dot_product_flash_attention_for_cpu}
+FLOPS = {**flop_registry, aten.convolution_backward: shape_wrapper(convolution_backward), **ATTENTION}
+"""FLOPs of those operators whose time is that of their arithmetic."""

@@ -1,0 +1,330 @@
+"""Memory of what FSDP2 gathers and reduces, at each point of a backward pass.
+
+The denoiser of a run and its largest samples, traced on fake tensors as its engine would run them.
+
+Memory of the training phase, on each GPU and in the host's memory, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from simpletuner.checkpoints.disk_usage import checkpoint_bytes
+from simpletuner.counting.flops import use_cuda_kernels
+from simpletuner.counting.step_trace import (
+    Execution,
+    StepTrace,
+    equal_blocks,
+    new_mode,
+    trace_by_kinds,
+    trace_step,
+    trace_vae,
+    with_fake_parameters,
+)
+from simpletuner.counting.trained_weights import trained_weights
+from simpletuner.counting.zero_memory import estimate_memory
+from simpletuner.models.catalog.architecture import parameters_in
+from simpletuner.models.family.adapter import freeze
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.vae import enable_parts
+from simpletuner.models.folder.diffusers_io import build_on_meta
+from simpletuner.models.folder.weights import any_weights_files
+from simpletuner.parallel.devices import (
+    FLOAT32_BYTES,
+    MemoryEstimate,
+    MemoryInputs,
+    MemoryRow,
+    compute_bytes,
+    estimate_torch,
+    frozen_bytes,
+    gradient_bytes,
+    place_row,
+    shard_ranks,
+)
+from simpletuner.parallel.engine import compute_dtype
+from simpletuner.parallel.fsdp2 import is_synced_each_batch, units_of
+from simpletuner.parallel.model.activations import describe_activations, memory_budget
+from simpletuner.parallel.model.blocks import count_parameters, recommended_blocks
+from simpletuner.parallel.moments import TrainedWeights
+from simpletuner.parallel.precision.split_engine import hold_in_bf16
+from simpletuner.private_api.of_torch import FakeTensorMode
+from simpletuner.settings import Settings
+from simpletuner.settings.declared.sections import Parallel
+from simpletuner.settings.foreign.deepspeed_config import deepspeed_config
+from simpletuner.settings.values.shape import SampleShape
+from simpletuner.system.numbers import count_noun, format_gib
+
+FORMULA = "the root, two units, and gradients of one in float32, at the peak"
+
+
+@dataclass(frozen=True)
+class Units:
+    """Parameters of FSDP2's units by path, and of the root, which has all others."""
+
+    sizes: dict[str, int]
+    root: int
+
+    @classmethod
+    def of(cls, model: nn.Module, settings: Settings) -> Units:
+        paths, sizes, seen = {module: path for path, module in model.named_modules()}, {}, set[nn.Parameter]()
+        for unit in units_of(model, recommended_blocks(model), settings.parallel):  # innermost first
+            own = set(unit.parameters()) - seen
+            sizes[paths[unit]] = sum(each.numel() for each in own)
+            seen |= own
+        return cls(sizes, count_parameters(model) - sum(sizes.values()))
+
+    def of_name(self, name: str) -> str:
+        """Return the unit of a parameter; empty for the root."""
+        while name and name not in self.sizes:
+            name = name.rpartition(".")[0]
+        return name
+
+
+@dataclass
+class Backward:
+    """State of a backward pass over units: bytes by unit, of gathered weights and of float32 gradients."""
+
+    units: Units
+    weight_bytes: float
+    gradient_bytes: float
+    """Of the gradient of a value in its own precision; 0 where most values have none."""
+    reduced_bytes: float
+    reshards: bool
+    """True where units are freed after their forward pass, and gathered again for the backward pass."""
+    present: str = ""
+    previous: str = ""
+    done: dict[str, float] = field(default_factory=dict)
+    """Bytes of gradients that are not reduced yet."""
+
+    def enter(self, unit: str) -> None:
+        if unit and unit != self.present:
+            self.previous, self.present = self.present, unit
+            self.done.pop(self.previous, None)
+
+    def held(self, following: str) -> float:
+        sizes = self.units.sizes
+        units = sizes.get(self.present, 0) + sizes.get(following, 0) if self.reshards else sum(sizes.values())
+        gathered = self.units.root + units
+        return self.weight_bytes * gathered + sum(self.done.values()) + self.reduced_bytes * sizes.get(self.previous, 0)
+
+
+def gathered_points(settings: Settings, model: nn.Module, trace: StepTrace, numel: dict[str, int]) -> Iterator[float]:
+    """Yield the bytes that FSDP2 adds at each of `trace.backward_points`: the root, the unit that computes and the next
+    one, their gradients, and in float32 those of the unit before, which ranks are reducing.
+
+    `numel` are the sizes of what is trained, by the names in the trace.
+    """
+    units, is_lora = Units.of(model, settings), settings.model.model_type == "lora"
+    of = {name: units.of_name(name) for name in trace.released}
+    order = [unit for unit in dict.fromkeys(of.values()) if unit]
+    after = dict(pairwise(order))
+    width = frozen_bytes(settings) if is_lora else compute_bytes(settings)
+    gradients = (0, 0) if is_lora else (width, FLOAT32_BYTES)
+    backward = Backward(units, width, *gradients, settings.parallel.fsdp_reshard_after_forward)
+    for name in trace.released:
+        backward.enter(of[name])
+        following = after.get(backward.present, "") if backward.present else (order or [""])[0]
+        yield backward.held(following)
+        backward.done[of[name]] = backward.done.get(of[name], 0) + backward.gradient_bytes * numel[name]
+    yield backward.held("")
+
+
+@dataclass
+class Workload:
+    """A denoiser and its largest samples. Traces are made when they are asked for, once each."""
+
+    family: ModelFamily
+    largest: SampleShape
+    interpolates: bool = False
+    """Take large micro-batches from traces of 1 and 2 samples: for a search that asks for many."""
+    mode: FakeTensorMode = field(default_factory=new_mode)
+    models: dict[tuple[object, ...], nn.Module] = field(default_factory=dict)
+    traces: dict[tuple[object, ...], StepTrace] = field(default_factory=dict)
+    vae_peaks: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+    def trace(self, settings: Settings, samples: int, on_gpu: bool) -> StepTrace:
+        """Return the trace of a micro-batch as an engine of these settings would run it.
+
+        Compiled blocks with a budget are taken to
+        lie between those that recompute all and those that keep all.
+        """
+        if self.interpolates and samples > 2:
+            one, two = (self.trace(settings, count, on_gpu) for count in (1, 2))
+            return one.scaled(samples, two)
+        if (budget := memory_budget(settings)) is not None:
+            recomputed, kept = (self.eager_trace(settings, samples, on_gpu, each) for each in (True, False))
+            return recomputed.towards(kept, budget)
+        return self.eager_trace(settings, samples, on_gpu, bool(settings.training.gradient_checkpointing))
+
+    def eager_trace(self, settings: Settings, samples: int, on_gpu: bool, recomputes: bool) -> StepTrace:
+        in_bf16, dtype = has_bf16_weights(settings), compute_dtype(settings)
+        kind = (in_bf16, dtype, on_gpu)
+        if kind not in self.models:
+            self.models[kind] = with_fake_parameters(self.trained_model(settings), self.mode)
+            if on_gpu:
+                use_cuda_kernels(self.models[kind])
+        autocast = dtype != torch.float32 and not in_bf16
+        copies = key_value_copies(settings.parallel)
+        execution = Execution(dtype, autocast, on_gpu, settings.training.offload_activations, copies)
+        key = (*kind, recomputes, execution, samples)
+        if key not in self.traces:
+            model: Any = self.models[kind]
+            model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
+            shapes = self.family.input_shapes(*self.largest)
+            trace = partial(trace_step, self.family, model, self.mode, shapes, samples, execution)
+            counts = equal_blocks(model) if self.family.has_equal_blocks else {}
+            self.traces[key] = trace_by_kinds(model, counts, trace) if counts else trace()
+        return self.traces[key]
+
+    def trained_model(self, settings: Settings) -> nn.Module:
+        """Return the denoiser on the meta device, with the trainable parameters and dtypes of a training step."""
+        model = self.family.denoiser()
+        if self.family.adapter is not None:
+            freeze(model, compute_dtype(settings))
+            self.family.adapter.attach(model)
+        elif has_bf16_weights(settings):
+            hold_in_bf16(model)
+        return model.train()
+
+    @cached_property
+    def weights(self) -> TrainedWeights:
+        """The shapes of what is trained."""
+        return trained_weights(self.family)
+
+    @property
+    def frozen_parameters(self) -> int:
+        """The parameters below a LoRA."""
+        return 0 if self.family.adapter is None else self.denoiser_parameters
+
+    @cached_property
+    def denoiser_parameters(self) -> int:
+        """The parameters of the whole denoiser."""
+        return count_parameters(self.family.meta_denoiser)
+
+    def gathered(self, settings: Settings, trace: StepTrace) -> Iterator[float]:
+        """Yield what FSDP2 gathers and reduces at each point of a trace, in bytes."""
+        traced = next(iter(self.models.values()))  # whose names are those in the trace
+        numel = {name: each.numel() for name, each in traced.named_parameters()}
+        return gathered_points(settings, self.family.meta_denoiser, trace, numel)
+
+    def text_encoder_bytes(self, settings: Settings) -> int | None:
+        """Return the weights of all text encoders, in the dtype that they compute in; None without their files."""
+        parts = ("text_encoder*", "connectors")  # the latter of LTX-2
+        folders = [path for part in parts for path in self.family.folder.glob(part) if path.is_dir()]
+        width = 2 if settings.training.mixed_precision == "bf16" else 4
+        return width * sum(parameters_in(file) for each in folders for file in any_weights_files(each)) or None
+
+    def vae_bytes(self, settings: Settings, samples: int, decodes: bool) -> int | None:
+        """Return the most that the VAE takes for so many of the largest images; None without its config."""
+        if "_class_name" not in self.family.vae_config:
+            return None
+        dtype = torch.bfloat16 if settings.model.vae_dtype == "bf16" else torch.float32
+        largest = self.largest.target
+        samples = 1 if largest.frames > 1 else samples  # clips are encoded one by one
+        key = (dtype, samples, decodes)
+        if key not in self.vae_peaks:
+            model = build_on_meta(self.family.vae_config).eval()
+            enable_parts(model, settings.model)
+            self.vae_peaks[key] = trace_vae(model, dtype, largest, samples, decodes)
+        return self.vae_peaks[key]
+
+
+def has_bf16_weights(settings: Settings) -> bool:
+    """Return whether the weights that compute are bf16 themselves, not float32 under autocast."""
+    parallel = settings.parallel
+    is_cast = parallel.fsdp_enable or parallel.zero_stage is not None or settings.optimizer.state_layout != "fp32"
+    is_lora = settings.model.model_type == "lora"  # its matrices are float32, also over a base in bf16 under FSDP2
+    return settings.training.mixed_precision == "bf16" and is_cast and not is_lora
+
+
+def key_value_copies(parallel: Parallel) -> int:
+    """Return as how many keys and values count in a trace of whole sequences, of which a rank is taken to have a share.
+
+    An all-gather leaves each rank those of all.
+    """
+    return parallel.context_parallel_size if parallel.context_parallel_comm_strategy == "allgather" else 1
+
+
+# Of CUDA and its libraries in each process; not measured.
+CONTEXT_BYTES = 550 * 2**20
+
+
+def estimate_training(settings: Settings, workload: Workload) -> MemoryEstimate:
+    """Estimate what training takes while the backward pass runs, where a step takes most."""
+    on_gpu = not settings.launch.use_cpu
+    trace = workload.trace(settings, settings.training.train_batch_size, on_gpu)
+    inputs, checkpoint = memory_inputs(settings, workload), checkpoint_bytes(settings, workload.weights)
+    gathered = [*workload.gathered(settings, trace)] if settings.parallel.fsdp_enable else []
+    rows = [*training_rows(settings, inputs, checkpoint, trace, gathered, on_gpu)]
+    if buffers := sum(each.nbytes for each in workload.family.meta_denoiser.buffers()):
+        rows.append(MemoryRow("buffers", gpu=buffers, formula="of the model, such as tables of positions"))
+    if workload.family.other_denoiser and settings.validation.samples_images:
+        rows.append(other_denoiser_row(compute_bytes(settings) * workload.denoiser_parameters, on_gpu))
+    return MemoryEstimate(inputs, tuple(rows))
+
+
+def other_denoiser_row(num_bytes: float, on_gpu: bool) -> MemoryRow:
+    """Return the row of the pipeline's denoiser that is not trained, which sampling needs (`two_denoisers.py`)."""
+    place = "cpu" if on_gpu else "none"
+    return place_row("other denoiser", place, num_bytes, "for validation; its blocks are on the GPU while they run")
+
+
+def memory_inputs(settings: Settings, workload: Workload) -> MemoryInputs:
+    return MemoryInputs.of(settings, workload.weights, workload.frozen_parameters)
+
+
+def training_rows(
+    settings: Settings,
+    inputs: MemoryInputs,
+    checkpoint: int,
+    trace: StepTrace,
+    gathered: Sequence[float],
+    on_gpu: bool,
+) -> Iterator[MemoryRow]:
+    """Yield what is there at the worst moment of a backward pass; `gathered` by FSDP2 at each point of it."""
+    if settings.parallel.zero_stage is not None:
+        # DeepSpeed's rows hold the gradients of its optimizer step, which are more than those of the backward pass.
+        yield from estimate_memory(deepspeed_config(settings, inputs.num_ranks), inputs).rows
+        yield activations_row(settings, trace.peak_bytes(0), trace.host_bytes)
+    else:
+        yield from estimate_torch(settings, inputs).rows
+        is_synced = is_synced_each_batch(settings.parallel, inputs.num_parameters)
+        whole = gradient_bytes(settings, inputs, is_synced)
+        on_host = settings.parallel.fsdp_enable and settings.parallel.fsdp_offload_params
+        # DDP's gradients are views of buckets that are there from the start.
+        is_ddp = inputs.num_ranks > 1 and not settings.parallel.fsdp_enable
+        are_kept = settings.training.gradient_accumulation_steps > 1 or is_ddp
+        activations, gradients, units = trace.peak(0 if on_host else whole, are_kept, gathered)
+        if gathered:
+            yield MemoryRow("gathered", gpu=units, formula=FORMULA)
+        formula = f"at the peak of the backward pass; {format_gib(whole)} at its end"
+        yield MemoryRow("gradients", gpu=gradients, host=whole * on_host, formula=formula if whole else "released")
+        yield activations_row(settings, activations, trace.host_bytes)
+    # Copies from which a thread writes or averages while the GPU computes.
+    yield from host_rows(settings, inputs, checkpoint, on_gpu)
+    if on_gpu:
+        yield MemoryRow("CUDA", gpu=CONTEXT_BYTES, formula="context and libraries, assumed")
+
+
+def host_rows(settings: Settings, inputs: MemoryInputs, checkpoint: int, on_gpu: bool) -> Iterator[MemoryRow]:
+    """Yield host-memory rows for copies of the weights (EMA, checkpoints)."""
+    share = inputs.num_parameters / (inputs.num_ranks if settings.parallel.zero_stage else shard_ranks(settings))
+    if on_gpu and inputs.ema_device == "cpu":
+        yield MemoryRow("EMA's copy", host=FLOAT32_BYTES * share, formula="of the weights, page-locked")
+    if settings.checkpoints.async_checkpointing:  # where it is not asked for, it depends on the memory that is free
+        yield MemoryRow("checkpoint", host=checkpoint / inputs.num_ranks, formula="while it is written")
+
+
+def activations_row(settings: Settings, peak: float, on_host: int) -> MemoryRow:
+    """Return the row of activations; those that are offloaded are in the host's memory."""
+    cp, training = settings.parallel.context_parallel_size, settings.training
+    count = training.train_batch_size
+    formula = f"{count_noun(count, 'sample')}, {describe_activations(settings)}"
+    return MemoryRow("activations", gpu=peak / cp, host=on_host / cp, formula=formula)

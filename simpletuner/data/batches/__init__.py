@@ -1,1 +1,0 @@
-"""Batches of one rank: prefetching, and the random numbers of each sample."""

@@ -1,0 +1,245 @@
+"""Blocks of a dataset's entry: crops, clips of videos, shares and times, and the table that holds captions or sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from glob import has_magic
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from simpletuner.settings.declared.knob import Section
+from simpletuner.settings.declared.sections import DatasetSettings
+from simpletuner.settings.foreign.key_table import Refuses, Rule
+
+if TYPE_CHECKING:
+    from simpletuner.data.config.dataset_types import ImageDataset
+
+ASPECTS = (0.5, 9 / 16, 2 / 3, 0.75, 0.8, 1.0, 1.25, 4 / 3, 1.5, 16 / 9, 2.0)
+"""Aspects (width / height) that crop_aspect chooses from by default (crop_aspect_buckets)."""
+
+
+def parse_aspects(value: Any) -> Any:
+    """Raises ValueError for what is not a list of aspects."""
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= 64:
+        raise ValueError("use a list of 1 to 64 aspects (width / height), such as [0.5, 1.0, 2.0]")
+    if not all(type(each) in (int, float) and 0.1 <= each <= 10 for each in value):
+        raise ValueError("use numbers from 0.1 to 10 (width / height)")
+    return tuple(sorted({float(each) for each in value}))
+
+
+class CropKeys(DatasetSettings):
+    """Keys of a dataset about resizing and cropping."""
+
+    maximum_image_size: float | None = Field(default=None, gt=0)
+    target_downsample_size: float | None = Field(default=None, gt=0)
+    max_upscale_threshold: float | None = Field(default=None, ge=0)
+    crop_aspect_buckets: Annotated[tuple[float, ...] | None, BeforeValidator(parse_aspects)] = None
+
+    @model_validator(mode="after")
+    def check_downsampling(self) -> CropKeys:
+        largest, target = self.maximum_image_size, self.target_downsample_size
+        if (largest is None) != (target is None):
+            missing = "maximum_image_size" if largest is None else "target_downsample_size"
+            other = "target_downsample_size" if largest is None else "maximum_image_size"
+            raise PydanticCustomError(missing, "is missing: it belongs to {other}", {"other": other})
+        if largest is not None and target is not None and not self.resolution <= target <= largest:
+            message = "must be from resolution={low} to maximum_image_size={high}"
+            raise PydanticCustomError(
+                "target_downsample_size", message, {"low": f"{self.resolution:g}", "high": f"{largest:g}"}
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_aspect_buckets(self) -> CropKeys:
+        if self.crop_aspect_buckets and not (self.crop and self.crop_aspect in ("closest", "random")):
+            message = "only crop_aspect closest and random choose from it, with crop true"
+            raise PydanticCustomError("crop_aspect_buckets", message)
+        return self
+
+    @property
+    def aspects(self) -> tuple[float, ...]:
+        return self.crop_aspect_buckets or ASPECTS
+
+
+VIDEO = "video"
+DEFAULT_FRAMES = 125
+"""5 s at the 25 frames per second of LTX-Video, as other trainers have it; Wan's 4n + 1 and LTX's 8n + 1 round it."""
+
+
+def parse_lengths(value: Any) -> Any:
+    """Raises ValueError for what is not a list of lengths."""
+    if not isinstance(value, list | tuple) or not value or not all(type(each) is int and each > 0 for each in value):
+        raise ValueError("use a list of lengths in frames, such as [17, 33, 65]")
+    return tuple(sorted({*value}))
+
+
+class VideoSettings(Section):
+    """Lengths are frames of the clip that is trained on: with `fps`, after frames in between are left out."""
+
+    num_frames: int | None = Field(None, ge=1)
+    """None: DEFAULT_FRAMES, or with `resolution_frames` as long as each video is."""
+    min_frames: int | None = Field(None, ge=1)
+    """None: shorter than `num_frames` is left out."""
+    max_frames: int | None = Field(None, ge=1)
+    frame_buckets: Annotated[tuple[int, ...] | None, BeforeValidator(parse_lengths)] = None
+    """Lengths; each clip has the longest that its video fills. diffusion-pipe has the same key."""
+    bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = "aspect_ratio"
+    frame_interval: int | None = Field(None, ge=1)
+    fps: float | None = Field(None, gt=0)
+    frame_folders_fps: float | None = Field(None, gt=0)
+    """Folders of numbered images are clips, too, of so many frames per second. None: they are not."""
+    clip_position: Literal["start", "middle", "random"] = "start"
+    is_i2v: bool | None = None
+    """True if the model is given the first frame of a clip; None: where it always is."""
+
+    @model_validator(mode="after")
+    def check_lengths(self) -> VideoSettings:
+        if self.frame_buckets and (self.num_frames or self.bucket_strategy != "aspect_ratio"):
+            message = "it says how long clips are: leave num_frames and bucket_strategy out"
+            raise PydanticCustomError("video.frame_buckets", message)
+        if self.max_frames is not None and self.max_frames < max(
+            self.min_frames or self.num_frames or 1, min(self.frame_buckets or (1,))
+        ):
+            asks = "min_frames, num_frames or frame_buckets asks for"
+            raise PydanticCustomError("video.max_frames", f"is below what {asks}")
+        if self.frame_interval is not None and self.bucket_strategy != "resolution_frames":
+            message = "rounds the lengths of bucket_strategy resolution_frames: set it, or leave this out"
+            raise PydanticCustomError("video.frame_interval", message)
+        return self
+
+    @property
+    def wanted_frames(self) -> int | None:
+        """Frames of a clip where the video has so many; None: all of them."""
+        return self.num_frames or (DEFAULT_FRAMES if self.bucket_strategy == "aspect_ratio" else None)
+
+
+Copies = int | Fraction
+
+# More steps or epochs than any run has.
+NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps and epochs, both counted from 0, in which a dataset takes part; the ends are excluded."""
+
+    start_step: int = 0
+    end_step: int = NO_LIMIT
+    start_epoch: int = 0
+    end_epoch: int = NO_LIMIT
+
+    def contains(self, step: int, epoch: int) -> bool:
+        return self.start_step <= step < self.end_step and self.start_epoch <= epoch < self.end_epoch
+
+
+class ParticipationKeys(DatasetSettings):
+    """Keys of a dataset about its share. Epochs count from 1; end_epoch and end_step are the last that have it."""
+
+    probability: float = Field(default=1.0, gt=0, le=1_000_000)
+    start_epoch: int = Field(default=1, ge=1)
+    end_epoch: int | None = Field(default=None, ge=1)
+    start_step: int = Field(default=0, ge=0)
+    end_step: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def check_ends(self) -> ParticipationKeys:
+        if (self.end_epoch or NO_LIMIT) < self.start_epoch:
+            raise PydanticCustomError("end_epoch", "it is before start_epoch: the dataset would never take part")
+        if (self.end_step or NO_LIMIT) <= self.start_step:
+            raise PydanticCustomError("end_step", "it is not after start_step: the dataset would never take part")
+        return self
+
+    @property
+    def window(self) -> Window:
+        # Keys count epochs from 1 and name the last one; windows count from 0 and exclude their end, so
+        # both ends are the same number.
+        return Window(self.start_step, self.end_step or NO_LIMIT, self.start_epoch - 1, self.end_epoch or NO_LIMIT)
+
+
+def copies_of(datasets: Sequence[ImageDataset]) -> list[Copies]:
+    """Return how often an epoch shows the samples of each dataset; the largest probability in training is 1."""
+    # Exact, and from the text: 0.1 as a float is no tenth, and copies of a group decide the order of samples.
+    weights = [Fraction(str(dataset.probability)) for dataset in datasets]
+    # Data of type eval is not trained on, so its probability must not scale that of the others.
+    trained = [weight for dataset, weight in zip(datasets, weights, strict=True) if dataset.dataset_type != "eval"]
+    largest = max(trained, default=Fraction(1))
+    copies = [(1 + dataset.repeats) * weight / largest for dataset, weight in zip(datasets, weights, strict=True)]
+    # Whole copies are int: their epochs are permuted independently, those of a fraction are parts of one row.
+    return [each.numerator if each.denominator == 1 else each for each in copies]
+
+
+FORMATS = {".parquet": "Parquet", ".csv": "CSV", ".jsonl": "JSON lines", ".json": "JSON lines"}
+"""Names of table formats, by the suffix of the file."""
+TABLE_STRATEGIES = ("parquet", "csv")
+"""Values of caption_strategy that mean the table, whatever its format."""
+
+ONLY_IMAGES = "not supported by this version: only sizes, lengths and captions"
+PARQUET = "parquet"
+TABLE_RULES: dict[str, Rule] = {
+    f"{PARQUET}.{key}": Refuses(ONLY_IMAGES) for key in ("bbox_column", "audio_duration_column", "lyrics_column")
+}
+
+
+def as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def check_format(path: Path) -> Path:
+    if path.suffix.lower() not in FORMATS:
+        hint = f'; many, such as shards, are named together as "{path}/*.parquet"' if path.is_dir() else ""
+        raise ValueError(f"use a file that ends with {', '.join(FORMATS)}{hint}")
+    return path
+
+
+def table_files(path: Path) -> list[Path]:
+    """Return the files that a path names: itself, or those that its last part is a pattern of (`*`, `?`, `[0-9]`)."""
+    return sorted(path.parent.glob(path.name)) if has_magic(path.name) and not path.exists() else [path]
+
+
+class TableSettings(Section):
+    """The path of the table, and the meaning of its columns."""
+
+    path: Annotated[Path, AfterValidator(check_format)]
+    """Of one file, or a pattern of the names of several: img2dataset writes a table for each of its shards."""
+    filename_column: str = Field("filename", min_length=1)
+    caption_column: Annotated[list[str], BeforeValidator(as_list)] = []
+    """The first one that is not empty in a row gives its captions. None named: `caption`."""
+    fallback_caption_column: str | None = None
+    width_column: str | None = None
+    height_column: str | None = None
+    """None named: `width` and `height`, where the table has them as numbers."""
+    num_frames_column: str | None = None
+    fps_column: str | None = None
+    """Of videos. None named: `num_frames` and `fps`, where the table has them as numbers."""
+    identifier_includes_extension: bool | None = None
+    """None: as more of the rows have a file."""
+
+    @model_validator(mode="after")
+    def check_sizes(self) -> TableSettings:
+        if (self.width_column is None) != (self.height_column is None):
+            missing = "height_column" if self.width_column else "width_column"
+            raise PydanticCustomError(PARQUET, "{missing} is missing: both sides are needed", {"missing": missing})
+        return self
+
+    @property
+    def caption_columns(self) -> list[str]:
+        return [*self.caption_column, *([self.fallback_caption_column] if self.fallback_caption_column else [])]
+
+    @property
+    def size_columns(self) -> list[str]:
+        return [self.width_column, self.height_column] if self.width_column and self.height_column else []
+
+
+def check_table(table: TableSettings | None, caption_strategy: str, metadata_backend: str) -> None:
+    """Raise PydanticCustomError, whose type is the key to change, where a dataset and its table do not fit."""
+    captions = caption_strategy in TABLE_STRATEGIES
+    if not table and (captions or metadata_backend == PARQUET):
+        asks = f"caption_strategy {caption_strategy}" if captions else "metadata_backend parquet"
+        raise PydanticCustomError(PARQUET, "is missing: {asks} reads the table that it describes", {"asks": asks})
+    if table and not captions and metadata_backend != PARQUET:
+        raise PydanticCustomError(PARQUET, "nothing reads it: set caption_strategy or metadata_backend to parquet")

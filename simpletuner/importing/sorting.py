@@ -1,0 +1,223 @@
+"""Sort the values of the original's files: those that become settings, and those that are left out, with the reason.
+
+A run refuses a file of the original; an import leaves out what it cannot take, with a remark, and knows which of it
+decides what is trained.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from simpletuner.errors import Mistake, SettingsError
+from simpletuner.importing.original import Effect, LeftOut, Original, Taken, names_accelerate, setting_of
+from simpletuner.importing.other_trainers import TranslatedFile
+from simpletuner.importing.translation import (
+    OVERRIDES,
+    There,
+    only_there,
+    own_values,
+    split_optimizer_config,
+    translate,
+    unread,
+)
+from simpletuner.settings.declared.errors import did_you_mean, is_secret, shorten, to_mistake
+from simpletuner.settings.declared.knob import kind_of
+from simpletuner.settings.declared.sections import SECTION_OF, setting_fields
+from simpletuner.settings.files.raw_values import Origin, RawValue, Source
+from simpletuner.settings.foreign.key_table import Maps, Refuses
+from simpletuner.settings.foreign.original_names import DECIDES, TABLE, is_off, map_name
+from simpletuner.settings.resolving.loading import canonical_name, plain_name, read_table
+from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG, NOT_SETTINGS, to_setting_type, validate_value
+from simpletuner.settings.values.spelling import is_equal
+from simpletuner.system.files.paths import expand_path
+
+DECISIVE = ("model_family", "model_type", "controlnet", "control", "refiner_training")
+"""Names whose value cannot be left out, not even with --partial: nothing would be left to train."""
+NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args")}
+ASIDE = ("checkpoints", "compile", "hub", "launch", "logging", "validation")
+"""Sections that do not change what is trained."""
+ALSO_ASIDE = (
+    *("attention_backend", "gradient_checkpointing", "offload_activations", "fuse_qkv_projections", "allow_tf32"),
+    *("vae_dtype", "vae_enable_tiling", "vae_enable_slicing", "vae_batch_size", "text_encoder_batch_size"),
+    *("cache_dir_vae", "cache_dir_text", "compress_disk_cache", "max_workers", "dataloader_prefetch_qlen"),
+    *("preserve_data_backend_cache", "rescan", "ema_device", "optimizer_release_gradients"),
+)
+"""Other settings that only change time, memory or the last bits."""
+NOTE_OF_THEIRS = re.compile(r"[_$#]|//")
+"""Beginnings of names that people use for comments."""
+
+
+class NotTaken(Exception):
+    """Raised with the reason why a value that asks for something is left out."""
+
+
+def effect_of(name: str) -> Effect:
+    """Return what leaving out a name of the original's, with a value that asks for something, changes."""
+    rule = TABLE.rules.get(name)
+    setting = rule.setting if isinstance(rule, Maps) else name
+    if isinstance(rule, Refuses):
+        return "lost" if rule.reason in DECIDES else "look"
+    if setting in SECTION_OF:
+        return "look" if SECTION_OF[setting] in ASIDE or setting in ALSO_ASIDE else "lost"
+    if is_secret(name):
+        return "look"
+    return "none" if NOTE_OF_THEIRS.match(name) else "lost"
+
+
+def read_there(original: Original, accelerate: Iterable[Source]) -> There:
+    """Return the file as the original's program reads it. `accelerate` is what the file that it names says."""
+    given = {}
+    for each in original.values:
+        name = plain_name(each.name)
+        given[name if name in OVERRIDES else setting_of(each)] = each.value
+    given |= {each.name: each.value for source in accelerate for each in source.values}
+    json = read_table("deepspeed_config", RawValue("deepspeed_config", given.get("deepspeed_config"), ""), []).value
+    has_deepspeed = isinstance(json, Mapping) or given.get("zero_stage") is not None
+    has_fsdp = "fsdp_enable" in given and not is_off(given["fsdp_enable"])
+    return There(given, has_fsdp, has_deepspeed, isinstance(json, Mapping) and "optimizer" in json)
+
+
+def take_values(original: Original, there: There, root: Path) -> None:
+    """Take every value or leave it out. Raises SettingsError for one without which nothing is left to train."""
+    original.own = list(own_values(there))
+    ignored = dict(unread(there))
+    for given in original.values:
+        name = plain_name(given.name)
+        name = name if name in OVERRIDES else setting_of(given)
+        if name in ignored:
+            original.leave_out(given, ignored[name], "none")
+            continue
+        for each in split_optimizer_config(given):
+            take_or_leave(each, there, original, root)
+    places = {setting_of(each): each.place for each in reversed(original.values)}
+    for name, value, reason in only_there(there):
+        place = places.get(name) or f"{places['model_family']}, by default"
+        original.left_out.append(LeftOut(name, value, place, reason, "lost"))
+
+
+def take_or_leave(given: RawValue, there: There, original: Original, root: Path) -> None:
+    translated, note = translate(given, there)
+    try:
+        taken = take_value(translated, original, root)
+    except NotTaken as reason:
+        if plain_name(given.name) in DECISIVE:
+            mistake = Mistake(given.name, str(reason), given.place, shorten(given.as_written))
+            raise SettingsError(mistakes=[mistake], hint="it decides what is trained") from None
+        original.leave_out(given, str(reason), effect_of(canonical_name(given.name) or plain_name(given.name)))
+        return
+    if taken is None:
+        return
+    taken = replace(taken, given=given, note="; ".join(filter(None, [note, taken.note])))
+    name = taken.value.name
+    if name not in original.taken:
+        original.taken[name] = taken
+        return
+    before = original.taken[name]
+    is_same = same_value(name, before.value.value, taken.value.value)
+    said = "the same" if is_same else shorten(before.given.as_written)
+    original.leave_out(given, f"{before.given.name} ({before.given.place}) says {said}", "none" if is_same else "look")
+
+
+def take_translated(original: Original, found: TranslatedFile, trainer: str) -> None:
+    """Take what another trainer's file means here; what has another value there is left out, as lost."""
+    place = str(original.file)
+    original.own = [
+        RawValue(name, value, f"{trainer} has it") for name, value in found.own.items() if value is not None
+    ]
+    original.left_out += [LeftOut(name, value, place, reason, effect) for name, value, reason, effect in found.lost]
+    original.left_out += [LeftOut(name, value, place, reason, "none") for name, value, reason in found.idle]
+    for setting, name, written, value in found.settings:
+        given = RawValue(name, written, place)
+        try:
+            original.taken[setting] = Taken(given, check_value(setting, RawValue(setting, value, place)))
+        except NotTaken as reason:
+            original.leave_out(given, str(reason), effect_of(setting))
+
+
+def same_value(setting: str, one: Any, other: Any) -> bool:
+    """Return whether two values of a setting mean the same, however they are written."""
+    if setting in SECTION_OF:
+        one, other = (to_setting_type(setting, value) for value in (one, other))
+    return is_equal(one, other)
+
+
+def take_value(given: RawValue, original: Original, root: Path) -> Taken | None:
+    """Return the setting that a value becomes, or None where it asks for nothing. Raises NotTaken."""
+    name = canonical_name(given.name) or plain_name(given.name)
+    if name in NOT_SETTINGS:
+        effect = "look" if NOT_SETTINGS[name] in NEEDS_LOOK else "none"
+        original.leave_out(given, NOT_SETTINGS[name] or "it is no setting", effect)
+        return None
+    # An empty text is not set in the original.
+    written = None if given.value == "" else given.value
+    if names_accelerate(given) and not written:
+        original.leave_out(given, "not set", "none")
+        return None
+    if names_accelerate(given):
+        return Taken(given, replace(given, name=ACCELERATE_CONFIG, value=relocated(written, root)))
+    found = map_name(given.name, name, written)
+    if found.outcome in ("neutral", "unused"):
+        original.leave_out(given, found.note, "none")
+        return None
+    if found.outcome != "set":
+        like = did_you_mean(given.name, setting_fields())
+        raise NotTaken(found.note or f"not a name that is known here{'; ' if like else ''}{like}")
+    moved = relocate(found.setting, found.value, root)
+    note = "" if moved == found.value else f"relative to {root} there"
+    return Taken(given, check_value(found.setting, replace(given, name=found.setting, value=moved)), note)
+
+
+def check_value(setting: str, given: RawValue) -> RawValue:
+    """Check a value by itself, after reading the JSON file that it may name. Raises NotTaken."""
+    mistakes: list[Mistake] = []
+    given = read_table(setting, given, mistakes)
+    try:
+        validate_value(setting, given.value)
+    except ValidationError as error:
+        mistakes += [to_mistake(error.errors()[0], setting_fields()[setting], Origin(given.place, given.as_written))]
+    if mistakes:
+        raise NotTaken(f"{mistakes[0].message}{'; ' if mistakes[0].hint else ''}{mistakes[0].hint}")
+    return given
+
+
+def relocate(setting: str, value: Any, root: Path) -> Any:
+    """Return a path that means the same from the folder in which this command runs; any other value as it is."""
+    field = setting_fields()[setting]
+    may_be_path = setting in ("pretrained_model_name_or_path", "resume_from_checkpoint")
+    is_folder = may_be_path and os.path.exists(root / str(value))  # noqa: PTH110 - pathlib raises for a long name
+    is_table = kind_of(field.annotation) is dict and not str(value).lstrip().startswith("{")
+    return relocated(value, root) if kind_of(field.annotation) is Path or is_folder or is_table else value
+
+
+def relocated(value: Any, root: Path) -> Any:
+    """Return a path that means the same from the folder in which this command runs."""
+    if not isinstance(value, str) or root == Path() or not value:
+        return value
+    try:
+        return str(root / expand_path(value))
+    except ValueError:
+        return value  # validation has the sentence
+
+
+def working_folder(file: Path) -> Path:
+    """Return the folder that the original's paths are relative to: where it is started, the one that holds config/."""
+    here = Path.cwd()
+    found = next((folder.parent for folder in file.resolve().parents if folder.name == "config"), here)
+    return Path() if found == here else found
+
+
+def first_existing(name: str, folders: Iterable[Path]) -> Path | None:
+    """Return the first file of this path in one of the folders. Raises SettingsError for what can be no path."""
+    try:
+        path = expand_path(name)
+    except ValueError as error:
+        raise SettingsError(f"{name!r}: {error}", "correct that path") from None
+    paths = (folder / path for folder in folders)
+    return next((path for path in paths if os.path.isfile(path)), None)  # noqa: PTH113 - as above

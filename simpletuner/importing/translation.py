@@ -1,0 +1,337 @@
+"""Translation of a file as the original reads it: unread names, derived values, and features that only it has.
+
+`config import` writes these values out, and counts as lost what has no place here.
+
+Values that the original trains with, whatever its file says or leaves out: of its optimizers and its families.
+
+Facts, read off its optimizer_param.py and each family's model.py. Only `config import` uses them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from simpletuner.importing.original import DEFAULTS
+from simpletuner.settings.files.raw_values import RawValue
+from simpletuner.settings.foreign.original_names import FAMILY_NAMES, is_off
+from simpletuner.settings.values.spelling import normalize_name
+
+
+@dataclass(frozen=True)
+class OptimizerThere:
+    """An optimizer of the original: its replacement here, and the values that it has there."""
+
+    ours: str
+    betas: tuple[float, float] | None = None
+    epsilon: float | None = None
+    weight_decay: float = 0.0
+    note: str = ""
+
+    @property
+    def settings(self) -> dict[str, float]:
+        beta1, beta2 = self.betas or (None, None)
+        values = {"adam_beta1": beta1, "adam_beta2": beta2, "adam_epsilon": self.epsilon}
+        return {name: value for name, value in values.items() if value is not None} | {
+            "adam_weight_decay": self.weight_decay
+        }
+
+
+EIGHT_BITS = "its moments are of 8 bits there; state_layout=split has such, for model_type=full"
+PAGED = "its moments are paged out to the machine's memory there; fsdp_offload_params keeps them there"
+BETAS = (0.9, 0.999)
+FASTER = (0.9, 0.99)
+OPTIMIZERS_THERE: dict[str, OptimizerThere] = {
+    "adamw_bf16": OptimizerThere("adamw", BETAS, 1e-6, 0.01),
+    "torch_adam": OptimizerThere("adam", BETAS, 1e-8),
+    "torch_adamw": OptimizerThere("adamw", BETAS, 1e-8, 0.01),
+    "torch_adagrad": OptimizerThere("adagrad", epsilon=1e-10),
+    "torch_adafactor": OptimizerThere("adafactor"),
+    "adamw_schedulefree": OptimizerThere("adamw_schedulefree", BETAS, 1e-8, 0.01),
+    "adamw_schedulefree+aggressive": OptimizerThere("adamw_schedulefree", BETAS, 1e-6, 1e-3),
+    "adamw_schedulefree+no_kahan": OptimizerThere("adamw_schedulefree", BETAS, 1e-6, 1e-3),
+    "optimi_adam": OptimizerThere("adam", FASTER, 1e-6),
+    "optimi_adamw": OptimizerThere("adamw", FASTER, 1e-6),
+    "optimi_lion": OptimizerThere("lion", FASTER),
+    "ao_adamw8bit": OptimizerThere("adamw", BETAS, 1e-6, 0.01, EIGHT_BITS),
+    "bnb_adagrad": OptimizerThere("adagrad", epsilon=1e-10),
+    "bnb_adagrad8bit": OptimizerThere("adagrad", None, 1e-10, note="its sums are of 8 bits there"),
+    "bnb_adam": OptimizerThere("adam", BETAS, 1e-8),
+    "bnb_adam8bit": OptimizerThere("adam", BETAS, 1e-8, note="its moments are of 8 bits there"),
+    "bnb_adamw": OptimizerThere("adamw", BETAS, 1e-6, 0.01),
+    "bnb_adamw_paged": OptimizerThere("adamw", BETAS, 1e-6, 0.01, PAGED),
+    "bnb_adamw8bit": OptimizerThere("adamw", BETAS, 1e-6, 0.01, EIGHT_BITS),
+    "bnb_adamw8bit_paged": OptimizerThere("adamw", BETAS, 1e-6, 0.01, EIGHT_BITS),
+    "bnb_lion": OptimizerThere("lion", FASTER),
+    "bnb_lion_paged": OptimizerThere("lion", FASTER, note=PAGED),
+    "bnb_lion8bit": OptimizerThere("lion", FASTER, note="its momentum is of 8 bits there"),
+    "bnb_lion8bit_paged": OptimizerThere("lion", FASTER, note="its momentum is of 8 bits there"),
+}
+DEFAULT_OPTIMIZER = "adamw_bf16"
+NOT_WITH_FSDP2 = ("optimi_", "bnb_", "soap")
+"""Optimizers that the original silently replaces by adamw_schedulefree with FSDP2."""
+
+
+@dataclass(frozen=True)
+class FamilyThere:
+    """Behaviour of the original in every run of a family."""
+
+    forces: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that have these values whatever the file says."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """Settings that are at most this, unless the file says i_know_what_i_am_doing, and this where it says nothing."""
+    lost: str = ""
+    """A method of its own that this version does not have."""
+
+
+def aligned(pixels: int, **forces: Any) -> dict[str, Any]:
+    return {"aspect_bucket_alignment": pixels, **forces}
+
+
+BY_PIPELINE = FamilyThere(
+    lost="there code of its own trains it, which was not compared with diffusers' pipeline, by which it trains here"
+)
+
+FAMILIES_THERE: dict[str, FamilyThere] = {
+    "auraflow": FamilyThere(aligned(64), {"tokenizer_max_length": 120}),
+    "chroma": FamilyThere(
+        aligned(64),
+        lost="there noise levels are pushed towards 0 and 1 after they are drawn, which this version does not do",
+    ),
+    "cosmos": FamilyThere(aligned(16)),
+    "ernie": BY_PIPELINE,
+    "flux": FamilyThere(aligned(64)),
+    "flux2": FamilyThere(aligned(16, tokenizer_max_length=512, flux_guidance_value=1.0)),
+    "hunyuanvideo": BY_PIPELINE,
+    "kandinsky5_video": BY_PIPELINE,
+    "kolors": BY_PIPELINE,
+    "krea2": BY_PIPELINE,
+    "longcat_image": BY_PIPELINE,
+    "ltxvideo": FamilyThere(aligned(64, tokenizer_max_length=226)),
+    "ltxvideo2": FamilyThere(
+        lost="there the video attends to its audio, or to noised zeros where there is none, and here to no audio",
+    ),
+    "lumina2": FamilyThere(aligned(64)),
+    "pixart_sigma": FamilyThere(aligned(64, tokenizer_max_length=300), {"max_grad_norm": 0.01}),
+    "qwen_image": FamilyThere(limits={"aspect_bucket_alignment": 32}),
+    "sana": FamilyThere(
+        aligned(64, vae_dtype="fp32"),
+        lost="there latents are halved, and noise levels are drawn evenly from the scheduler's own",
+    ),
+    "sanavideo": BY_PIPELINE,
+    "sd3": FamilyThere(aligned(64), {"tokenizer_max_length": 154}),
+    "wan": FamilyThere(aligned(32, tokenizer_max_length=512)),
+}
+
+ASSISTED = {"z_image": ("", "turbo", "turbo_ostris_v2"), "flux": ("schnell",)}
+"""Flavours (`""`: the default one) whose LoRA the original trains on top of an assistant LoRA."""
+
+IMAGE_STREAM = "to_k,to_q,to_v,to_out.0"
+LORA_TARGETS = {
+    "flux": f"{IMAGE_STREAM},add_k_proj,add_q_proj,add_v_proj,to_add_out",
+    "kandinsky5_video": "to_key,to_query,to_value",
+    "flux2": "attn.to_q,attn.to_k,attn.to_v,attn.to_out.0,attn.to_qkv_mlp_proj",
+}
+"""Layers that a LoRA adapts where the file names none; those of IMAGE_STREAM in all other families."""
+CONTEXT = "add_k_proj,add_q_proj,add_v_proj,to_add_out"
+FEED_FORWARD = "ff.net.0.proj,ff.net.2,ff_context.net.0.proj,ff_context.net.2,proj_mlp,proj_out"
+FLUX_LORA_TARGETS = {
+    "all": LORA_TARGETS["flux"],
+    "context": CONTEXT,
+    "context+ffs": f"{CONTEXT},ff_context.net.0.proj,ff_context.net.2",
+    "all+ffs": f"{LORA_TARGETS['flux']},{FEED_FORWARD}",
+    "all+ffs+embedder": f"x_embedder,{LORA_TARGETS['flux']},{FEED_FORWARD}",
+    "ai_toolkit": f"{LORA_TARGETS['flux']},{FEED_FORWARD},norm.linear,norm1.linear,norm1_context.linear",
+    "tiny": "single_transformer_blocks.7.proj_out,single_transformer_blocks.20.proj_out",
+    "nano": "single_transformer_blocks.7.proj_out",
+}
+"""Layers by the original's flux_lora_target, those that diffusers' FLUX.1 has."""
+
+
+ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay")
+OVERRIDES = ("optimizer_beta1", "optimizer_beta2", "optimizer_config")
+CONFIG_KEYS = {"eps": "adam_epsilon", "weight_decay": "adam_weight_decay"}
+QUANTIZED = re.compile(r"(u?int|fp|nf)([1-8]|16)(?:uz)?_(?:quanto|sdnq|torchao|bnb)")
+"""base_model_precision there: a kind of number, its bits, and the library that quantizes."""
+OTHER_METHODS = {
+    "muon": "the original's Muon also clips queries and keys, and decays by 0.1",
+    "prodigy": "the original's Prodigy has options of its own, such as an end of its search; here it is the paper's",
+}
+"""Optimizers there that are not those of the same name here."""
+PRECISIONS = {"int8": (1, 0.9), "float8": (1, 2.6), "nf4": (0.52, 9.2)}
+"""Bytes per weight here, and the error of normal weights in percent (docs/lora.md)."""
+LIMITS = {"max_grad_norm": 2.0, "aspect_bucket_alignment": 64.0}
+"""Defaults of the original's that a family limits."""
+
+
+@dataclass(frozen=True)
+class There:
+    """A file of the original as its program reads it. `given` has values by the names that settings have here."""
+
+    given: Mapping[str, Any]
+    has_fsdp: bool = False
+    has_deepspeed: bool = False
+    deepspeed_optimizes: bool = False
+    """True if DeepSpeed's JSON has an optimizer, which replaces the file's."""
+
+    def word(self, name: str) -> str:
+        """Return a value as spellings are compared; that of a default here where the file has none."""
+        value = self.given.get(name)
+        return normalize_name(DEFAULTS.get(name, "") if value is None else value)
+
+    def number(self, name: str, default: float) -> float:
+        value = self.given.get(name)
+        try:
+            return default if value is None else float(value)
+        except (TypeError, ValueError):
+            return default  # whoever checks the value has the sentence
+
+    def has(self, name: str, value: Any) -> bool:
+        # value + 1: a number that is not there counts as another one.
+        return self.number(name, value + 1) == value if isinstance(value, float | int) else self.word(name) == value
+
+    def asks_for(self, name: str) -> bool:
+        return not is_off(self.given.get(name, ""))
+
+    @property
+    def family_name(self) -> str:
+        name = self.word("model_family")
+        return FAMILY_NAMES.get(name, name)
+
+    @property
+    def family(self) -> FamilyThere:
+        found = FAMILIES_THERE.get(self.family_name, FamilyThere())
+        if self.family_name == "auraflow" and self.word("model_flavour") == "pony":
+            found = replace(found, limits={"tokenizer_max_length": 768})
+        return replace(found, limits={}) if self.asks_for("i_know_what_i_am_doing") else found
+
+    @property
+    def optimizer(self) -> str:
+        return self.word("optimizer") or DEFAULT_OPTIMIZER
+
+    @property
+    def scheduler(self) -> str:
+        return self.word("lr_scheduler") or "constant_with_warmup"
+
+
+def unread(there: There) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) of what the original does not read, or replaces by a value of its own."""
+    yield from unread_by_optimizer(there)
+    if there.scheduler == "constant":
+        yield "lr_warmup_steps", "lr_scheduler=constant does not warm up there"
+    if there.scheduler == "linear":
+        yield "lr_end", "lr_scheduler=linear ends at 0 there"
+    if there.number("flow_schedule_shift", 3.0) > 0:
+        yield "flow_schedule_auto_shift", "flow_schedule_shift takes precedence there"
+    if clips_nothing(there):
+        yield "max_grad_norm", "the original does not clip values with FSDP"
+    if there.has_deepspeed:
+        yield "grad_clip_method", "DeepSpeed clips by the norm"
+    family = there.family
+    for name, value in family.forces.items():
+        if not there.has(name, value):
+            yield name, f"the original always has {value} for {there.family_name}"
+    for name, most in family.limits.items():
+        if there.number(name, LIMITS.get(name, 0)) > most:
+            yield name, f"the original has at most {most} for {there.family_name}"
+
+
+def unread_by_optimizer(there: There) -> Iterator[tuple[str, str]]:
+    if there.deepspeed_optimizes:
+        yield from ((name, "DeepSpeed has adam_beta1 and the like there") for name in OVERRIDES)
+        return
+    yield from ((name, "the original reads it with DeepSpeed's optimizers alone") for name in ADAM)
+    betas = [name for name in OVERRIDES[:2] if there.asks_for(name)]
+    if there.asks_for("optimizer_config"):
+        yield from ((name, "the original reads optimizer_config in its place") for name in betas)
+    elif len(betas) == 1:
+        yield betas[0], "the original reads both optimizer_beta1 and optimizer_beta2, or none"
+
+
+def own_values(there: There) -> Iterator[RawValue]:
+    """Yield the values that the original trains with where its file says nothing, or is not read."""
+    optimizer = OPTIMIZERS_THERE.get(there.optimizer)
+    if optimizer and not there.deepspeed_optimizes:
+        values = optimizer.settings
+        yield from (RawValue(name, value, f"{there.optimizer} has it there") for name, value in values.items())
+    family = {**there.family.limits, **there.family.forces}
+    yield from (RawValue(name, value, f"{there.family_name} has it there") for name, value in family.items())
+    if there.scheduler == "linear":
+        yield RawValue("lr_end", 0.0, "lr_scheduler=linear ends there")
+    if clips_nothing(there):
+        yield RawValue("max_grad_norm", 0.0, "the original does not clip values with FSDP")
+    if there.word("model_type") == "lora":
+        targets = LORA_TARGETS.get(there.family_name, IMAGE_STREAM)
+        yield RawValue("lora_target_modules", targets, "the layers that the original adapts")
+
+
+def only_there(there: There) -> Iterator[tuple[str, Any, str]]:
+    """Yield (name, value, reason) of what the original would do with this file and this version does not."""
+    is_own = there.family_name == "chroma" and there.asks_for("flow_use_uniform_schedule")  # the way of both programs
+    if (reason := there.family.lost) and not is_own:
+        yield "model_family", there.given.get("model_family"), reason
+    if there.number("aspect_bucket_rounding", 2) != 2:
+        reason = "buckets have the sizes of aspects with two decimals"
+        yield "aspect_bucket_rounding", there.given["aspect_bucket_rounding"], reason
+    if there.scheduler == "cosine":
+        reason = "there lr_warmup_steps is its period; here it is half a cosine over the whole run, to lr_end"
+        yield "lr_scheduler", there.given["lr_scheduler"], reason
+    if reason := OTHER_METHODS.get(there.optimizer):
+        yield "optimizer", there.given["optimizer"], reason
+    if there.has_fsdp and there.optimizer.startswith(NOT_WITH_FSDP2):
+        reason = "with FSDP2 the original trains with adamw_schedulefree in its place: name the one that you mean"
+        yield "optimizer", there.given["optimizer"], reason
+    is_distilled = there.word("model_flavour") in ASSISTED.get(there.family_name, ())
+    is_named = any(map(there.asks_for, ("disable_assistant_lora", "assistant_lora_path")))
+    if is_distilled and there.word("model_type") == "lora" and not is_named:
+        reason = (
+            "the original trains a LoRA of a distilled model on top of an assistant LoRA: name its file as "
+            "assistant_lora_path"
+        )
+        yield "disable_assistant_lora", False, reason
+
+
+def clips_nothing(there: There) -> bool:
+    return there.has_fsdp and there.word("grad_clip_method") != "norm"
+
+
+def translate(given: RawValue, there: There) -> tuple[RawValue, str]:
+    """Return a value in the words of this version, and a note on the difference."""
+    name, word = normalize_name(given.name.lstrip("-")), normalize_name(given.value)
+    if name == "optimizer" and (found := OPTIMIZERS_THERE.get(word)):
+        return replace(given, value=found.ours), found.note
+    if name == "base_model_precision" and (found := QUANTIZED.fullmatch(word)):
+        ours, note = nearest_precision(found[1], int(found[2]))
+        return replace(given, value=ours), note
+    if name == "model_family" and word in FAMILY_NAMES:
+        return replace(given, value=FAMILY_NAMES[word]), ""
+    if name == "flux_lora_target" and there.family_name == "flux" and word in FLUX_LORA_TARGETS:
+        return replace(given, name="lora_target_modules", value=FLUX_LORA_TARGETS[word]), ""
+    return given, ""
+
+
+def nearest_precision(kind: str, bits: int) -> tuple[str, str]:
+    """Return base_model_precision here for a kind of number there, and what differs."""
+    if bits > 8:
+        return "no_change", f"{bits} bits there; here in the precision of mixed_precision"
+    ours = "nf4" if bits <= 4 else "float8" if kind == "fp" else "int8"
+    held, error = PRECISIONS[ours]
+    how = "NormalFloat4 with a scale for 64 weights" if ours == "nf4" else "a scale for each row"
+    return ours, f"by torchao, {how}: bytes per weight {held}, there {bits / 8:g}; weights are {error} % off"
+
+
+def split_optimizer_config(given: RawValue) -> list[RawValue]:
+    """Return the values of optimizer_config, `eps=1e-6,weight_decay=0`; those without a setting keep its name."""
+    if normalize_name(given.name.lstrip("-")) != "optimizer_config" or not isinstance(given.value, str):
+        return [given]
+    pairs = [pair.strip().partition("=") for pair in given.value.split(",") if pair.strip()]
+    return [
+        replace(
+            given, name=CONFIG_KEYS[key], value=value, written=f"{key}={value}", place=f"{given.place} optimizer_config"
+        )
+        if key in CONFIG_KEYS
+        else replace(given, value=f"{key}={value}")
+        for key, _, value in pairs
+    ]

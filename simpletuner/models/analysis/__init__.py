@@ -1,1 +1,0 @@
-"""FLOPs, traces of a step, and detection of blocks."""

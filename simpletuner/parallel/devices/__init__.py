@@ -1,1 +1,0 @@
-"""Devices: memory, GPU facts, copies to and from the host."""

@@ -1,0 +1,312 @@
+"""`metrics.jsonl`, read whole or as it grows: running means that do not lag, as few points as a screen can show.
+
+No torch: the process that sends metrics to wandb reads it, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simpletuner.system.files.regular_files import open_regular, read_end
+
+# Of all steps: how many the running mean is over.
+WINDOW_SHARE = 0.05
+
+
+def window_of(points: int, share: float = WINDOW_SHARE) -> int:
+    """Return how many points the running mean of a curve is over: an odd number."""
+    return 2 * max(1, round(points * share / 2)) + 1
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Return the centred running mean; near the ends, where the window is truncated, a linear fit.
+
+    A mean of what is there would be that of a point further inside: of a falling loss, too low at first and too high
+    at last. An exponential mean lags everywhere.
+    """
+    count, half, position = len(values), window // 2, np.arange(len(values), dtype=np.float64)
+    first, last = np.maximum(position - half, 0).astype(int), np.minimum(position + half + 1, count).astype(int)
+
+    def window_mean(each: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([[0.0], np.cumsum(each)])
+        return (sums[last] - sums[first]) / (last - first)
+
+    # Least squares within each window; in the middle the slope has no influence.
+    mean_value, mean_position = window_mean(values), window_mean(position)
+    spread = window_mean(position**2) - mean_position**2
+    # A window of one point has no spread, and no slope.
+    slope = (window_mean(position * values) - mean_position * mean_value) / np.maximum(spread, 1e-9)
+    return mean_value + slope * (position - mean_position)
+
+
+def thin_out(steps: np.ndarray, values: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lowest and the highest point of each of `columns` equal parts of a curve, so that no peak is lost."""
+    if len(steps) <= 2 * columns:
+        return steps, values
+    width = -(-len(steps) // columns)
+    padded = np.pad(values, (0, -len(steps) % width), mode="edge").reshape(-1, width)
+    starts = np.arange(len(padded)) * width
+    extremes = np.stack([padded.argmin(axis=1), padded.argmax(axis=1)], axis=1) + starts[:, None]
+    kept = np.unique(np.minimum(extremes, len(steps) - 1))
+    return steps[kept], values[kept]
+
+
+METRICS = "metrics.jsonl"
+
+LOSSES = ("loss", "eval_loss", "eval_loss_ema")
+"""Every row of the metrics has a step, and at least one of these."""
+
+TAIL_BYTES = 64 << 10
+MAX_BYTES = 4 << 30
+"""The largest file of metrics that is read: 15 million rows of 280 bytes."""
+NUMBERS = {int, float, bool}
+# Up to which float64 has all integers.
+LARGEST_INTEGER = 1 << 53
+
+
+class MetricsReader:
+    """Parse a metrics file once: each `read` returns the rows that were appended since the one before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset, self.last_line = path, 0, b""
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return new rows, and whether they begin at the start of the file: it is new, was replaced or was cut.
+
+        A last line without a newline is still being written; it is returned once it is whole.
+        """
+        content, from_start = self._appended()
+        end = content.rfind(b"\n") + 1
+        if end:
+            self.offset += end
+            self.last_line = content[content.rfind(b"\n", 0, end - 1) + 1 : end]
+        return rows_in(content[:end]), from_start
+
+    def _appended(self) -> tuple[bytes, bool]:
+        """Return the content after the last line that was read, or the whole file if that line has moved.
+
+        A start drops the rows after its checkpoint and appends others, so a file may have been replaced and be longer.
+        Its inode would not tell, since file systems use them again; timings make each row differ from all others.
+        """
+        try:
+            with open_regular(self.path, MAX_BYTES) as file:
+                file.seek(self.offset - len(self.last_line))
+                is_same = file.read(len(self.last_line)) == self.last_line
+                if not is_same:
+                    file.seek(0)
+                    self.offset, self.last_line = 0, b""
+                return file.read(), self.offset == 0
+        except FileNotFoundError:
+            self.offset, self.last_line = 0, b""
+            return b"", True
+
+
+class MetricColumn:
+    """The values of one metric by step, in an array that grows by doubling."""
+
+    def __init__(self) -> None:
+        self.points, self.count = np.empty((2, 256)), 0
+
+    def extend(self, steps: Sequence[float], values: Sequence[float]) -> None:
+        count = self.count + len(values)
+        if count > self.points.shape[1]:
+            grown = np.empty((2, max(count, 2 * self.points.shape[1])))
+            grown[:, : self.count] = self.points[:, : self.count]
+            self.points = grown
+        self.points[:, self.count : count] = steps, values
+        self.count = count
+
+
+class MetricColumns:
+    """The metrics of a run as columns; `update` parses only what was appended to the file."""
+
+    def __init__(self, path: Path, column: Callable[[], Any] = MetricColumn) -> None:
+        self.reader, self.new_column = MetricsReader(path), column
+        self.columns: dict[str, Any] = {}
+
+    def update(self) -> MetricColumns:
+        """Read what is new, and return self. After a file was replaced, only what it has now is left."""
+        rows, from_start = self.reader.read()
+        if from_start:
+            self.columns.clear()
+        # Most rows have the same names as the one before: columns of 100,000 such take 0.1 s, values one by one 0.5 s.
+        for names, alike in groupby(rows, key=tuple):
+            self._extend(names, list(zip(*(row.values() for row in alike), strict=True)))
+        return self
+
+    def _extend(self, names: tuple[str, ...], columns: Sequence[Sequence[Any]]) -> None:
+        steps = columns[names.index("step")]
+        for name, values in zip(names, columns, strict=True):
+            kept = steps
+            if not NUMBERS.issuperset(map(type, values)):
+                pairs = [(step, value) for step, value in zip(steps, values, strict=True) if type(value) in NUMBERS]
+                kept, values = zip(*pairs, strict=True) if pairs else ((), ())
+            if values:
+                self.columns.setdefault(name, self.new_column()).extend(kept, values)
+
+    def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the steps and the values of a metric, both (points,) float64; empty for one that was never written."""
+        column = self.columns.get(name) or MetricColumn()
+        steps, values = column.points[:, : column.count]
+        return steps, values
+
+    def finite(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the points of a metric whose value can be drawn."""
+        steps, values = self.points(name)
+        kept = np.isfinite(values)
+        return steps[kept], values[kept]
+
+    def smoothed(self, name: str, share: float) -> tuple[int, np.ndarray]:
+        """Return the window of a running mean over a share of all points, and its values at the points of `finite`."""
+        values = self.finite(name)[1]
+        window = window_of(len(values), share)
+        return window, running_mean(values, window)
+
+
+def read_columns(path: Path) -> MetricColumns:
+    """Return all metrics of a file; empty if there is no file."""
+    return MetricColumns(path).update()
+
+
+def last_row(path: Path) -> dict[str, Any]:
+    """Return the last row of an optimizer step; empty where there is none. Reads the end of the file alone."""
+    rows = [row for row in rows_in(read_end(path, TAIL_BYTES)) if "loss" in row]
+    return rows[-1] if rows else {}
+
+
+def rows_in(content: bytes) -> list[dict[str, Any]]:
+    """Return the rows in the content of a metrics file; a line torn by a killed run, or damaged, is left out."""
+    return [row for row in parse_lines(content.removesuffix(b"\n").split(b"\n")) if is_row(row)]
+
+
+def parse_lines(lines: Sequence[bytes]) -> list[Any]:
+    """Return the values of JSON lines that can be parsed."""
+    # All at once is a third faster. A line that begins or ends otherwise is torn, and could be joined with another one.
+    if all(line[:1] == b"{" and line[-1:] == b"}" for line in lines):
+        try:
+            rows = json.loads(b"[" + b",".join(lines) + b"]")
+            if len(rows) == len(lines):
+                return rows
+        except (ValueError, RecursionError):
+            pass
+    return [row for line in lines for row in parse_line(line)]
+
+
+def parse_line(line: bytes) -> list[Any]:
+    try:
+        return [json.loads(line)]
+    except (ValueError, RecursionError):
+        return []
+
+
+def is_row(row: Any) -> bool:
+    if not isinstance(row, dict):
+        return False
+    step, loss = row.get("step"), row.get(loss_of(row))
+    # JSON as Python reads it has Infinity, NaN and integers that no float can hold.
+    return (
+        isinstance(step, float | int)
+        and abs(step) <= LARGEST_INTEGER
+        and (isinstance(loss, float) or (isinstance(loss, int) and abs(loss) <= LARGEST_INTEGER))
+    )
+
+
+def loss_of(row: Mapping[str, Any]) -> str:
+    """Return which loss a row has; `loss` where it has none."""
+    return next((name for name in LOSSES if name in row), "loss")
+
+
+# Between half as many and these are kept; a chart has 600 columns. Must be even.
+MAX_BLOCKS = 4096
+
+
+class ThinnedColumn:
+    """A metric as blocks of equally many points, of which the least, the greatest and the mean are kept.
+
+    Blocks hold one point each until there are MAX_BLOCKS; whenever there are, two become one. So adding a point costs
+    the same after a million others.
+    """
+
+    def __init__(self) -> None:
+        self.size, self.count, self.points = 1, 0, 0
+        self.low, self.high, self.mean = (np.empty((2, MAX_BLOCKS)) for _ in range(3))
+        """Steps and values, (2, blocks)."""
+        self.tail = np.empty((2, 0))
+        """Points that do not fill a block yet."""
+
+    def extend(self, steps: Sequence[float], values: Sequence[float]) -> None:
+        """Add points; those that cannot be drawn are left out."""
+        added = np.array([steps, values], dtype=np.float64)
+        added = added[:, np.isfinite(added[1])]
+        self.points += added.shape[1]
+        self.tail = np.concatenate([self.tail, added], axis=1)
+        while blocks := min(self.tail.shape[1] // self.size, MAX_BLOCKS - self.count):
+            full, self.tail = np.split(self.tail, [blocks * self.size], axis=1)
+            self._add(full.reshape(2, blocks, self.size))
+            if self.count == MAX_BLOCKS:
+                self._halve()
+
+    def _add(self, points: np.ndarray) -> None:
+        """Add blocks: (2, blocks, points)."""
+        new = slice(self.count, self.count + points.shape[1])
+        self.low[:, new], self.high[:, new], self.mean[:, new] = summarized(points)
+        self.count = new.stop
+
+    def _halve(self) -> None:
+        pairs = [each.reshape(2, -1, 2) for each in (self.low, self.high, self.mean)]
+        self.size, self.count = 2 * self.size, MAX_BLOCKS // 2
+        kept = summarized(pairs[0])[0], summarized(pairs[1])[1], pairs[2].mean(axis=2)
+        for mine, half in zip((self.low, self.high, self.mean), kept, strict=True):
+            mine[:, : self.count] = half
+
+    def extremes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the least and the greatest point of each block in the order of their steps, and the last points."""
+        low, high = self.low[:, : self.count], self.high[:, : self.count]
+        ordered = np.where(low[0] <= high[0], (low, high), (high, low))  # (2, 2, blocks)
+        blocks = ordered.transpose(1, 2, 0).reshape(2, -1)
+        if self.tail.size:
+            tail = summarized(self.tail.reshape(2, 1, -1))
+            rest = np.concatenate([*tail[:2], self.tail[:, -1:]], axis=1)
+            blocks = np.concatenate([blocks, rest[:, rest[0].argsort()]], axis=1)
+        # Where the least and the greatest of a block are one point, it is there twice.
+        steps, values = blocks[:, np.diff(blocks[0], prepend=-np.inf) > 0]
+        return steps, values
+
+    def means(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean step and value of each block, and of the points that do not fill one."""
+        rest = [self.tail.mean(axis=1, keepdims=True)] if self.tail.size else []
+        steps, values = np.concatenate([self.mean[:, : self.count], *rest], axis=1)
+        return steps, values
+
+
+def summarized(points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the least, the greatest and the mean of the points of each block, (2, blocks) of (2, blocks, points)."""
+    low, high = (np.expand_dims(of(points[1], axis=1), (0, 2)) for of in (np.argmin, np.argmax))
+    chosen = [np.take_along_axis(points, np.broadcast_to(at, (2, *at.shape[1:])), 2)[..., 0] for at in (low, high)]
+    return chosen[0], chosen[1], points.mean(axis=2)
+
+
+class ThinnedColumns(MetricColumns):
+    """Metrics of a run, thinned out for charts. The cost of a new line does not depend on the length of the file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, ThinnedColumn)
+
+    def finite(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        return self._column(name).extremes()
+
+    def smoothed(self, name: str, share: float) -> tuple[int, np.ndarray]:
+        column = self._column(name)
+        steps, means = column.means()
+        drawn = column.extremes()[0]
+        values = running_mean(means, window_of(len(means), share)) if len(means) else means
+        return window_of(column.points, share), np.interp(drawn, steps, values) if len(means) else values
+
+    def _column(self, name: str) -> ThinnedColumn:
+        return self.columns.get(name) or ThinnedColumn()

@@ -1,1 +1,0 @@
-"""accelerate's config file and the arguments of accelerate launch."""

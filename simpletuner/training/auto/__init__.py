@@ -1,1 +1,0 @@
-"""Settings that a run chooses: compiling, recomputation, memory."""

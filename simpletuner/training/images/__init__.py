@@ -1,1 +1,0 @@
-"""Image files that a run writes, and grids of them."""
