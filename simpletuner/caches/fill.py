@@ -120,7 +120,7 @@ def open_on_all_ranks(
 
 
 def look_up(reader: ShardReader, requests: Iterable[CacheRequest]) -> tuple[NDArray[np.bool_], dict[str, str]]:
-    """Return which requests have no record, and by name why the record of others could not be made."""
+    """Mask of requests without a record, and the reasons by name for those that could not be made."""
     remaining, missing = iter(requests), [np.zeros(0, bool)]
     broken: dict[str, str] = {}
     while block := list(islice(remaining, BLOCK)):

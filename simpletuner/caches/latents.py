@@ -109,7 +109,7 @@ class LatentsCache:
         return map(self.request, self.samples)
 
     def request(self, sample: Sample) -> CacheRequest:
-        """Return what a sample needs; grouped by target size, since only images of one shape can share a batch."""
+        """Request for a sample, grouped by target size: only images of one shape can share a batch."""
         return CacheRequest(sample.id, self._parts(sample), str(sample.geometry.target))
 
     def read(self, sample: Sample) -> Tensor:
@@ -124,7 +124,7 @@ class LatentsCache:
         return self._record(sample)["mask"].float() if sample.mask else None
 
     def read_first_frame(self, sample: Sample) -> Tensor:
-        """Return what the model is given of a clip's first frame (C, F, H, W), float32, F = 1 of its latents."""
+        """Encoded first frame of a clip (C, F, H, W), float32, with one latent frame: F = 1."""
         record = self._record(sample)
         return (record["first_frame"] if self.encodes_first_frame else record["latents"][:, :1]).float()
 
@@ -159,7 +159,7 @@ class LatentsCache:
 
 
 def undecodable(sample: Sample, reason: str, hint: str) -> DataError:
-    """Return what ends a run while it trains: with another image in its place, batches would depend on that moment."""
+    """Error that ends training: replacing the image would make batches depend on the moment it failed."""
     return DataError(f"{sample.id} cannot be decoded: {reason}", hint)
 
 
@@ -171,7 +171,7 @@ def latents_dtype(settings: Settings) -> str:
 
 
 def decoding_threads(samples: DatasetSamples | References, world: World) -> int:
-    """Return how many threads of a rank decode images: its share of the cores, or as many as hide a store's latency."""
+    """Decoding threads per rank: its share of the cores, or more to hide a store's latency."""
     cores = min((os.cpu_count() or 1) // world.local_size, MOST_DECODING_THREADS)
     wanted = samples.dataset.max_workers or max(2, cores, samples.storage.concurrent_reads)
     if isinstance(samples, References) or not samples.dataset.clips:

@@ -47,7 +47,7 @@ class LatentsOnDemand:
         return None if masks is None else masks[0].cpu()
 
     def read_first_frame(self, sample: Sample) -> Tensor:
-        """Return what the model is given of a clip's first frame (C, F, H, W), float32."""
+        """Encoded first frame of a clip (C, F, H, W), float32."""
         if not self.encodes_first_frame:
             return self.read(sample)[:, :1]
         with self.vae.use() as vae:

@@ -154,7 +154,7 @@ def open_paired(
 
 
 def reads_images(family: ModelFamily, part: DatasetSamples) -> bool:
-    """Return whether text encoders read the references, or the first frames, of a dataset."""
+    """True if text encoders read a dataset's references or first frames."""
     return family.reads_references and bool(part.references or part.dataset.is_i2v)
 
 
@@ -165,12 +165,11 @@ def without_caption(family: ModelFamily, empty: Conditioning) -> Conditioning:
 
 
 def encodes_beside(dataset: ImageDataset) -> bool:
-    """Return whether a dataset's images are encoded while training."""
     return dataset.vae_cache_disable or dataset.vae_cache_ondemand
 
 
 def holds_prompts(settings: Settings, grows: bool) -> bool:
-    """Return whether the prompts are in the cache that grows while training, or in the one that does not."""
+    """True if the prompts are in the cache with this value of `grows`."""
     return not settings.data.text_cache_disable and settings.data.text_cache_ondemand == grows
 
 
@@ -181,5 +180,5 @@ def used_texts(texts: Sequence[TextEmbeds], datasets: Sequence[ImageDataset], se
 
 
 def uses(dataset: ImageDataset, embeds: TextEmbeds, texts: Sequence[TextEmbeds]) -> bool:
-    """Return whether a dataset's captions are cached there: where it says, else in the first one."""
+    """True if a dataset's captions are cached there: in the cache that it names, else the first one."""
     return not dataset.text_cache_disable and (dataset.text_embeds or texts[0].id) == embeds.id

@@ -209,7 +209,7 @@ class PairedTexts:
 
 
 def texts_of(sample: Sample) -> tuple[str, ...]:
-    """Return what is encoded of a sample: the empty caption stands for a dropped one."""
+    """Texts to encode for a sample; a dropped caption is the empty one."""
     return (*sample.captions, "")
 
 

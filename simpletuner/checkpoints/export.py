@@ -160,10 +160,10 @@ def write_modular_index(family: ModelFamily, target: Path) -> None:
 
 
 def files_to_copy(family: ModelFamily) -> list[tuple[str, Path]]:
-    """Return what an export copies from the base model, as (name below it, file).
+    """Files that an export copies from the base model, as (name below it, file).
 
-    Raises EnvironmentNotReady for what is not a regular file, and for a link that leads out of the model's folders:
-    publishing the pipeline would publish its target.
+    Raises EnvironmentNotReady for what is not a regular file, and for a link that leads out of the model's
+    folders: publishing the pipeline would publish its target.
     """
     base = family.folder
     names = [name for name, value in family.index.items() if isinstance(value, list) and any(value)]

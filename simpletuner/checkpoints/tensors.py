@@ -163,7 +163,7 @@ def plan_group(tensors: NamedTensors) -> TensorGroup:
 
 
 def planned(make: Callable[[], NamedTensors]) -> Callable[[], TensorGroup]:
-    """Return what makes tensors in the checkpoint layout, and their plan."""
+    """Function that makes tensors in the checkpoint layout, and their plan."""
     return lambda: plan_group(make())
 
 

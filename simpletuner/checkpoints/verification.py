@@ -131,7 +131,6 @@ def find_incomplete(folder: Path, world: World) -> str:
 
 
 def find_file_damage(checkpoint: Checkpoint, name: str) -> str:
-    """Return what is wrong with a file."""
     path = checkpoint.folder / name
     try:
         is_intact = file_checksum(path) == checkpoint.state["checksums"].get(name)

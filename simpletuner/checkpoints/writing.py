@@ -44,7 +44,7 @@ def write_sharded(folder: Path, group: TensorGroup, world: World) -> dict[str, s
 
 
 def saved_offsets(shard: WrittenShard) -> list[int]:
-    """Return where a shard begins in its tensor, by dimension."""
+    """Offsets of a shard in its tensor, by dimension."""
     return [shard.row if dimension == 0 else 0 for dimension in range(len(shard.shape))]
 
 
@@ -140,7 +140,7 @@ def write_safetensors(
 
 
 def make_header(contents: Mapping[str, Content], metadata: Mapping[str, str]) -> bytes:
-    """Return what precedes the data: https://github.com/huggingface/safetensors#format."""
+    """Bytes before the data: https://github.com/huggingface/safetensors#format."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (dtype, shape) in contents.items():

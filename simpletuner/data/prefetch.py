@@ -242,7 +242,7 @@ def loss_masks(
 
 
 def happens(probability: float, *key: object) -> bool:
-    """Return whether an event of this probability happens, as `key` decides."""
+    """Draw an event of this probability, determined by `key`."""
     return hash_key(*key) < probability * 2.0**64
 
 

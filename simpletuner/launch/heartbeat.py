@@ -120,7 +120,7 @@ class PeerMonitor:
         return None
 
     def others_are(self, *states: str) -> bool:
-        """Return whether the last heartbeat of every other machine had one of these states."""
+        """True if the last heartbeat of every other machine had one of these states."""
         return all(beat.state in states for beat, _ in self.received.values())
 
     @property
@@ -146,7 +146,7 @@ class PeerMonitor:
             now = time.monotonic()
 
     def _is_store_lost(self) -> bool:
-        """Return whether the store has not answered for so long that waiting for it is useless."""
+        """True if the store has been silent for so long that waiting is useless."""
         return self.here > 0 and time.monotonic() - self.answered > self._allowed_seconds()
 
     def _run(self) -> None:

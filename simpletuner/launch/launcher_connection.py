@@ -72,7 +72,7 @@ class LauncherConnection:
                 self.send(dumped=True)
 
     def _is_asked(self) -> bool:
-        """Return whether the launcher has sent something; it only ever asks for a dump."""
+        """True if the launcher has sent something: only ever a request for a dump."""
         assert self.connection is not None
         poll = select.poll()
         try:

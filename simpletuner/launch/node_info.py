@@ -54,7 +54,7 @@ class NodeInfo:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the process certainly is not running any more: it ran here, and its pid is free."""
+        """True if the process is certainly gone: it ran here, and its pid is free."""
         return bool(self.boot) and self.boot == boot_of_machine() and not Path(f"/proc/{self.pid}").exists()
 
 

@@ -29,7 +29,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Return whether this process is already a rank, started by us, by torchrun or by `accelerate launch`."""
+    """True if this process was started as a rank, by us, torchrun or `accelerate launch`."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
@@ -69,7 +69,7 @@ def visible_gpus(launch: Launch, environment: Mapping[str, str] = os.environ) ->
 
 
 def among_inherited(ids: list[str], inherited: str) -> list[str]:
-    """Return what gpu_ids means to CUDA. SLURM and Kubernetes give a job some GPUs, which it counts from 0.
+    """CUDA device ids for gpu_ids. SLURM and Kubernetes give a job some GPUs, numbered from 0 inside it.
 
     Raises SettingsError for a GPU that the job was not given.
     """

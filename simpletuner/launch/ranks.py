@@ -133,7 +133,7 @@ class Ranks:
         return -any(status.unsaved for status in list(self.statuses.values()))
 
     def save_seconds(self) -> float:
-        """Return how long saving takes the slowest rank; 0 where that is not known."""
+        """Seconds of the slowest rank's save; 0 if unknown."""
         return max((status.save_seconds for status in list(self.statuses.values())), default=0.0)
 
     def first_failure(self) -> ProcessExit | None:

@@ -261,7 +261,7 @@ def wait_for_machine_0(launch: Launch, check: Callable[[], None], say: Callable[
 
 
 def why_unreachable(host: str, port: int) -> str:
-    """Return why connecting to an address fails; empty if it succeeds."""
+    """Reason why connecting to an address fails; empty if it succeeds."""
     try:
         socket.create_connection((host, port), timeout=2).close()
     except OSError as error:

@@ -74,7 +74,7 @@ def usage_of(pid: int) -> Usage | None:
 
 
 def major_faults(pid: int) -> int:
-    """Return how many pages a process has read from mapped files: all that is counted of such reads on FUSE."""
+    """Major page faults of a process: the only count of reads from mapped files on FUSE."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from state on, the third of proc(5)
     return int(fields[9])  # which psutil leaves out
 
@@ -225,7 +225,7 @@ def dumps_at(prefix: Path) -> dict[Path, int]:
 
 
 def where_dumps_are(prefix: Path, before: Mapping[Path, int]) -> str:
-    """Return where the dumps are that were not there before, and what reads them; empty where there are none."""
+    """Paths of new dumps, and the program that reads them; empty if there are none."""
     new = [path for path, written in dumps_at(prefix).items() if before.get(path) != written]
     if not new:
         return ""

@@ -184,7 +184,7 @@ def started_task(environment: Mapping[str, str]) -> Task | None:
 
 
 def stop_advice(environment: Mapping[str, str], save_seconds: float) -> str:
-    """Return how a run is stopped whose launcher, asked to stop itself, kills it within `save_seconds`; else nothing.
+    """Advice for a run whose launcher would kill it within `save_seconds` of being stopped; else empty.
 
     As seen on Slurm 22.05.8 and Open MPI 4.1.4; docs/many-machines.md has a table of launchers.
     """
@@ -202,11 +202,11 @@ def stop_advice(environment: Mapping[str, str], save_seconds: float) -> str:
 
 
 def is_typed(environment: Mapping[str, str]) -> bool:
-    """Return whether this command was started in the shell of `srun --pty bash`, and not by srun itself.
+    """True if this command was typed in the shell of `srun --pty bash`, not started by srun itself.
 
-    SLURM_PTY_PORT does not tell: `srun` and `sbatch` inherit it where they are typed in such a shell. The shell is a
-    task with a terminal, and gives each command a process group of its own; a task of a plain srun has no terminal, and
-    a command or script that `srun --pty` starts itself stays in the group of its task.
+    SLURM_PTY_PORT does not tell: `srun` and `sbatch` inherit it where they are typed in such a shell. The
+    shell is a task with a terminal, and gives each command a process group of its own; a task of a plain srun
+    has no terminal, and a command or script that `srun --pty` starts itself stays in the group of its task.
     """
     if "SLURM_PTY_PORT" not in environment:
         return False

@@ -46,7 +46,7 @@ class Store(Protocol):
         ...
 
     def all_exist(self, keys: Collection[str]) -> bool:
-        """Return whether all keys exist, with a single request."""
+        """True if all keys exist, by a single request."""
         ...
 
     def get(self, keys: Sequence[str]) -> list[bytes]:

@@ -170,7 +170,7 @@ def supervise(run: SupervisedRun) -> Termination | None:
 
 
 def find_termination(run: SupervisedRun) -> Termination | None:
-    """Return why the run must end now, after publishing it for all machines; None while all is well."""
+    """Reason to end the run now, published for all machines; None while all is well."""
     ranks, peers, here = run.ranks, run.peers, run.peers.here
     if run.stop.signal_number:
         return peers.terminate(launcher_signaled(here, run.stop.signal_number))
@@ -212,7 +212,7 @@ def shut_down(run: SupervisedRun, termination: Termination) -> None:
 
 
 def exit_seconds(termination: Termination) -> float:
-    """Return how long ranks may take to exit."""
+    """Seconds that ranks get to exit."""
     if termination.signal_number:
         return SAVE_ON_SIGNAL_SECONDS
     return BEREFT_SECONDS if termination.killed else EXIT_SECONDS

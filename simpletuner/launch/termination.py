@@ -49,7 +49,7 @@ class Termination:
         return RemoteFailure(self.exit_code, place + self.sentence, self.hint)
 
     def is_explained_by(self, reason: Mapping[str, Any]) -> bool:
-        """Return whether the reason that a rank of this machine sent before it exited is about the same failure."""
+        """True if a rank's last message, sent before it exited, is about the same failure."""
         return bool(reason) and reason["exit_code"] == self.exit_code
 
     def with_reason(self, reason: Mapping[str, Any]) -> Termination:

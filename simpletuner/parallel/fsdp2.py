@@ -129,7 +129,7 @@ def imported(path: str):
 
 
 def is_synced_each_batch(parallel: Parallel, parameters: int) -> bool:
-    """Return whether gradients are reduced after each micro-batch: as set, or else for models above a size."""
+    """True if gradients are reduced after each micro-batch: as set, or by default for large models."""
     asked = parallel.fsdp_sync_each_batch
     return parameters > SYNC_EACH_BATCH_ABOVE if asked is None else asked
 

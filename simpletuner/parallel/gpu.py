@@ -81,7 +81,7 @@ def set_float32_precision(allow_tf32: bool) -> None:
 
 
 def return_memory(device: torch.device) -> None:
-    """Return what is no longer used to the driver: NCCL, cuDNN and other processes cannot use what torch keeps."""
+    """Free torch's cached blocks: NCCL, cuDNN and other processes cannot use them."""
     if device.type == "cuda":
         # First: tensors in reference cycles are still in use for the allocator.
         gc.collect()
@@ -101,8 +101,11 @@ def explain_out_of_memory(settings: Settings, device: torch.device) -> Iterator[
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether memory was used up: torch's allocator has a class of its own for it, but not the CUDA runtime
-    (page-locked memory, contexts), cuBLAS, cuDNN and NCCL."""
+    """True if memory ran out.
+
+    Only torch's allocator has a class for it: the CUDA runtime (page-locked memory, contexts), cuBLAS, cuDNN
+    and NCCL do not.
+    """
     said = str(error)
     is_cuda = any(word in said for word in ("CUDA", "CUBLAS", "CUDNN", "NCCL"))
     exhausted = any(word in said for word in ("out of memory", "ALLOC_FAILED"))
@@ -164,7 +167,7 @@ class View:
 
 
 def view_of_rank(local_rank: int, use_cpu: bool = False, devices: Path = DEVICES) -> View:
-    """Return what this rank sees. Raises EnvironmentNotReady for a GPU that torch cannot use."""
+    """Host and visible GPUs of this rank. Raises EnvironmentNotReady for an unusable GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     cards: list[str] = []
     if not use_cpu and torch.cuda.is_available():

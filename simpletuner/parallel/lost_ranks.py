@@ -35,10 +35,10 @@ def find_ended(store: dist.Store, ranks: Iterable[int]) -> list[int]:
 
 
 def find_lost(store: dist.Store, rank: int, size: int, wait_seconds: float, is_told: Callable[[], bool] | None) -> str:
-    """Return which ranks are gone, as a phrase, once a collective has failed because of them; empty once `is_told`.
+    """Name the lost ranks after a failed collective; empty once `is_told`.
 
-    Waits for `is_told`, if there is a launcher that will tell. Of ranks whose process has not ended on this machine,
-    those are named that do not ask the same within `wait_seconds`.
+    Waits for `is_told`, if there is a launcher that will tell. Of ranks whose process has not ended on this
+    machine, those are named that do not ask the same within `wait_seconds`.
     """
     others, end = [number for number in range(size) if number != rank], time.monotonic() + wait_seconds
     silent, gone, processes = others, list[int](), dict[int, str]()
@@ -60,7 +60,7 @@ def find_lost(store: dist.Store, rank: int, size: int, wait_seconds: float, is_t
 
 
 def has_ended(process: str) -> bool:
-    """Return whether a process of this machine (`host pid`) is gone; False for those of others."""
+    """True if a process of this machine (`host pid`) is gone; False for other machines' processes."""
     host, _, pid = process.rpartition(" ")
     return host == socket.gethostname() and not Record(host=host, pid=int(pid)).is_launcher_alive
 
@@ -73,7 +73,7 @@ def named(numbers: Sequence[int], processes: Mapping[int, str]) -> str:
 
 
 def join_problem(text: str, rank: int, environment: Mapping[str, str], seconds: float) -> tuple[str, str]:
-    """Return why a rank could not join the others, and what to do, by the text of torch's error."""
+    """Cause and hint for a rank that could not join, by the text of torch's error."""
     host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     place = f"{host}:{port}"
     if "Unable to find address for" in text or "Unable to find interface" in text:

@@ -45,7 +45,7 @@ def moment_shapes(optimizer: str, shape: Shape, is_hidden_matrix: bool = False) 
 
 
 def needs_shapes(optimizer: str) -> bool:
-    """Return whether the moments of a model follow from its weights' shapes, not from their number alone."""
+    """True if the moments depend on the shapes of the weights, not only on their number."""
     return optimizer in ("adafactor", "muon")
 
 
@@ -70,7 +70,7 @@ class TrainedWeights:
         return self.num_parameters - sum(prod(shape) for shape, _ in self.shapes)
 
     def held_states(self, optimizer: str, ranks: int) -> float:
-        """Return how many numbers of moments each of so many ranks holds for each weight of its share."""
+        """Values of optimizer state per weight of a rank's share."""
         sizes = [
             prod(moment) * (1 if len(moment) == len(shape) else ranks)
             for shape, is_hidden in self.shapes
@@ -80,5 +80,5 @@ class TrainedWeights:
         return sum(sizes) / self.num_parameters
 
     def saved_states(self, optimizer: str) -> int:
-        """Return how many numbers of moments a checkpoint holds, over all ranks."""
+        """Values of optimizer state per weight in a checkpoint, over all ranks."""
         return sum(prod(m) for each in self.shapes for m in moment_shapes(optimizer, *each).values())

@@ -233,7 +233,7 @@ def joined_world(
 def joined(
     join: Callable[[], tuple[dist.Store, torch.device]], rank: int, stop: StopRequest
 ) -> tuple[dist.Store, torch.device]:
-    """Return what `join` does once all have joined. torch blocks where no signal reaches Python, so a thread joins."""
+    """Result of `join`, called in a thread: torch blocks where no signal reaches Python."""
     results: list[tuple[dist.Store, torch.device] | Exception] = []
 
     def attempt() -> None:
@@ -318,10 +318,10 @@ def report_first_failure(world: World, stop: StopRequest, launcher: LauncherConn
 
 
 def is_first_failure(world: World, launcher: LauncherConnection, error: SimpleTunerError) -> bool:
-    """Return whether no other rank of this machine has failed before; the first one sends the launcher the reason.
+    """True for the first failing rank of this machine, which sends the launcher the reason.
 
-    Once the launcher is gone, each rank says itself what went wrong, and the first one that it has stopped. A store
-    that cannot be reached was served by the first rank, which has failed, or by the launcher.
+    Once the launcher is gone, each rank says itself what went wrong, and the first one that it has stopped. A
+    store that cannot be reached was served by the first rank, which has failed, or by the launcher.
     """
     try:
         # Not asked of a launcher that is gone: torch would wait seconds for its store.
@@ -337,6 +337,6 @@ def is_first_failure(world: World, launcher: LauncherConnection, error: SimpleTu
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Return whether a collective failed because another rank went away."""
+    """True if a collective failed because another rank is gone."""
     gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     return isinstance(error, dist.DistError) or gloo

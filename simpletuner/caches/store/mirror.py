@@ -185,7 +185,7 @@ def index_name(shard: str) -> str:
 
 
 def is_behind(shard: str, one: dict[str, int], other: dict[str, int]) -> bool:
-    """Return whether one side has less of a shard than the other one, of which both files only grow."""
+    """True if `one` has less of a shard than `other`; shard files only grow."""
     return any(one.get(name, -1) < other[name] for name in (shard, index_name(shard)))
 
 

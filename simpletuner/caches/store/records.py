@@ -134,7 +134,7 @@ def latents_parts(sample: Sample, vae: str, dtype: str) -> KeyParts:
 
 
 def reference_parts(sample: Sample) -> KeyParts:
-    """Return what an embedding depends on whose text encoder reads the references."""
+    """Key parts of an embedding whose text encoder reads the references."""
     return {
         f"reference {number}": f"{each.name} {each.version} {each.geometry.resized} {each.geometry.crop_left_top} "
         f"{each.geometry.target}" + (f" from {each.geometry.clip.start}" if each.geometry.clip else "")
@@ -143,7 +143,7 @@ def reference_parts(sample: Sample) -> KeyParts:
 
 
 def text_parts(encoders: str, dtype: str, max_length: int | None) -> KeyParts:
-    """Return what a caption's embedding depends on, besides the caption, which is the record's name."""
+    """Key parts of a caption's embedding, besides the caption, which is the record's name."""
     return {"text encoders": encoders, "dtype": dtype, "maximum length": str(max_length)}
 
 

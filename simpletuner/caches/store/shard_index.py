@@ -143,7 +143,7 @@ class MergedIndex:
         return np.where(same, found, -1)
 
     def reason(self, row: int) -> str:
-        """Return why a row's record could not be made; empty for one that was."""
+        """Reason why a row's record could not be made; empty otherwise."""
         number = int(self.rows[row]["reason"])
         return self.reasons[number - 1] if number else ""
 
@@ -237,7 +237,7 @@ def rows_of(
 
 
 def is_among(rows: NDArray[np.void], places: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Return which rows are at one of these (shard number, offset)."""
+    """Mask of rows at one of these (shard number, offset)."""
     found = np.zeros(len(rows), bool)
     for shard, offset in places:
         found |= (rows["shard"] == shard) & (rows["offset"] == offset)

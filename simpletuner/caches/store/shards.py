@@ -182,7 +182,7 @@ class ShardReader:
             mirror.stored.update(name for name, *_ in self.index.sources)
 
     def find(self, name: str, parts: KeyParts) -> RecordLocation | None:
-        """Return where the record made from exactly these parts is, or None."""
+        """Location of the record made from exactly these parts, or None."""
         row = int(self.index.find(record_keys([(name, parts)]))[0])
         return None if row < 0 else self.index.location(self.folder, row, name, parts)
 
@@ -258,7 +258,7 @@ MOST_DIGESTS = 64
 
 
 def read_note(reader: ShardReader, digest: str) -> dict[str, str] | None:
-    """Return why records could not be made, by name, if all others of these requests are there; None if unknown."""
+    """Reasons of failed records by name, if all others of these requests exist; None if unknown."""
     return read_digests(reader).get(digest)
 
 

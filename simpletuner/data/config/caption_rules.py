@@ -48,7 +48,7 @@ BLANK_TEXT = re.compile(f"^[{BLANK}]*$")
 
 
 def is_blank(text: str) -> bool:
-    """Return whether nothing of a text shows."""
+    """True if no character of a text is visible."""
     return BLANK_TEXT.match(text) is not None
 
 
@@ -107,7 +107,7 @@ def lines_of(path: Path) -> list[Any]:
 
 
 def compile_rule(rule: Any) -> Callable[[str], str]:
-    """Return what applies a rule to a caption. Raises re.error or ValueError for a bad one."""
+    """Compile a rule to a function of a caption. Raises re.error or ValueError for an invalid one."""
     if not isinstance(rule, str):
         raise ValueError("must be a text")
     if rule.startswith("s/"):

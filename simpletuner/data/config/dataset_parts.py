@@ -162,7 +162,7 @@ class ParticipationKeys(DatasetSettings):
 
 
 def copies_of(datasets: Sequence[ImageDataset]) -> list[Copies]:
-    """Return how often an epoch shows the samples of each dataset; the largest probability in training is 1."""
+    """Repeats of each dataset's samples per epoch; the largest probability in training counts as 1."""
     # Exact, and from the text: 0.1 as a float is no tenth, and copies of a group decide the order of samples.
     weights = [Fraction(str(dataset.probability)) for dataset in datasets]
     # Data of type eval is not trained on, so its probability must not scale that of the others.

@@ -131,7 +131,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
 
     @property
     def is_i2v(self) -> bool:
-        """Return whether a model is given the first frame of each clip, once it is known which model it is."""
+        """True if the model is given the first frame of each clip; known once the model is."""
         return self.clips is not None and bool(self.clips.is_i2v)
 
     @property
@@ -173,8 +173,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
 
     @property
     def may_have_sizes_from_table(self) -> bool:
-        """Return whether a table replaces headers. Where each image has a text file to read, its header is read as
-        well."""
+        """True if a table can replace image headers: not beside text files, since those are read together."""
         return self.metadata_backend == PARQUET and self.caption_strategy != "textfile"
 
     @model_validator(mode="after")
@@ -242,7 +241,7 @@ class UrlImages(ImageDataset):
 
 
 def belongs_to_split(file: PurePath, split: str) -> bool:
-    """Return whether a file's name, or a folder that it is in, begins with or is the name of a split."""
+    """True if a split's name equals or begins the file's name, or that of a folder above it."""
     return file.name.startswith(split) or split in file.parts[:-1]
 
 
@@ -276,7 +275,7 @@ class SnapshotImages(ImageDataset):
 
     @property
     def is_on_hub(self) -> bool:
-        """Return whether `dataset_name` is to be fetched: no folder that is here."""
+        """True if `dataset_name` must be downloaded: no local folder has that name."""
         return HUB_ID.fullmatch(str(self.dataset_name)) is not None and not self.dataset_name.is_dir()
 
     @model_validator(mode="before")

@@ -113,7 +113,7 @@ def unused_defaults(parsed: DatasetFile, data: Data, given: Collection[str]) -> 
 
 
 def data_facts(datasets: Iterable[ImageDataset]) -> dict[str, bool]:
-    """Return what only the datasets can tell of conditions under which settings have an effect."""
+    """Facts about the datasets that conditions of settings (`when=`) refer to."""
     datasets = list(datasets)
     conditioning = [each for dataset in datasets for each in dataset.conditioning]
     return {
@@ -209,7 +209,7 @@ def inherited(data: Data) -> dict[str, Any]:
 
 
 def fallbacks(kind: type[ImageDataset | Embeds], data: Data) -> dict[str, Any]:
-    """Return what an entry of the dataset file falls back to."""
+    """Defaults of an entry in the dataset file, from the flags."""
     if issubclass(kind, ImageDataset):
         return inherited(data)
     return compression(data) if issubclass(kind, TextEmbeds) else {}
@@ -291,7 +291,6 @@ def keys_of_other_places(kind: type[ImageDataset | Embeds]) -> dict[str, Rule]:
 
 
 def mistake_of(item: Any, fields: Mapping[str, FieldInfo], entry: DatasetEntry) -> Mistake:
-    """Return what is wrong with one key of a dataset."""
     path = ".".join(str(part) for part in item["loc"] if isinstance(part, str))
     key = path if path in fields else item["type"]  # a rule between keys names the one to change
     if item["type"] == "missing":

@@ -79,7 +79,7 @@ def check_id(name: str) -> str:
 
 
 def is_control(letter: str) -> bool:
-    """Return whether a letter is a control character or a lone surrogate, which stands for an undecodable byte."""
+    """True for a control character or a lone surrogate, which stands for an undecodable byte."""
     return unicodedata.category(letter) in ("Cc", "Cs")
 
 

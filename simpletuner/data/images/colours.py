@@ -254,7 +254,7 @@ def to_srgb(image: Image.Image, profile: bytes) -> Image.Image | None:
 
 @lru_cache(maxsize=16)  # a profile of CMYK may have 2 MB; those of one camera are the same
 def transform_of(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """Return what converts pixels of a mode; None for sRGB, for a damaged profile and for one of another mode."""
+    """Transform from a profile to sRGB; None for sRGB, a damaged profile, or a profile of another mode."""
     try:
         source = ImageCms.ImageCmsProfile(BytesIO(profile))
         if MODES.get(source.profile.xcolor_space) != mode:  # pyright: ignore[reportAttributeAccessIssue] (Pillow says a file)
@@ -266,7 +266,7 @@ def transform_of(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None
 
 
 def changes_colours(transform: ImageCms.ImageCmsTransform) -> bool:
-    """Return whether a transform of RGB is more than rounding; most profiles in photographs are that of sRGB."""
+    """True if an RGB transform does more than rounding; most profiles in photographs are sRGB."""
     # 18 levels per channel with both ends: 5,832 colours stand for 16.7 million.
     levels = np.arange(0, 256, 15, dtype=np.uint8)
     colours = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(len(levels), -1, 3)

@@ -224,7 +224,7 @@ def from_hexadecimal(text: bytes) -> bytes:
 
 
 def inflated(content: bytes, limit_bytes: int) -> bytes:
-    """Return what zlib has compressed, at most so much of it; nothing where it is damaged."""
+    """zlib-decompressed bytes, at most `limit_bytes`; empty if damaged."""
     try:
         return zlib.decompressobj().decompress(content, limit_bytes)
     except zlib.error:

@@ -95,7 +95,7 @@ def read_folder_frames(
 
 @contextmanager
 def opened_ahead(frames: Sequence[str], open_file: Opener, at_once: int) -> Iterator[Opener]:
-    """Return what opens these frames one after the other, while the next ones are opened in threads."""
+    """Yield an opener of these frames, in order, with `at_once` of them being opened in threads."""
     if at_once == 1:
         yield open_file
         return

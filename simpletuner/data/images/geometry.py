@@ -100,7 +100,7 @@ def nearest_sizes(dataset: ImageDataset, shapes: np.ndarray, alignment_px: int) 
 
 
 def closest_aspects(dataset: ImageDataset, originals: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return which of the dataset's aspects is nearest to each image's, as a ratio.
+    """Nearest of the dataset's aspect ratios, per image.
 
     Those whose bucket would enlarge an image too much are only chosen where all of them would.
     """
@@ -135,7 +135,7 @@ def resized_sizes(dataset: ImageDataset, originals: np.ndarray, targets: np.ndar
 def compute_geometry(
     dataset: ImageDataset, sample_id: str, original: Shape, resized: Shape, target: Shape, seed: int, stride: float = 1
 ) -> Geometry:
-    """Return how one image or video is resized and cropped to its bucket; `stride` is the distance of frames."""
+    """Resizing and crop of one image or video for its bucket; `stride` is the distance between frames."""
     room = (resized.width - target.width, resized.height - target.height)
     video = dataset.clips
     clip = clip_of(video, sample_id, original.frames, target.frames, stride, seed) if video else None
@@ -143,7 +143,7 @@ def compute_geometry(
 
 
 def crop_position(dataset: ImageDataset, sample_id: str, room: tuple[int, int], seed: int) -> tuple[int, int]:
-    """Return where the crop begins, left and top, given how far it can move."""
+    """Left and top of the crop, in px, given the room to move in each direction."""
     if not dataset.crop or dataset.crop_style == "center":
         return room[0] // 2, room[1] // 2
     if dataset.crop_style == "corner":
@@ -156,7 +156,7 @@ def crop_position(dataset: ImageDataset, sample_id: str, room: tuple[int, int], 
 
 
 def are_within_limits(dataset: ImageDataset, originals: np.ndarray) -> np.ndarray:
-    """Return whether images are within the dataset's limits of size and aspect."""
+    """Mask of images within the dataset's limits of size and aspect."""
     aspects = originals[:, 0] / originals[:, 1]
     within = np.ones(len(originals), bool)
     if dataset.minimum_aspect_ratio is not None:
@@ -169,7 +169,7 @@ def are_within_limits(dataset: ImageDataset, originals: np.ndarray) -> np.ndarra
 
 
 def is_enlarged_within(dataset: ImageDataset, originals: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return whether images are enlarged to cover their targets by no more than the dataset allows."""
+    """Mask of images that cover their targets without more enlargement than the dataset allows."""
     allowed = dataset.max_upscale_threshold
     if allowed is None:
         return np.ones(len(originals), bool)
@@ -177,7 +177,7 @@ def is_enlarged_within(dataset: ImageDataset, originals: np.ndarray, targets: np
 
 
 def in_resolution_units(dataset: ImageDataset, sizes: np.ndarray) -> np.ndarray:
-    """Return how large images are in the unit of `resolution`."""
+    """Image sizes in the unit of `resolution`."""
     if dataset.resolution_type == "pixel":
         return np.minimum(*sizes.T)
     area = sizes[:, 0] * sizes[:, 1]

@@ -59,7 +59,7 @@ def register_plugin() -> bool:
 
 
 def is_heif(head: bytes) -> bool:
-    """Return whether a file that begins so may be HEIC; some of these brands are shared with AVIF."""
+    """True if a file's first bytes may be HEIC; AVIF shares some of these brands."""
     return head[4:8] == b"ftyp" and head[8:12] in HEIF_BRANDS
 
 

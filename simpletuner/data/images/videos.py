@@ -234,7 +234,7 @@ def film_stream(container: InputContainer) -> VideoStream:
 
 
 def time_of(frame: VideoFrame) -> int:
-    """Return when a frame is shown, in ticks. Raises ValueError where nothing says it."""
+    """Presentation time of a frame, in ticks. Raises ValueError if it has none."""
     if frame.pts is None:
         raise ValueError("has frames without a time")
     return frame.pts
@@ -287,7 +287,7 @@ def strides_of(video: VideoSettings, rates: np.ndarray) -> np.ndarray:
 
 
 def usable_frames(lengths: np.ndarray, strides: np.ndarray) -> np.ndarray:
-    """Return how many frames of each video can be taken at these distances."""
+    """Number of frames per video at these strides."""
     return np.floor((lengths - 1) / strides).astype(np.int64) + 1
 
 
@@ -310,7 +310,7 @@ def bucket_lengths(buckets: Sequence[int], step: int) -> np.ndarray:
 
 
 def are_long_enough(video: VideoSettings, lengths: np.ndarray, rates: np.ndarray, step: int) -> np.ndarray:
-    """Return whether videos are within min_frames and max_frames, and fill the shortest of frame_buckets."""
+    """Mask of videos within min_frames and max_frames that fill the shortest of frame_buckets."""
     usable = usable_frames(lengths, strides_of(video, rates))
     if video.frame_buckets is not None:
         usable = np.where(usable < bucket_lengths(video.frame_buckets, step)[0], 0, usable)
@@ -321,7 +321,7 @@ def are_long_enough(video: VideoSettings, lengths: np.ndarray, rates: np.ndarray
 
 
 def clip_of(video: VideoSettings, sample_id: str, length: int, frames: int, stride: float, seed: int) -> Clip:
-    """Return where the clip of one video is cut out."""
+    """Start and stride of the clip that is cut from one video."""
     room = length - 1 - int((frames - 1) * stride)
     if video.clip_position == "random":
         # Not of the step, as a crop's: latents are cached.

@@ -125,21 +125,21 @@ class GlobalBatchSampler:
         return replace(state, batch_size=batch_size)
 
     def count_steps(self, epochs: int, batch_size: int, max_steps: int = NO_LIMIT) -> int:
-        """Return how many batches the first `epochs` epochs hold, at most `max_steps`.
+        """Number of batches in the first `epochs` epochs, at most `max_steps`.
 
         Raises SettingsError where no dataset takes part before that.
         """
         return self.count_steps_left(self.start(batch_size), epochs, max_steps)
 
     def count_steps_left(self, state: SamplerState, epochs: int, max_steps: int = NO_LIMIT) -> int:
-        """Return how many batches there are from `state` to the end of the first `epochs` epochs."""
+        """Number of batches from `state` to the end of the first `epochs` epochs."""
         first = state.step
         while state.epoch < epochs and state.step < max_steps:
             state = self._skip(state, epochs, max_steps)
         return state.step - first
 
     def contains(self, state: SamplerState) -> bool:
-        """Return whether there is such a position in this data."""
+        """True if `state` is a position in this data."""
         buckets, taken, epoch = self._buckets(state), state.consumed, state.epoch
         return taken.keys() == buckets.keys() and all(
             taken[name] <= each.items_until(epoch + 1) - each.items_until(epoch) for name, each in buckets.items()
@@ -171,7 +171,7 @@ class GlobalBatchSampler:
         return sum(items // state.batch_size for items in self._count_left(state, epoch).values())
 
     def _count_left(self, state: SamplerState, epoch: int) -> dict[str, int]:
-        """Return how many items of each bucket there are from `state` to the start of `epoch`."""
+        """Number of items of each bucket from `state` to the start of `epoch`."""
         # Carried samples are consumed but not in a batch yet, so they count as left; they may be of earlier
         # epochs, so this is negative near the start of an epoch.
         begun = {name: state.consumed[name] - len(state.carried.get(name, ())) for name in state.consumed}
@@ -200,7 +200,7 @@ class GlobalBatchSampler:
         }
 
     def _choose_bucket(self, state: SamplerState, batches_left: Sequence[int]) -> int:
-        """Return whose turn it is; each bucket's chance is its share of the batches left of the epoch.
+        """Draw the next batch's bucket, in proportion to the batches each has left in the epoch.
 
         So every order of turns is equally likely, as if they had been shuffled.
         """

@@ -65,9 +65,10 @@ def permuted(numbers: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def permuted_by_network(positions: np.ndarray, size: int, keys: Keys) -> np.ndarray:
-    """Return where a permutation takes each position: a Feistel network over a grid of at least `size` cells.
+    """Permute positions by a Feistel network over a grid of at least `size` cells.
 
-    Results beyond `size` go through it again until they are in range (cycle walking), so that it stays a permutation.
+    Results beyond `size` go through it again until they are in range (cycle walking), so that it stays a
+    permutation.
     """
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
@@ -111,7 +112,7 @@ class Bucket:
         return self.items_until(1)
 
     def items_until(self, epoch: int) -> int:
-        """Return how many items the epochs before `epoch` have together."""
+        """Number of items in all epochs before `epoch`."""
         copies_of_all = ((self.passes * copies, len(samples)) for copies, samples in self.groups.items())
         return sum(epoch * copies * count // 1 for copies, count in copies_of_all)
 

@@ -156,7 +156,7 @@ def fill_buckets(buckets: Buckets, effective_batch_size: int, oversubscribe: boo
 
 
 def sufficient_passes(bucket: Bucket, effective_batch_size: int) -> int:
-    """Return how often a bucket must be repeated so that each of its epochs fills the batch."""
+    """Repeats of a bucket that fill the effective batch in each epoch."""
     # An epoch of a fractional group may have up to one item less than on average.
     average = bucket.passes * sum(copies * len(samples) for copies, samples in bucket.groups.items())
     most = math.ceil((effective_batch_size + len(bucket.groups)) / average)
@@ -183,7 +183,7 @@ def sufficient_repeats(bucket: Bucket, effective_batch_size: int) -> int:
 
 
 def suggest_fixes(small: Buckets, effective_batch_size: int) -> str:
-    """Return what the user can do, most precise first."""
+    """Advice for small buckets, most precise first."""
     repeats = max(sufficient_repeats(bucket, effective_batch_size) for bucket in small.values())
     weights = any(isinstance(copies, Fraction) for bucket in small.values() for copies in bucket.groups)
     return (

@@ -81,7 +81,7 @@ class ConditioningFiles:
         return Mask(self.scan.storage, *self.file(row))
 
     def geometry(self, row: int, sample_id: str, target: Geometry, seed: int) -> Geometry:
-        """Return how a reference is resized and cropped: as its image, or by the keys of its own dataset."""
+        """Resizing and crop of a reference: its image's, or by the keys of the reference's own dataset."""
         if self.sizes is None:
             width, height = (self._value(side, row) for side in ("width", "height"))
             return replace(target, original=Shape(1, height, width))

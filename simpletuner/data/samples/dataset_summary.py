@@ -150,7 +150,6 @@ def different_captions(samples: Sequence[DatasetSamples], prompts: Sequence[str]
 
 
 def those_in_captions(samples: Sequence[DatasetSamples], texts: Sequence[str]) -> set[str]:
-    """Return which of these texts are captions of the samples."""
     wanted, found = pa.array(texts, pa.large_string()), set[str]()
     for block in (block for part in samples for block in caption_blocks(part)):
         found.update(block.filter(pc.is_in(block, wanted)).to_pylist())
@@ -175,7 +174,7 @@ def caption_blocks(samples: DatasetSamples) -> Iterator[pa.Array]:
 
 
 def are_as_stored(dataset: ImageDataset) -> bool:
-    """Return whether captions are the lines of a scan, without any change."""
+    """True if captions are the scanned lines, unchanged."""
     is_changed = (
         dataset.caption_strategy == "filename"
         or dataset.caption_lines in ("one", "first")

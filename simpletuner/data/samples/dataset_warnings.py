@@ -146,7 +146,7 @@ def enlargements(sizes: Sizes) -> np.ndarray:
 
 
 def extremeness(sizes: Sizes) -> np.ndarray:
-    """Return how much longer the longer side of each size is."""
+    """Ratio of the longer to the shorter side, per size."""
     return np.maximum(*sizes.originals.T) / np.minimum(*sizes.originals.T)
 
 
@@ -255,10 +255,11 @@ MAX_RATES = 4
 
 
 def remark_on_rates(scan: Scan, model_fps: float) -> tuple[int, str]:
-    """Return how many videos have another rate than the model's, after `fps` of the dataset, and a sentence about them.
+    """Number of videos with another frame rate than the model's, after `fps` of the dataset, and a sentence
+    on them.
 
-    Families place frames by their number, so a film of 60 per second would teach LTX-Video, of 25, motion at 0.4 of its
-    speed. 0 where all fit, or the model has no rate.
+    Families place frames by their number, so a film of 60 per second would teach LTX-Video, of 25, motion at
+    0.4 of its speed. 0 where all fit, or the model has no rate.
     """
     if (video := scan.dataset.clips) is None or not model_fps:
         return 0, ""

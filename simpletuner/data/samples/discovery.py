@@ -207,7 +207,7 @@ def pick(column: pa.ChunkedArray, mask: np.ndarray) -> list:
 
 
 def find_caption_problems(dataset: ImageDataset, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Return which images have no caption, and of which the caption file is not text."""
+    """Rows of images without a caption, and of images whose caption file is not text."""
     none = np.zeros(len(table), bool)
     if dataset.caption_strategy == "instanceprompt":
         return none, none

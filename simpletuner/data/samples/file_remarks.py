@@ -134,7 +134,6 @@ def phrases_found(others: OtherFiles) -> list[str]:
 
 
 def table_phrase(address: str, columns: Sequence[str]) -> str:
-    """Return how the captions of a table are read."""
     if not columns and not address.lower().endswith(".parquet"):
         return f"{address} may hold captions: a table with a line for each image is read, this form is not"
     file, caption = (

@@ -104,7 +104,7 @@ class Sample:
 
 
 def reference_images(sample: Sample) -> tuple[Image.Image, ...]:
-    """Return what a sample's model is given, as training crops it. Raises one of DECODE_ERRORS."""
+    """Conditioning images of a sample, cropped as in training. Raises one of DECODE_ERRORS."""
     pairs = [
         (each.geometry, image)
         for each in sample.conditioning_samples

@@ -74,7 +74,7 @@ def form_of(text: str) -> str:
 
 
 def is_json(lines: Sequence[str]) -> bool:
-    """Return whether lines are one JSON value, also a damaged one; not one value in each line."""
+    """True if all lines together are one JSON value, even a damaged one, rather than one value per line."""
     if lines[0].lstrip()[0] not in "{[" or lines[-1][-1] not in "}]":
         return False
     if any(not re.search(r"\w", line) for line in lines):
@@ -90,7 +90,7 @@ def holds_json(text: str) -> bool:
 
 
 def is_xml(lines: Sequence[str]) -> bool:
-    """Return whether lines are elements, one over several lines or with different names."""
+    """True for elements over several lines, or with different names."""
     first = ELEMENT.match(lines[0])
     if lines[0].lstrip().startswith("<?xml"):
         return True
@@ -103,12 +103,12 @@ def is_xml(lines: Sequence[str]) -> bool:
 
 
 def is_rule(line: str) -> bool:
-    """Return whether a line has no word: `---`, `***`, a bracket; no caption is that."""
+    """True for a line without a word (`---`, `***`, a bracket): never a caption."""
     return not any(letter.isalnum() or unicodedata.category(letter) == "So" for letter in line)
 
 
 def is_yaml(lines: Sequence[str]) -> bool:
-    """Return whether all lines that are not indented begin with names, each another one, and a colon."""
+    """True if each line that is not indented begins with another name and a colon."""
     outer = [line for line in lines if not line[0].isspace()]
     names = [found[1].lower() for line in outer if (found := FIELD.match(line))]
     return len(names) == len(outer) and len(set(names)) == len(names) and len(lines) > 1
@@ -126,10 +126,10 @@ def paragraphs(lines: Sequence[str]) -> Iterator[list[str]]:
 
 
 def is_wrapped(lines: Sequence[str]) -> bool:
-    """Return whether sentences, or lists with commas, go on from each line to the next.
+    """True if sentences, or lists with commas, continue from line to line.
 
-    A line that is filled says nothing by itself: alternatives may be of one length. So at least one line must end where
-    no caption does, and all others where the first word of the next would not have fitted.
+    A line that is filled says nothing by itself: alternatives may be of one length. So at least one line must
+    end where no caption does, and all others where the first word of the next would not have fitted.
     """
     width = max(map(len, lines))
     # Alternatives in sentences begin with a capital and end with a full stop, each of them.
@@ -148,7 +148,7 @@ def is_wrapped(lines: Sequence[str]) -> bool:
 
 
 def are_paragraphs(blocks: Sequence[Sequence[str]]) -> bool:
-    """Return whether blocks between empty lines, or lines of several sentences, describe one thing after another."""
+    """True if blocks between blank lines, or lines of several sentences, are parts of one description."""
     texts = [" ".join(block) for block in blocks]
     if len(texts) == 1:
         texts = list(blocks[0])
@@ -175,7 +175,7 @@ def compile_rules(rules: tuple[str, ...]) -> tuple[Callable[[str], str], ...]:
 
 
 def vary(caption: str, rules: tuple[str, ...], shuffle: CaptionShuffle | None) -> list[str]:
-    """Return what becomes of a caption: one text, or several that are shown equally often."""
+    """Captions made from one by its dataset's rules; several are shown equally often."""
     for rule in compile_rules(rules):
         caption = rule(caption)
     if rules:  # what is removed leaves its spaces on both sides
@@ -280,7 +280,7 @@ def decode_strictly(content: bytes, encoding: str) -> str:
 
 
 def example(content: bytes) -> str:
-    """Return how a file without a mark would begin in the most frequent other encoding, for people to judge."""
+    """Phrase with a file's start read as windows-1252, for people to judge; empty if unprintable."""
     text = " ".join(content[:EXAMPLE_BYTES].decode("cp1252", "replace").split())
     return f' (as windows-1252: "{text}")' if text.isprintable() and "\ufffd" not in text else ""
 

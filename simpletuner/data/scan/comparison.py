@@ -153,7 +153,7 @@ def find_difference(first: Mapping[str, FileFacts], other: Mapping[str, FileFact
 
 
 def compare_facts(one: FileFacts, two: FileFacts, names: tuple[str, str]) -> str:
-    """Return what differs between an image on the first and on the other rank; empty for nothing."""
+    """First difference of an image between two ranks; empty if there is none."""
     first, other = names
     if one.size_bytes != two.size_bytes:
         return f"{two.size_bytes} bytes on {other}, {one.size_bytes} on {first}"

@@ -46,7 +46,7 @@ MASK_ENDING = r"(?i)([-_.](mask|masklabel|condlabel))?\.[^./]*$"
 
 
 def folders_of_others(names: pa.ChunkedArray) -> dict[str, dict[str, int]]:
-    """Return how many images in which folders are called as other programs do, by what they are there."""
+    """Count images named as other programs do: by their role there, then by folder."""
     all_names, names = names, matching(names, "|".join(f"({pattern})" for pattern in BY_NAME.values()))
     found: dict[str, dict[str, int]] = {}
     for kind, pattern in BY_NAME.items():
@@ -62,7 +62,7 @@ def folders_of_others(names: pa.ChunkedArray) -> dict[str, dict[str, int]]:
 
 
 def base_names(names: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return what images and their masks have in common."""
+    """Part of the name that an image and its mask share."""
     names = pc.replace_substring_regex(names, r"^(?s:.*)/", "")
     return pc.replace_substring_regex(names, MASK_ENDING, "").combine_chunks()
 
@@ -72,9 +72,10 @@ def matching(names: pa.ChunkedArray, pattern: str) -> pa.ChunkedArray:
 
 
 def captions_beside(images: pa.ChunkedArray, others: Sequence[pa.Array]) -> dict[str, list[Any]]:
-    """Return how many of these images, without a caption, have one under another name, and the first of them with it.
+    """Count images without a caption for which a similar file name has one, and the first of each kind.
 
-    By how it differs: a suffix, a second suffix, upper and lower case, or the code points of accents (NFC and NFD).
+    By how it differs: a suffix, a second suffix, upper and lower case, or the code points of accents (NFC and
+    NFD).
     """
     images, found = images.slice(0, MAX_UNCAPTIONED), dict[str, list[Any]]()
     files = pa.chunked_array(others, pa.large_string())
@@ -134,7 +135,7 @@ def columns_of(storage: Storage, name: str) -> list[str]:
 
 
 def shared_captions(images: pa.ChunkedArray, found: pa.ChunkedArray) -> list[Any]:
-    """Return how many caption files several images share, how many images those are, and the first ones.
+    """Number of caption files shared by several images, number of those images, and the first ones.
 
     `found` has the row of each image's caption file, or null.
     """

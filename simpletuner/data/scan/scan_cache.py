@@ -176,5 +176,5 @@ def kind_of(storage: LocalStorage) -> str:
 
 
 def place_of(storage: LocalStorage) -> dict[str, object]:
-    """Return what else decides which files are listed."""
+    """Properties of a storage, besides its path, that the list of files depends on."""
     return {"inode": storage.folder.stat().st_ino, "outputs": [str(path) for path in storage.outputs]}

@@ -78,7 +78,7 @@ def code_of(text: str) -> str:
 
 
 def words_of(text: str) -> str:
-    """Return what the store says beside its code, without the names of objects."""
+    """Message of the store beside its code, without the names of objects."""
     said = re.findall(r"<(?:Message|Details)>([^<]*)<|failed for key .*?: (.*) \(code:", text)
     return " ".join(part for parts in said for part in parts)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def region_and_credentials(place: S3Place) -> tuple[str | None, S3CredentialProvider | None]:
-    """Return what the profile adds to the dataset; None is what obstore finds itself. Raises EnvironmentNotReady."""
+    """Region and credentials of an AWS profile; None where obstore finds them. Raises EnvironmentNotReady."""
     from boto3 import Session  # takes 0.2 s
     from botocore.exceptions import BotoCoreError
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -134,7 +134,7 @@ def open_azure(place: AzurePlace) -> tuple[Store, str]:
 
 
 def azure_provider(place: AzurePlace) -> AzureCredentialProvider | None:
-    """Return what gives obstore the credentials of the dataset, or None where it looks for them itself."""
+    """Credentials of an Azure dataset; None where obstore finds them."""
     credential: AzureCredential
     if place.azure_access_key:
         credential = {"access_key": place.azure_access_key.get_secret_value(), "expires_at": None}

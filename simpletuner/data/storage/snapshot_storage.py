@@ -77,7 +77,7 @@ class SnapshotStorage:
         return Listing(self._rows(files, suffixes))
 
     def _hint_of_other_forms(self) -> str:
-        """Return how images beside a table are read, the hub's other form of a dataset, and what save_to_disk wrote."""
+        """Hint for other forms of a dataset: images beside a table, other forms on the hub, save_to_disk."""
         if any(self.folder.rglob("*.arrow")):
             split = self.dataset.split or "train"
             part = f'["{split}"]' if (self.folder / "dataset_dict.json").exists() else ""

@@ -244,7 +244,7 @@ def folder_id(folder: Path) -> FolderId | None:
 
 
 def scan_folder(folder: Path) -> list[os.DirEntry[str]]:
-    """Return what is in a folder. Raises DataError where it cannot be read: training on the rest would go unnoticed."""
+    """List a folder. Raises DataError if it is unreadable: training on the rest would go unnoticed."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -253,7 +253,7 @@ def scan_folder(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or links to one; a link that leads to itself is not."""
+    """True for a folder or a link to one, except a link to itself."""
     try:
         return entry.is_dir()
     except OSError:

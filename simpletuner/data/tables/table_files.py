@@ -76,7 +76,7 @@ class TableFile:
 
     @property
     def is_stored(self) -> bool:
-        """Return whether the store of the images holds it."""
+        """True if the table is in the same store as the images."""
         return isinstance(self.dataset, BucketImages) and not self.settings.path.is_absolute()
 
     def settings_id(self) -> str:
@@ -101,7 +101,7 @@ class TableFile:
         return [replace(self, settings=self.settings.model_copy(update={"path": each})) for each in files]
 
     def is_file(self, name: str) -> bool:
-        """Return whether a file of the dataset's store is the table."""
+        """True if `name` in the dataset's store is the table."""
         if self.is_stored:
             return name == self.name
         return Path(self.storage.describe(name)).resolve() in {each.settings.path.resolve() for each in self.parts()}
@@ -123,7 +123,7 @@ class TableFile:
 
     @property
     def gives_sizes(self) -> bool:
-        """Return whether it replaces headers; of a table whose columns are named."""
+        """True if the table replaces image headers, for a table with named columns."""
         settings, clips = self.settings, self.dataset.clips
         has_lengths = not clips or (settings.num_frames_column and (settings.fps_column or not clips.fps))
         return self.dataset.may_have_sizes_from_table and bool(settings.size_columns and has_lengths)
@@ -354,7 +354,7 @@ def first_captions(columns: Sequence[pa.LargeListArray], rows: int) -> pa.LargeL
 
 
 def plain_reason(error: Any) -> str:
-    """Return what pyarrow says in one line of printable characters."""
+    """pyarrow's message in one line of printable characters."""
     line = " ".join((error.strerror if isinstance(error, OSError) and error.strerror else str(error)).split())
     shown = line if line.isprintable() else json.dumps(line)
     return shown if len(shown) <= MAX_LETTERS else f"{shown[:MAX_LETTERS]}..."

@@ -116,7 +116,7 @@ def share_equal_blocks(model: nn.Module) -> None:
 
 
 def described(block: nn.Module) -> tuple[str, str]:
-    """Return what equal blocks have in common: modules with their shapes, and plain attributes."""
+    """Representation that equal blocks share: modules with their shapes, and plain attributes."""
     plain = [
         (name, key, value)
         for name, module in block.named_modules()

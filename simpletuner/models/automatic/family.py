@@ -135,7 +135,7 @@ class AutomaticFamily(ModelFamily):
             self.__dict__.pop(name, None)
 
     def facts(self) -> Mapping[str, str]:
-        """Return what was proven, for the summary, the model card and checkpoints."""
+        """Results of the proof, for the summary, the model card and checkpoints."""
         found = self.found
         versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
         calls = f"one call for each sample, since {found.unbatched}" if found.unbatched else "one call for all samples"
@@ -151,7 +151,7 @@ class AutomaticFamily(ModelFamily):
         return {"pipeline": self.pipeline_class.__name__, "components": "with their classes", **library_versions()}
 
     def predictor(self, device: torch.device) -> Predictor:
-        """Return what predicts on a device, with neither text encoders nor VAE."""
+        """Predictor on a device, without text encoders and VAE."""
         if device not in self._predictors:
             self._predictors[device] = Predictor(open_pipeline(self, device, None, None), self.found)
         return self._predictors[device]

@@ -81,7 +81,7 @@ class Predictor:
         return latents.flatten(1).to(like.device)[:, where].view(like.shape)
 
     def order(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return which element of the noise each element is that the scheduler's `step` gets."""
+        """Permutation from elements of the noise to elements that the scheduler's `step` gets."""
         if shape not in self.orders:
             low, high = (self._blank(noise).handed for noise in digits(shape, device))
             assert low is not None and high is not None
@@ -89,7 +89,7 @@ class Predictor:
         return self.orders[shape].to(device)
 
     def vae_map(self, shape: Shape) -> VaeMap:
-        """Return how a pipeline makes latents ready for its VAE, of an image of a shape in px."""
+        """Map from latents to the VAE's input, for an image of a shape in px."""
         axes, device = self.found.layout.axes_for(shape), self.entered.device
         if axes not in self.maps:
             zeros, ones = torch.zeros(1, *axes, device=device), torch.ones(1, *axes, device=device)
@@ -101,7 +101,7 @@ class Predictor:
 
     @torch.no_grad()
     def for_vae(self, latents: Tensor) -> Tensor:
-        """Return what `vae.decode` gets where a pipeline's loop ends at these latents (1, ...)."""
+        """Input of `vae.decode` for the latents (1, ...) at the end of a pipeline's loop."""
         seen: list[Tensor] = []
         entry = self._blank(latents, lambda _, sample: Stepped((sample,)), capture(seen))
         if not seen or entry.handed is None:

@@ -157,7 +157,7 @@ class Proof:
         self.note("later step", "each is the single call of training", most, CLOSE)
 
     def why_not_together(self) -> str:
-        """Return why two samples in one call do not get what each gets alone; empty where they do."""
+        """Reason why two samples in one call differ from each alone; empty if they do not."""
         texts = [self.text(number) for number in (0, 1)]
         noised = random(self.axes, 3, count=2).to(self.device)
         times = self.found.schedule.timesteps(0.2, 0.8).to(self.device)

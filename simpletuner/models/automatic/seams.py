@@ -127,7 +127,7 @@ class EnteredPipeline:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], shape: Shape, guided: bool = False, **arguments: Any) -> list[Any]:
-        """Return what each call of encode_prompt returns for captions."""
+        """Results of each call of encode_prompt, for captions."""
         entry = PipelineRun(stop_at_noise=True, time=torch.zeros(1, device=self.device), denoise=stop)
         self.run(entry, prompts, shape, guided, **arguments)
         if not entry.encoded:

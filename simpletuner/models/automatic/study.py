@@ -168,7 +168,7 @@ class Study:
         return axes[0] - 1
 
     def why_not(self, shape: Shape, found: Findings) -> str:
-        """Return why the pipeline draws other noise at a shape than is trained; empty where it does not."""
+        """Reason why the pipeline draws noise of another shape than is trained; empty if it does not."""
         if shape.frames > 1 and found.layout.frames is None:
             return NO_CLIPS
         if (shape.frames - 1) % self.step:

@@ -95,7 +95,7 @@ class TextLayout:
         return [to_float32(leaf, conditioning[EMBEDS].device) for leaf in leaves]
 
     def one(self, conditioning: Conditioning, sample: int) -> Any:
-        """Return what `encode_prompt` returned for one sample's caption."""
+        """Result of `encode_prompt` for one sample's caption."""
         return self.build(self.leaves(conditioning, sample))
 
     def build(self, leaves: Sequence[Any]) -> Any:
@@ -199,7 +199,7 @@ def all_equal(column: Sequence[Any]) -> bool:
 
 
 def same_texts(one: Any, other: Any) -> bool:
-    """Return whether `encode_prompt` returned the same twice."""
+    """True if two results of `encode_prompt` are equal."""
     (leaves, structure), (others, second) = tree_flatten(one), tree_flatten(other)
     return structure == second and all(map(all_equal, zip(leaves, others, strict=True)))
 

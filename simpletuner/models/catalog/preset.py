@@ -118,12 +118,11 @@ class Preset:
 
     @property
     def is_automatic(self) -> bool:
-        """Return whether the family trains by its pipeline's own call, which is proven at each start."""
+        """True if the family trains by its pipeline's own call, which each start proves again."""
         return self.family_class == AUTOMATIC
 
     @property
     def has_class(self) -> bool:
-        """Return whether a class describes the family, which is trained by it."""
         return bool(self.family_class) and not self.is_automatic
 
     @property

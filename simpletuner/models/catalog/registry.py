@@ -94,7 +94,7 @@ def trainable_flavours(family: str) -> list[str]:
 
 
 def has_tiny(family: str) -> bool:
-    """Return whether a family has the flavour `tiny`; of a user's own only its class knows."""
+    """True if a family has the flavour `tiny`, or is a user's own, whose class decides later."""
     preset = load_preset(family)
     return preset is None or preset.tiny is not None
 
@@ -198,7 +198,7 @@ def check_trainable(model: Model) -> None:
 
 
 def suggest_base(model: Model) -> str:
-    """Return what can be trained where no published model is at hand."""
+    """Hint for a machine without any published model at hand."""
     folder = "name a pipeline folder with --pretrained_model_name_or_path"
     has_no_tiny = model.model_family == AUTO or not has_tiny(model.model_family)
     return folder if has_no_tiny else f"{folder}, or use --model_flavour=tiny"

@@ -184,7 +184,7 @@ def check_validation_sizes(settings: Settings) -> None:
 
 
 def check_clips(settings: Settings, datasets: Iterable[ImageDataset]) -> Shape:
-    """Return what sides of buckets, and frames of clips but one, are multiples of; without a family 1 frame.
+    """Return the bucket alignment: side in px and frame step (1 for image families, or without a family).
 
     Raises SettingsError for videos and a family that cannot train them.
     """
@@ -255,7 +255,7 @@ def check_frames(name: str, value: str, frames: int, setting: str, model: Model)
 
 
 def image_multiple(model: Model) -> int:
-    """Return what the sides of images must be multiples of, in px."""
+    """Alignment of image sides, in px."""
     preset = load_preset(model.model_family)
     # Of a user's own family only what its VAE does is known, which makes 1 of 8 px in all that are published.
     return preset.image_multiple if preset and model.model_family not in (model.model_families or {}) else 8
@@ -288,7 +288,7 @@ def settings_without_effect(loaded: Loaded) -> Iterator[tuple[str, bool]]:
 
 
 def family_defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
-    """Return what the model's family decides of settings that are empty: each one's value, and what it is."""
+    """Values that the family gives to empty settings, each with the reason in words."""
     shift = published_shift(settings.model)
     if settings.objective.flow_schedule_shift is not None or settings.objective.flow_schedule_auto_shift or not shift:
         return {}

@@ -272,7 +272,7 @@ def end_of(name: str) -> str:
 
 
 def ends_of_layers(model: nn.Module) -> list[str]:
-    """Return what lora_target_modules may name."""
+    """Valid names for lora_target_modules."""
     return sorted({end_of(name) for name in layers_ending_with(model, "")})
 
 

@@ -216,12 +216,12 @@ class ModelFamily(PipelineFolder, ABC):
 
     @property
     def reads_references(self) -> bool:
-        """Return whether text encoders read the references: `encode_edits` is then called for `encode_prompts`."""
+        """True if text encoders read the references: `encode_edits` then replaces `encode_prompts`."""
         return False
 
     @property
     def image_to_video(self) -> Literal["never", "optional", "always"]:
-        """Return whether the model is given the first frame of a clip."""
+        """Use of a clip's first frame as an input of the model."""
         return "never"
 
     # What is the same for all families.
@@ -273,7 +273,7 @@ class ModelFamily(PipelineFolder, ABC):
 
     @property
     def has_any_text_length(self) -> bool:
-        """Return whether batches of texts have any length, up to `max_length`, rather than one."""
+        """True if batches of texts have any length up to `max_length`, False if always that length."""
         return bool(self.padding_mask or self.host_inputs)
 
     def text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:

@@ -247,12 +247,12 @@ def flow_matching(family: ModelFamily, /) -> FlowMatching:
 
 
 def samples_by_diffusion(scheduler: Any) -> bool:
-    """Return whether a scheduler steps over a schedule of betas, rather than along a flow."""
+    """True for a scheduler over a schedule of betas, False for a flow."""
     return hasattr(scheduler, "alphas_cumprod") and not has_flow_sigmas(scheduler)
 
 
 def has_flow_sigmas(scheduler: Any) -> bool:
-    """Return whether a scheduler that is made for diffusion is set to sample a flow."""
+    """True if a diffusion scheduler is configured to sample a flow."""
     config = scheduler.config
     return bool(config.get("use_flow_sigmas")) or config.get("prediction_type") == "flow_prediction"
 

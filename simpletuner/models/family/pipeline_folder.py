@@ -50,7 +50,6 @@ class PipelineFolder:
 
     @classmethod
     def opens(cls, pipeline: object) -> bool:
-        """Return whether the family has this pipeline class, in one of its variants."""
         return any(pipeline in each.pipelines for each in (cls, *cls.variants()))
 
     @classmethod

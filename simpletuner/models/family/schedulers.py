@@ -119,9 +119,10 @@ def with_steps(scheduler: Any, steps: int) -> Any:
 
 
 def why_no_flow(scheduler: Any) -> str:
-    """Return why steps of a scheduler do not follow a flow whose times are its noise levels times 1000; empty if so.
+    """Reason why a scheduler's steps are not a flow with times of 1000 * sigma; empty if they are.
 
-    That is what the classes of flow families call their denoisers with. It takes milliseconds: no model is run.
+    That is what the classes of flow families call their denoisers with. It takes milliseconds: no model is
+    run.
     """
     try:
         own = with_steps(scheduler, STEPS)

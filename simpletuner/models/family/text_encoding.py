@@ -49,12 +49,12 @@ def any_replaced() -> re.Pattern[str]:
 
 
 def has_clip(index: Mapping[str, Any]) -> bool:
-    """Return whether a pipeline has a tokenizer of CLIP, by its index."""
+    """True if the pipeline's tokenizer number `index` is CLIP's."""
     return any(isinstance(value, list) and value[-1:] and value[-1] in CLIP_TOKENIZERS for value in index.values())
 
 
 def is_cleaned(text: str) -> bool:
-    """Return whether CLIP's tokenizers have other tokens for a text than transformers 5 alone gives."""
+    """True if CLIP's tokenizers give a text other tokens than transformers 5 alone does."""
     return any_replaced().search(text) is not None
 
 

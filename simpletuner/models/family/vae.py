@@ -129,13 +129,12 @@ def enable_parts(model: nn.Module, settings: Model) -> None:
 
 
 def has_alpha(config: Any) -> bool:
-    """Return whether a VAE takes red, green, blue and opacity (Qwen-Image 2.1)."""
+    """True if a VAE takes RGBA (Qwen-Image 2.1)."""
     return config.get("in_channels") == 4
 
 
 @torch.no_grad()
 def takes_frames(model: Any) -> bool:
-    """Return whether a VAE's pixels and latents have an axis for frames."""
     parameters = list(model.parameters())
     if any(parameter.ndim == 5 for parameter in parameters):
         return True

@@ -60,11 +60,12 @@ def refuse_entry(index: Path, name: str, value: list[Any]) -> None:
 
 
 def looks_for_code(entry: list[Any]) -> bool:
-    """Return whether the class of a component reads `auto_map`: those whose name begins with Auto do, and processors,
-    which load their parts by them.
+    """True if a component's class reads `auto_map`: Auto classes, and processors, which load their parts by
+    them.
 
-    Kolors' text encoder and models that were saved after a load with trust_remote_code are published with that key;
-    a class that transformers or diffusers has does not look at it, and nothing here says trust_remote_code.
+    Kolors' text encoder and models that were saved after a load with trust_remote_code are published with
+    that key; a class that transformers or diffusers has does not look at it, and nothing here says
+    trust_remote_code.
     """
     library, cls = (*entry, "", "")[:2]
     if not isinstance(cls, str) or cls.startswith("Auto") or cls.endswith("Processor"):

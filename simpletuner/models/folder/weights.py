@@ -30,7 +30,7 @@ def component_source(pair: Sequence[str], name: str, place: str | None, variant:
 
 
 def is_null(value: Any) -> bool:
-    """Return whether an entry of an index stands for a component that the folder does not have."""
+    """True if an index entry stands for a component that the folder does not have."""
     return value is None or value == [None, None]
 
 
@@ -80,7 +80,7 @@ def library_and_class(value: Any) -> Any:
 
 
 def source_of(value: Any) -> dict[str, Any]:
-    """Return where a modular index has a component from; nothing for any other value."""
+    """Source of a component in a modular index; empty for any other value."""
     match value:
         case [_, _, {**source}]:
             return source
@@ -116,7 +116,7 @@ def weights_files(folder: Path, variant: str | None = None) -> list[Path]:
 
 
 def is_pickle(path: Path) -> bool:
-    """Return whether a file is a pickle by its name or by its first bytes."""
+    """True for a pickle, by its name or its first bytes."""
     if path.suffix.lower() in PICKLE_SUFFIXES:
         return True
     if path.suffix == ".safetensors" or not path.is_file():
@@ -126,7 +126,7 @@ def is_pickle(path: Path) -> bool:
 
 
 def belongs_to_component(path: Path) -> bool:
-    """Return whether a file may be part of a published component: never a pickle."""
+    """True if a file may be part of a published component: never for a pickle."""
     return path.suffix in COMPONENT_SUFFIXES and not is_pickle(path)
 
 

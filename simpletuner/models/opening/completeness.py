@@ -254,7 +254,7 @@ CHECKS = 2
 
 
 def is_checked(family: ModelFamily) -> bool:
-    """Return whether a start has found the same files complete, with the same settings and versions."""
+    """True if an earlier start found the same files complete, with the same settings and versions."""
     return read_note(note_of(family)) == facts_of(family)
 
 
@@ -299,7 +299,7 @@ def identity_of(path: Path) -> list[Any]:
 
 
 def read_note(path: Path) -> Any:
-    """Return what a note holds; None if there is none, or a damaged one."""
+    """Content of a note; None if it is missing or damaged."""
     try:
         return json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):

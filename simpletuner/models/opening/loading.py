@@ -106,7 +106,7 @@ def folder_at_hand(settings: Settings) -> Path | None:
 
 
 def tiny_folder(settings: Settings) -> Path:
-    """Return where a run builds the flavour `tiny` of its family."""
+    """Folder of the built flavour `tiny`."""
     return settings.training.output_dir / f"base-{settings.model.model_family}-tiny"
 
 

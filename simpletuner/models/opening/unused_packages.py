@@ -40,7 +40,7 @@ def unused_packages(settings: Settings) -> Iterator[str]:
 
 
 def has_quantized_part(folder: Path | None) -> bool:
-    """Return whether the base model may have a component that torchao has quantized, such as a text encoder."""
+    """True if a component of the base model, such as a text encoder, may be quantized by torchao."""
     try:
         return folder is None or any(b"torchao" in read_file(path) for path in folder.glob("*/config.json"))
     except OSError:  # which the check of the model names

@@ -159,7 +159,7 @@ OTHERS = {"embeddings.token_embedding": "token_embedding", "final_layer_norm": "
 
 
 def open_clip_reads(reads: Reads) -> Reads:
-    """Return what reads the tensors by OpenCLIP's names; query, key and value are one tensor there."""
+    """Readers of tensors by OpenCLIP's names; query, key and value are one tensor there."""
     named: Reads = {}
     for name, read in reads.items():
         layer = re.fullmatch(r"encoder\.layers\.(\d+)\.(.+)", name)
@@ -174,7 +174,7 @@ def open_clip_reads(reads: Reads) -> Reads:
 
 
 def layer_reads(start: str, inner: str, name: str, reads: Reads) -> Reads:
-    """Return what reads a tensor of a layer; nothing for key and value, which are read with the query."""
+    """Reader of a layer's tensor; none for key and value, which are read with the query."""
     if ".k_proj." in name or ".v_proj." in name:
         return {}
     if ".q_proj." in name:
@@ -239,7 +239,7 @@ TEXT_ENCODERS: dict[str, dict[str, tuple[str, Callable[[Reads], Reads]]]] = {
 
 
 def original_reads(pipeline: Path, family: str) -> Reads:
-    """Return what reads the tensors of a Stable Diffusion pipeline, by their original names."""
+    """Readers of a Stable Diffusion pipeline's tensors, by their original names."""
     config, vae_config = (read_config(pipeline / name / "config.json") for name in ("unet", "vae"))
     ups = len(vae_config["up_block_types"])
     reads = {f"model.diffusion_model.{unet_name(name, config)}": read for name, read in reads_of(pipeline / "unet")}

@@ -78,7 +78,7 @@ def read_header(path: Path) -> tuple[list[str], str]:
 
 
 def source_of(path: Path, config: Path) -> dict[str, Any]:
-    """Return what a conversion was made from; another file of this name is converted again."""
+    """Identity of the converted file and its config: another file of this name is converted again."""
     from simpletuner.models.folder.malformed import read_json
 
     status = path.stat()

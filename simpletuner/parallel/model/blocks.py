@@ -72,7 +72,7 @@ def repeated_in(module: nn.Module) -> set[str]:
 
 
 def is_block(name: str, own: ClassStats) -> bool:
-    """Return whether a class repeats, holds modules, and is never inside itself."""
+    """True if a class repeats, contains modules, and is never nested in itself."""
     return bool(own.lists) and own.has_modules and name not in CONTAINERS and name not in own.within
 
 

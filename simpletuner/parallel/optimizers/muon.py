@@ -106,12 +106,12 @@ def nesterov(state: dict[str, Any], gradient: Tensor) -> Tensor:
 
 
 def update_scale(shape: torch.Size) -> float:
-    """Return what gives the update of a matrix the root mean square UPDATE_RMS."""
+    """Factor that gives a matrix' update the root mean square UPDATE_RMS."""
     return UPDATE_RMS * math.sqrt(max(shape))
 
 
 def rows_of_ranks(rows: int, ranks: int) -> list[int]:
-    """Return how many rows each rank has of a DTensor that is sharded by rows."""
+    """Number of rows per rank of a DTensor with Shard(0)."""
     most = -(-rows // ranks)
     return [min(most, max(0, rows - most * rank)) for rank in range(ranks)]
 

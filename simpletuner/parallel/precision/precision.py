@@ -49,7 +49,7 @@ def convert_linear_layers(model: nn.Module, blocks: tuple[str, ...], emulate: bo
 
 
 def gains(layer: nn.Module, name: str) -> bool:
-    """Return whether a layer is multiplied in float8: not a LoRA's, whose products are small and whose updates are."""
+    """True for layers to run in float8: not a LoRA's, whose products are small and whose updates are."""
     of_lora = {"lora_A", "lora_B"} & {*name.split(".")}
     return isinstance(layer, nn.Linear) and not (
         of_lora or layer.in_features % MULTIPLE or layer.out_features % MULTIPLE

@@ -37,7 +37,7 @@ def write_float32(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
 
 
 def join_float32(rounded: Tensor, remainder: Tensor) -> Tensor:
-    """Return what `write_float32` was given, bit for bit."""
+    """Inverse of `write_float32`, bit for bit."""
     return ((rounded.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 

@@ -28,8 +28,7 @@ SECRET = re.compile(r"(?<!class_)(?<!keep_)token(?!izer|_length)|secret|access_k
 
 
 def is_secret(name: object) -> bool:
-    """Return whether what has this name is never shown: a setting of a secret type, or a name of others that says
-    so."""
+    """True for settings of a secret type, and for other names that read like a secret (token, password)."""
     field = setting_fields().get(str(name))
     return kind_of(field.annotation) is SecretStr if field else SECRET.search(str(name)) is not None
 

@@ -286,8 +286,7 @@ class Compile(Section):
 
     @property
     def is_on(self) -> bool:
-        """Return whether something is compiled; `auto` stands for either until a run has chosen
-        (training/auto.py)."""
+        """False for `auto`, too, until a run has chosen (training/auto.py)."""
         return self.dynamo_backend not in ("auto", "no")
 
 

@@ -117,7 +117,7 @@ def setting_of(path: Path, entry: FileEntry) -> str | None:
 
 
 def reads_as(path: Path, text: str, before: list[FileEntry], edit: Edit) -> bool:
-    """Return whether a text has all other settings as before, in the same order, and the new value once."""
+    """True if only the edited setting differs from `before`, appears once, and the order is unchanged."""
     try:
         after = list(FORMATS[suffix_of(path)](text))
     except ValueError:

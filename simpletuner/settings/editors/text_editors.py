@@ -55,7 +55,7 @@ def line_start(text: str, position: int) -> int:
 
 
 def line_end(text: str, position: int) -> int:
-    """Return where the line ends that holds `position`, after its newline."""
+    """Offset just after the newline of the line that contains `position`."""
     found = text.find("\n", position)
     return len(text) if found < 0 else found + 1
 
@@ -205,13 +205,13 @@ def logical_lines(text: str) -> Iterator[int]:
 
 
 def end_of_statement(text: str, start: int, following: int) -> int:
-    """Return where a statement's last line ends: comments and empty lines below belong to what follows."""
+    """End offset of a statement's last line. Comments and blank lines below belong to `following`."""
     lines = [position for position in logical_lines(text[start:following]) if position]
     return start + lines[0] if lines else following
 
 
 def value_span(text: str, statement: Statement) -> tuple[int, int]:
-    """Return where the value of an assignment starts and ends, without the comment after it."""
+    """Start and end offset of an assigned value, without a trailing comment."""
     equals = next(
         token.start()
         for token in re.finditer(r'"(?:\\.|[^"\\])*"|\'[^\']*\'|=', text[statement.start : statement.end])

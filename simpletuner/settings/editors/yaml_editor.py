@@ -69,7 +69,7 @@ def without_pair(text: str, key: yaml.Node, value: yaml.Node, is_flow: bool) -> 
 
 
 def content_end(text: str, node: yaml.Node) -> int:
-    """Return where a value ends; the mark of a block lies at what comes after it, comments included."""
+    """End offset of a value. PyYAML's end mark of a block lies after the comments that follow it."""
     if isinstance(node, yaml.ScalarNode):
         if node.style not in ("|", ">"):
             return node.end_mark.index

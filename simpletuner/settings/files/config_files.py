@@ -133,7 +133,7 @@ def explain_parsing(path: Path, check: str, hint: str) -> Iterator[None]:
 
 
 def json_mistake(error: json.JSONDecodeError) -> NotParsed:
-    """Return what is wrong with a JSON text, with a hint for the usual mistakes in what is written by hand."""
+    """Error for invalid JSON, with a hint for the usual mistakes of files written by hand."""
     at = error.doc.rfind(",", 0, error.pos + 1)  # Python 3.13 points at a trailing comma, earlier versions behind it
     if at >= 0 and not error.doc[at + 1 : error.pos].strip() and re.match(r",\s*[\]}]", error.doc[at:]):
         line, column = error.doc.count("\n", 0, at) + 1, at - error.doc.rfind("\n", 0, at)

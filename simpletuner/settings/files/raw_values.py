@@ -53,7 +53,7 @@ def resolve_reference(value: Any) -> Any:
 
 
 def value_in_file(path: Path, key: str) -> Any:
-    """Return what a config file has for a key. Raises ValueError where it has not, or cannot be read."""
+    """Read one key of a config file. Raises ValueError if it is missing or the file is unreadable."""
     try:
         values = {entry.key: entry.value for entry in read_entries(path)}
     except SettingsError as error:

@@ -61,7 +61,7 @@ LAUNCHED = {
 
 
 def launched_entries(environment: Mapping[str, str]) -> list[FileEntry]:
-    """Return what `accelerate launch` resolved and passed to this process; nothing if it did not start it."""
+    """Settings that `accelerate launch` passed to this process in its environment; empty without it."""
     # Every launcher in accelerate/utils/launch.py (1.15) sets it, whatever is asked for.
     if "ACCELERATE_MIXED_PRECISION" not in environment:
         return []
@@ -153,7 +153,7 @@ def missing_ranks(place: str) -> BrokenRule:
 
 
 def place_of_ranks(name: str, entries: Iterable[FileEntry]) -> str:
-    """Return where a file asks for several ranks; empty where it does not, or where that is a mistake anyway."""
+    """File and line that ask for several ranks; empty if none does, or if that is a mistake anyway."""
     kind = kind_of(entries)
     asks = normalize_name(kind.value) not in ALONE and str(kind.value).upper() in ENGINES
     return f"distributed_type: {kind.value} ({file_place(name, kind.line)})" if asks else ""

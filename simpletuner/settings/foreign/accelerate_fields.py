@@ -259,7 +259,7 @@ def map_entry(entry: FileEntry, engine: str) -> Iterator[MappedField]:
 
 
 def left_out(entries: list[FileEntry], fields: list[MappedField]) -> list[RawValue]:
-    """Return what accelerate hands to DeepSpeed for what the file leaves out; where it names a JSON, that decides."""
+    """Defaults that accelerate gives DeepSpeed for keys missing in its file; none if it names a JSON file."""
     keys = {found.key for found in fields}
     says = {"deepspeed_config.gradient_clipping", "deepspeed_config.deepspeed_config_file"} & keys
     is_on = normalize_name(kind_of(entries).value) == "deepspeed"

@@ -45,7 +45,6 @@ class DeepSpeedOptions:
 
     @property
     def uses_nvme(self) -> bool:
-        """Return whether something is offloaded to files."""
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
 
@@ -95,7 +94,7 @@ def deepspeed_config(settings: Settings, world_size: int, largest_tensor: int = 
 
 
 def extra_deepspeed_settings(settings: Settings) -> dict[str, Any] | None:
-    """Return what the setting deepspeed_config says beyond what the other settings make of it anyway."""
+    """Keys of deepspeed_config that no other setting produces."""
     bare = settings.model_copy(update={"parallel": settings.parallel.model_copy(update={"deepspeed_config": None})})
     return diff(settings.parallel.deepspeed_config or {}, deepspeed_config(bare, settings.launch.num_processes)) or None
 

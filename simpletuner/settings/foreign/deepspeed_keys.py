@@ -109,7 +109,7 @@ def read_cpu_offload(value: Any) -> str:
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value turns something off: nothing, false, none, or an object that is not enabled."""
+    """True for null, false, none, or an object that is not enabled."""
     if isinstance(value, Mapping):
         return value.get("enabled") in (False, AUTO) or all(map(is_off, value.values()))
     return value is None or value is False or value in ([], "none", AUTO)

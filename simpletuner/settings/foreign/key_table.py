@@ -172,7 +172,7 @@ def map_field(table: KeyTable, found: MappedField) -> MappedField:
 
 
 def is_neutral(table: KeyTable, rule: Rule, value: Any) -> bool:
-    """Return whether a value asks for nothing."""
+    """True for a value without an effect."""
     # None and `auto` stand for a key that is not there, whatever its rule.
     if value in table.unset:
         return True

@@ -44,7 +44,10 @@ OF_ONETRAINER = frozenset(
 
 
 def trainer_of(values: Mapping[str, Any]) -> str:
-    """Return whose file this is, or nothing: only names and shapes that no file of settings has are looked at."""
+    """Name of the program that wrote a file; empty if unknown.
+
+    Only keys that our own files never have count.
+    """
     if other := untranslated(values):
         return other
     if is_dataset_file(values):
@@ -91,7 +94,7 @@ def names_of_original(names: Iterable[str]) -> list[str]:
 
 
 def is_value_of_original(setting: str, value: Any) -> bool:
-    """Return whether a value is one that the original's files have for a setting and that means another one here."""
+    """True if a value is valid in the original's files and has another meaning here."""
     rule = TABLE.rules.get(setting)
     if not isinstance(rule, Maps):
         return False
@@ -115,7 +118,7 @@ def import_hint(file: str | Path, trainer: str = "", is_list: bool = False) -> s
 
 
 def answer_for(name: str) -> str:
-    """Return what became of a name of the original's: our name, or why there is none; empty for any other name."""
+    """Hint for a setting name of the original: our name, or the reason for having none; empty if unknown."""
     rule = TABLE.rules.get(name)
     if isinstance(rule, Maps):
         return f"it is called `{rule.setting}` here"
@@ -237,5 +240,5 @@ def meaning_of(name: str) -> str:
 
 
 def answer_to(name: str) -> str:
-    """Return what to do instead of a name that has no setting; empty for one that is not known."""
+    """Advice for a name that is no setting; empty if unknown."""
     return next((answer for answer, names in ANSWERS.items() if name in names.split()), "")

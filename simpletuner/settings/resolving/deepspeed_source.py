@@ -73,7 +73,7 @@ def warn_of_defaults(place: str, left_out: Iterable[RawValue], merged: MergedVal
 
 
 def as_source(name: str, config: Mapping[str, Any]) -> Source:
-    """Return what a DeepSpeed JSON says of settings as a source of its own. Raises SettingsError for its mistakes."""
+    """Settings in a DeepSpeed JSON, as a source. Raises SettingsError for its mistakes."""
     merged = MergedValues()
     merged.set(RawValue(NAME, dict(config), name), name)
     warnings = apply_deepspeed_config(merged)

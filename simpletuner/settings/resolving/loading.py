@@ -175,7 +175,7 @@ def hint_for_values(sources: Iterable[Source], invalid: frozenset[str]) -> str:
 
 
 def canonical_values(source: Source, mistakes: list[Mistake]) -> Iterable[RawValue]:
-    """Return what a source gives by the names of settings, after adding a mistake for each that cannot be meant."""
+    """Values of a source by setting name; a mistake is added for each name that cannot be resolved."""
     taken: dict[str, RawValue] = {}
     for given in source.values:
         name = canonical_name(given.name)
@@ -191,7 +191,7 @@ def canonical_values(source: Source, mistakes: list[Mistake]) -> Iterable[RawVal
 
 
 def is_known_null(name: str) -> bool:
-    """Return whether validation has an answer for null; elsewhere it means that a setting is not set."""
+    """True if validation accepts null for a setting; elsewhere null means unset."""
     field = setting_fields()[name]
     return type(None) in get_args(field.annotation) or field.default not in ("", [])
 
@@ -305,7 +305,7 @@ def validate(
 
 
 def provenance(loaded: Loaded) -> str:
-    """Return how many settings each source decided, weakest first; of sources found rather than named, say which."""
+    """Number of settings from each source, weakest first; their names for sources that were only found."""
     decided = {
         source: [name for name, origin in loaded.origins.items() if origin.source == source]
         for source in loaded.sources

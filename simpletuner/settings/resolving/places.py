@@ -16,7 +16,7 @@ def with_places(mistake: BrokenRule, origins: Mapping[str, Origin]) -> BrokenRul
 
 
 def places_of(names: Iterable[str], origins: Mapping[str, Origin]) -> str:
-    """Return where settings were set; empty where all were flags, which the user has just typed."""
+    """Files and lines that set these names; empty if all were flags."""
     wanted = set(names)
     places = {name: origin.place for name, origin in origins.items() if name in wanted}
     if all(place.partition(" ")[0] == "flag" for place in places.values()):

@@ -85,7 +85,7 @@ def from_env_file(path: Path, environment: Mapping[str, str] = os.environ, used:
 
 
 def is_variable(key: str) -> bool:
-    """Return whether a name in config.env is a variable of another program, such as HF_TOKEN."""
+    """True if a name in config.env is another program's variable, such as HF_TOKEN."""
     return key.upper().startswith(OTHER_PROGRAMS) and normalize_name(key) not in (*TABLE.rules, *SECTION_OF)
 
 
@@ -96,7 +96,7 @@ def from_environment(environment: Mapping[str, str]) -> Source:
 
 
 def from_variables(name: str, variables: Iterable[RawValue]) -> Source:
-    """Return what variables say; those that are no settings are left out, with a reason."""
+    """Settings in variables; other names are left out, with a reason."""
     source = Source(name, [])
     for variable in variables:
         plain = normalize_name(variable.name.removeprefix(PREFIX))
@@ -109,7 +109,7 @@ def from_variables(name: str, variables: Iterable[RawValue]) -> Source:
 
 
 def is_list(name: str) -> bool:
-    """Return whether a setting is a list, which an empty variable leaves empty; elsewhere "" is an item."""
+    """True for list settings: an empty variable empties the list; elsewhere "" is a value."""
     return name in setting_fields() and get_origin(setting_fields()[name].annotation) is list
 
 
@@ -152,7 +152,7 @@ class MergedValues:
 
 
 def reference_to(given: RawValue) -> str:
-    """Return what a file can hold for a secret. One that was typed has to be in the environment of a replay."""
+    """`{env:NAME}`, to write for a secret; one that was typed must be in a replay's environment."""
     if is_reference(given.value):
         return given.value
     return given.reference or f"{{env:{PREFIX}{given.name.upper()}}}"
@@ -209,7 +209,7 @@ def usual_config(environment: Mapping[str, str]) -> Path:
 
 
 def collect_from_file(path: Path) -> list[Source]:
-    """Return what a config file says, and the accelerate file if it names one, whatever other sources there are."""
+    """Sources of one config file: itself, and the accelerate file that it names."""
     source = from_file(path)
     chosen = pop_accelerate_config([source])
     return [*(from_accelerate(chosen, {}) if chosen else []), source]
@@ -315,7 +315,7 @@ def apply_global_batch_size(merged: MergedValues) -> None:
 
 
 def suggest(wanted: int, batch: int, data_ranks: int) -> str:
-    """Return what divides: other sizes of a rank's batch, else the nearest global batches."""
+    """Other sizes of a rank's batch that divide the global batch, or the nearest global batches."""
     product = batch * data_ranks
     nearest = " or ".join(str(each) for each in (wanted // product * product, -(-wanted // product) * product) if each)
     if wanted % data_ranks:

@@ -39,7 +39,7 @@ class Term(NamedTuple):
     is_negated: bool
 
     def holds(self, lookup: Lookup) -> bool | None:
-        """Return whether the comparison holds; None where that is not known yet."""
+        """Evaluate the comparison; None if it depends on facts that are not known yet."""
         value = lookup(self.name)
         if value is UNKNOWN:
             return None
@@ -52,7 +52,7 @@ class Term(NamedTuple):
         return found != (self.is_negated or self.operator == "!=")
 
     def wanted(self) -> str:
-        """Return what makes the comparison hold, in words."""
+        """The condition in words, as a user would have to fulfil it."""
         if self.name in FACTS:
             return FACTS[self.name]
         if self.operator in COMPARE:
@@ -90,7 +90,7 @@ def as_word(value: Any) -> str:
 
 
 def has_effect(name: str, lookup: Lookup) -> bool | None:
-    """Return whether a setting has an effect beside the values of others; None where that is not known yet."""
+    """Evaluate a setting's `when=`; None if it depends on facts that are not known yet."""
     groups = [[term.holds(lookup) for term in group] for group in condition_of(name)]
     found = [False if False in group else None if None in group else True for group in groups]
     return True if True in found or not found else None if None in found else False
@@ -119,7 +119,7 @@ def listed(names: Collection[str], word: str) -> str:
 
 
 def lookup_in(settings: Settings, facts: Mapping[str, bool] | None = None) -> Lookup:
-    """Return how a condition reads the settings; `facts` are those that the datasets answer."""
+    """Lookup of names in conditions: values of settings, and `facts` that the datasets answer."""
     has_file = settings.data.data_backend_config is not None
 
     def lookup(name: str) -> Any:

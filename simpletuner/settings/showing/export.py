@@ -147,7 +147,7 @@ class ExplainedSetting:
 
     @property
     def is_set(self) -> bool:
-        """Return whether a source gives it, or it is not at its default."""
+        """True if a source gives the value, or it differs from the default."""
         return self.origin != str(NO_ORIGIN) or self.value != self.default
 
     def cells(self) -> tuple[str, str, str, str]:

@@ -87,7 +87,7 @@ def is_ip(host: str) -> bool:
 
 
 def is_label(label: str) -> bool:
-    """Return whether a part of a name can be looked up; letters beyond ASCII are encoded for that."""
+    """True for a valid DNS label; letters beyond ASCII are encoded first (IDNA)."""
     try:
         return LABEL.fullmatch(label.encode("idna").decode()) is not None
     except UnicodeError:

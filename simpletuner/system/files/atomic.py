@@ -106,7 +106,7 @@ def is_being_removed(folder: Path) -> bool:
 
 
 def is_left_over(folder: Path) -> bool:
-    """Return whether a kill has left this of a folder that was being removed in place: at last it is empty."""
+    """True for the rest of a folder whose removal was killed: a marked or an empty folder."""
     return folder.is_dir() and (is_being_removed(folder) or not any(folder.iterdir()))
 
 

@@ -56,7 +56,7 @@ def entries_of(folder: Path) -> Iterator[Path]:
 
 
 def is_plain_file(path: Path) -> bool:
-    """Return whether this is a regular file, not a link to one."""
+    """True for a regular file, not a link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
@@ -64,12 +64,12 @@ def is_plain_file(path: Path) -> bool:
 
 
 def is_plain_folder(path: Path) -> bool:
-    """Return whether this is a folder, not a link to one."""
+    """True for a folder, not a link."""
     return path.is_dir() and not path.is_symlink()
 
 
 def bytes_of(path: Path) -> int:
-    """Return what a file, or all files below a folder, take; 0 for links and for what is removed meanwhile."""
+    """Bytes on disk of a file, or of all files below a folder; 0 for links and files removed meanwhile."""
     if is_plain_folder(path):
         return sum(bytes_of(child) for child in entries_of(path))
     try:
@@ -79,7 +79,7 @@ def bytes_of(path: Path) -> int:
 
 
 def disk_bytes(state: os.stat_result) -> int:
-    """Return what a file takes: less than its size where it has holes. Tiny files may be stored without a block."""
+    """Bytes on disk: less than the size of sparse files. Up to 4 KiB the size: inline data has no blocks."""
     # st_blocks counts 512 bytes each, whatever the file system's blocks are (stat(2)).
     return min(state.st_size, state.st_blocks * 512) if state.st_size > 4096 else state.st_size
 

@@ -65,7 +65,7 @@ def refresh(folder: Path) -> None:
 
 
 def shorter_caches(folder: Path) -> str:
-    """Return how to mount the file system of a folder so that it shows files sooner."""
+    """Mount options with which the file system of a folder shows new files sooner."""
     mount = find_mount(PurePosixPath(folder.resolve()), read_mounts())
     fstype = mount.fstype if mount is not None else ""
     return SHORTER_CACHES.get(fstype, f"`simpletuner nfs check --path={folder}` on each machine says how late")

@@ -50,7 +50,7 @@ class Place(ABC):
 
     @property
     def holds_lock(self) -> bool:
-        """Return whether this process has locked the file that is still there."""
+        """True if this process has locked the file, and that file still exists."""
         return False
 
     @abstractmethod
@@ -356,7 +356,7 @@ def held_error(place: Place, holder: Record, way_on: str, seconds: float | None 
 
 
 def asked(place: Place, is_locked: bool | None) -> tuple[Record | None, Holding]:
-    """Return who holds a place, as far as that is known at once."""
+    """Holder of a place, as far as it can be determined without waiting."""
     with suppress(OSError):
         record = current_record(place)
         return record, judge(record, is_locked, place)

@@ -46,7 +46,7 @@ class FolderPlace(Place):
 
     @property
     def reads_other_machines(self) -> bool:
-        """Return whether records tell of users of a cache on other machines, since locks do not."""
+        """True if users of a cache on other machines are known by records, since locks do not reach them."""
         return not (self.system.is_local or self.system.has_shared_locks)
 
     @property
@@ -143,7 +143,7 @@ def held_folder(
 
 
 def holder_of(path: Path) -> tuple[Record, Holding]:
-    """Return who holds the folder of a lock file, as far as that is known at once."""
+    """Holder of a lock file's folder, as far as it can be determined without waiting."""
     record, holding = asked(FolderPlace(path.parent, path.name), is_locked(path, exclusively=True))
     return record or Record(), holding
 
@@ -155,7 +155,7 @@ class StandingRecords:
         self.seen: dict[Path, tuple[Record, float]] = {}
 
     def is_dead(self, path: Path, record: Record) -> bool:
-        """Return whether the record of a lock file has stood still for longer than its holder lives."""
+        """True if a record has not changed for longer than its holder lives without renewing it."""
         before, since = self.seen.get(path, (None, 0.0))
         if before != record:
             since = time.monotonic()
@@ -205,7 +205,7 @@ def lock_shared(place: FolderPlace) -> bool:
 
 
 def is_used(folder: Path) -> bool | None:
-    """Return whether a run uses a cache folder; None where that has to be watched."""
+    """True if a run uses a cache folder; None if only watching it for a while can tell."""
     path = folder / IN_USE
     found = is_locked(path)
     place = FolderPlace(folder, IN_USE)

@@ -38,7 +38,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """Return what tells containers of one machine apart: the same pid is another process in each of them."""
+    """Identity of a container on a machine: the same pid is another process in each."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -46,7 +46,7 @@ def pid_namespace() -> str:
 
 
 def process_start(pid: int) -> str:
-    """Return when a process began, in clock ticks since the boot, which no clock changes; empty for one that is dead.
+    """Start time of a process in clock ticks since boot, unaffected by clock changes; empty if dead.
 
     See /proc/PID/stat in proc(5). A zombie is dead.
     """
@@ -95,12 +95,12 @@ class Record:
 
     @property
     def is_of_earlier_version(self) -> bool:
-        """Return whether it was only the name of who had locked the file."""
+        """True for the format of earlier versions: only the name of the process that locked the file."""
         return not self.id and not self.damaged
 
     @property
     def is_on_this_machine(self) -> bool:
-        """Return whether its pid means something here."""
+        """True if the pid can be looked up here."""
         return bool(self.boot and self.namespace) and (self.boot, self.namespace) == (boot_id(), pid_namespace())
 
     @property
@@ -109,12 +109,12 @@ class Record:
 
     @property
     def is_here(self) -> bool:
-        """Return whether its pid is of this machine: by the name of that where an earlier version wrote the record."""
+        """True if the pid is of this machine; for records of earlier versions, by host name."""
         return self.is_on_this_machine if self.boot else self.host == socket.gethostname()
 
     @property
     def is_launcher_alive(self) -> bool:
-        """Return whether the process to signal runs here."""
+        """True if the process to signal is alive on this machine."""
         if not self.is_here or self.pid <= 1:
             return False
         try:
@@ -140,7 +140,7 @@ class Record:
 
 
 def parse_record(content: bytes, path: str) -> Record | None:
-    """Return what a file says; None for an empty one. One that cannot be read has `damaged`, a sentence."""
+    """Parse a record; None for an empty file. An unreadable one has `damaged`, a sentence."""
     if not content.strip(b"\0 \n"):
         return None
     with suppress(ValueError, RecursionError):

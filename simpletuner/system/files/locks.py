@@ -82,9 +82,10 @@ def is_same_inode(path: Path, descriptor: int) -> bool:
 
 
 def is_locked(path: Path, exclusively: bool = False) -> bool | None:
-    """Return whether any process holds a lock on a file; None where that cannot be determined.
+    """True if any process holds a lock on a file; None if that cannot be determined.
 
-    `exclusively`: whether one holds an exclusive lock; several may ask that at once and do not see each other.
+    `exclusively`: whether one holds an exclusive lock; several may ask that at once and do not see each
+    other.
     """
     try:
         os.close(lock_file(path, exclusive=not exclusively, create=False))

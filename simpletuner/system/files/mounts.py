@@ -117,12 +117,12 @@ class FileSystem:
 
     @property
     def keeps_locks_to_itself(self) -> bool:
-        """Return whether it is known that machines share its files and not its locks."""
+        """True for a file system known to share its files, but not its locks, between machines."""
         return not self.is_local and not self.has_shared_locks and self.name != "unknown"
 
 
 def file_system_at(folder: Path) -> FileSystem:
-    """Return what is known of the file system of a folder, or of the nearest folder above it that is there."""
+    """Known properties of a folder's file system, or of that of its nearest existing parent."""
     mount = find_mount(PurePosixPath(folder.resolve()), read_mounts())
     return file_system_of(mount) if mount is not None else FileSystem("local", is_local=True, late_seconds=0.0)
 

@@ -132,7 +132,7 @@ def retry_while_replaced(path: Path, action: Callable[[], T]) -> T:
 
 
 def has_own_device(folder: Path) -> bool:
-    """Return whether a folder is missing, or on a local disk, which replaces at once; FUSE and NFS have major 0."""
+    """True if a folder is missing, or on a local disk, which replaces at once; FUSE and NFS have major 0."""
     try:
         return os.major(folder.stat().st_dev) > 0
     except OSError:

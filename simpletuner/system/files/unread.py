@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def read_state(path: Path, parse: Callable[[bytes], T], warn: Warn) -> T | None:
-    """Return what a file holds; None where there is none, or one that cannot be read, which is moved aside.
+    """Parse a file; None if it is missing. An unreadable one is moved aside.
 
     `parse` may raise MALFORMED. Raises OSError where the file cannot be moved.
     """
@@ -43,5 +43,5 @@ def set_aside(path: Path, warn: Warn) -> None:
 
 
 def last_aside(path: Path) -> Path | None:
-    """Return what was moved aside last of the files that had this name."""
+    """Newest file that was moved aside from this name."""
     return max(path.parent.glob(f"{path.name}.*{ASIDE}"), default=None)

@@ -18,7 +18,7 @@ def available_bytes() -> int:
 
 
 def available_in_group() -> list[int]:
-    """Return what is left below the limit of each control group (v2) that this process is in."""
+    """Bytes left below the limit of each control group (v2) of this process."""
     try:
         path = (PROC / "self" / "cgroup").read_text().rpartition("0::/")[2].strip()
     except OSError:

@@ -100,7 +100,7 @@ def adapter() -> TypeAdapter[RunStatus]:
 
 
 def read_status(path: Path) -> RunStatus | None:
-    """Return what a file says; None where it is missing, damaged or no regular file."""
+    """Parse status.json; None if it is missing, damaged or no regular file."""
     try:
         return adapter().validate_json(read_file(path, MAX_BYTES))
     except (OSError, ValueError):

@@ -90,7 +90,7 @@ class StopRequest:
 
 
 def what_follows(unsaved: int, save_seconds: float) -> str:
-    """Return what is done before a run stops; `unsaved` and `save_seconds`: see StopRequest."""
+    """Announcement of the actions before a run stops; `unsaved` and `save_seconds`: see StopRequest."""
     if not unsaved:
         return "what is done is kept"
     # Or the step after it, since the wish to stop is read with the loss, one step late (step_logger.py).

@@ -100,7 +100,7 @@ class SerialWorker:
 
     @property
     def is_queued(self) -> bool:
-        """Return whether the last call has not begun."""
+        """True while the last call has not begun."""
         return self.last is not None and not (self.last.running() or self.last.done())
 
     def submit(self, call: Callable[..., object], *arguments: object) -> None:
