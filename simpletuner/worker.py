@@ -274,8 +274,8 @@ def verify_same_facts(facts: Mapping[str, str], world: World) -> None:
 def start_base_checksums(
     world: World, family: ModelFamily, checkpoint: Checkpoint | None
 ) -> Callable[[], Mapping[str, str]]:
-    """Return what waits for the checksums of the base model: when the run began, which a checkpoint has, or, where a
-    LoRA's frozen weights are read again at each start, now."""
+    """Return a function that waits for the base model's checksums. A resumed full fine-tune takes those of its
+    checkpoint; a LoRA reads its frozen weights again at each start, so it computes them now."""
     if checkpoint is not None and not family.adapter and (known := checkpoint.state.get("base_checksums")):
         return lambda: known
     return Checksums(base_files(family), world).wait

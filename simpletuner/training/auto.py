@@ -67,7 +67,7 @@ DECIDE_NOTHING = {
 
 
 def choices(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Yield what may be recomputed, from nothing to all but the inputs of blocks."""
+    """Yield settings of recomputation, from none to all but the inputs of blocks."""
     yield {"gradient_checkpointing": False}
     if settings.compile.is_on:
         yield from ({"gradient_checkpointing": False, "activation_memory_budget": share} for share in BUDGETS)
@@ -213,7 +213,7 @@ def choose_backend(settings: Settings, graphs: Graphs, steps: int, missing: str)
 
 
 def missing_compiler() -> str:
-    """Return what inductor lacks to make kernels for a GPU; empty where it is all there."""
+    """Return the part that inductor lacks to make kernels for a GPU; empty if it is complete."""
     if importlib.util.find_spec("triton") is None:
         return "triton"
     # Triton compiles a launcher in C for its kernels.

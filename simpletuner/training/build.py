@@ -144,7 +144,7 @@ def build_trainer(
 def open_evaluations(
     session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared, metrics: Metrics | None
 ) -> list[Evaluation]:
-    """Return what looks at the weights between steps: nothing without held-out images and validation prompts."""
+    """Return the evaluations that settings and data ask for: held-out loss, validation images, or none."""
     opened = (
         open_evaluation(session, family, state, prepared, metrics)
         for open_evaluation in (open_held_out_loss, open_validator)

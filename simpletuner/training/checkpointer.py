@@ -43,12 +43,12 @@ class TrainingState:
     step: int
     sampler_state: SamplerState
     base_fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """Of the base model's files, by name."""
+    """Hashes of the base model's files, by name."""
     base_checksums: Mapping[str, str] = field(default_factory=dict)
-    """Of the files that an export copies from the base model, by name, as they were when the run began."""
+    """Checksums of the files that an export copies from the base model, by name, as they were when the run began."""
 
     def snapshot(self, step: int, sampler_state: SamplerState, facts: Mapping[str, Any]) -> Snapshot:
-        """Return what a checkpoint after `step` holds; `facts` are for people who read its state.json."""
+        """Copy the state of a checkpoint after `step`; `facts` are for people who read its state.json."""
         optimizer = self.engine.optimizer_state()
         state = {
             "simpletuner": __version__,
@@ -68,7 +68,7 @@ class TrainingState:
         return Snapshot(step, groups, state, self.config)
 
     def groups(self) -> dict[str, Callable[[], NamedTensors]]:
-        """Return what makes each group of a checkpoint, in the checkpoint layout. Collective to call."""
+        """Map each group of a checkpoint to a function of its tensors, in the checkpoint layout. Collective to call."""
         average = {"ema": self.ema.tensors} if self.ema is not None else {}
         return {"model": self.weights, **self.engine.optimizer_state().tensors, **average}
 
@@ -170,7 +170,7 @@ class Checkpointer:
         )
 
     def _copies_fit(self) -> bool:
-        """Return whether copies of all groups fit, so that training can go on while they are written. Collective."""
+        """Compare the bytes of all groups with half of the available memory of the fullest machine. Collective."""
         # Of the ranks of this machine together, each of which copies its own shards.
         copied = self.size_bytes * self.world.local_size // self.world.size
         available = available_bytes()
@@ -187,7 +187,7 @@ class Checkpointer:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether writing has failed in the background, which `wait` will raise."""
+        """True if writing has failed in the background; `wait` will raise the error."""
         return self.background is not None and self.background.has_failed
 
     def wait(self) -> None:

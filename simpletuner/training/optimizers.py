@@ -55,7 +55,6 @@ class Schedule:
         return min(1.0, max(0, step - warmup_steps) / max(1, self.max_steps - warmup_steps))
 
     def as_json(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
         start = {name: getattr(self, name) for name in ("start_step", "start_progress", "planned_steps")}
         return {"max_steps": self.max_steps, "schedule": {"epochs": self.epochs, **start}}
 

@@ -32,24 +32,24 @@ TRAINING = "training"
 
 
 class StopVote:
-    """Let all ranks stop at the same step: each rank's wish travels with the loss, in the same all-reduce."""
+    """Let all ranks stop at the same step: each rank's vote travels with the loss, in the same all-reduce."""
 
     def __init__(self, request: StopRequest, has_failed: Callable[[], bool] = lambda: False) -> None:
         """`has_failed`: whether something in the background of this rank has failed, which the others may not know."""
         self.request, self.has_failed, self.passed = request, has_failed, False
 
-    def wish(self, device: torch.device) -> Tensor:
+    def local_vote(self, device: torch.device) -> Tensor:
         """Return 1 where this rank has to stop, else 0; shape ()."""
         # not torch.tensor, which copies from pageable memory, so that each step would wait for the one before
         return torch.full((), float(bool(self.request.signal_number) or self.has_failed()), device=device)
 
     def count(self, mean: float) -> None:
-        """Take the mean of all wishes: one rank is enough."""
+        """Take the mean of all votes: one rank is enough."""
         self.passed = self.passed or mean > 0
 
-    def take(self, world: World) -> bool:
+    def poll(self, world: World) -> bool:
         """Vote now, where no step is under way, and return whether to stop. Collective."""
-        self.count(world.all_mean(self.wish(torch.device("cpu"))).item())
+        self.count(world.all_mean(self.local_vote(torch.device("cpu"))).item())
         return self.passed
 
 
@@ -61,7 +61,7 @@ class StepOutput:
     loss: Tensor
     grad_norm: Tensor
     learning_rate: float
-    of_samples: Sequence[tuple[Tensor, Tensor]] = ()
+    sample_losses: Sequence[tuple[Tensor, Tensor]] = ()
     """Timesteps and losses of the samples of each micro batch, (B) each."""
 
 
@@ -86,7 +86,7 @@ class Timestamp:
 
 
 class DelayedScalars:
-    """Loss and wish to stop, averaged over the ranks, and the gradient norm, on their way to the host.
+    """Loss and votes to stop, averaged over the ranks, and the gradient norm, on their way to the host.
 
     On a CPU the mean is taken while the next step begins. On a GPU mean and copy are queued behind the step, with an
     event of their own: to read a tensor of the device is to wait for all that is queued by then, the next step too.
@@ -115,7 +115,7 @@ class DelayedScalars:
         self.computed = Timestamp(device)
 
     def read(self) -> list[float]:
-        """Return loss, wish, norm and what was gathered. Collective on a CPU, which waits for it here."""
+        """Return loss, share of votes to stop, norm and `gathered`. Collective on a CPU, which waits for it here."""
         self.computed.wait()
         if self.copy is not None:
             return self.copy.tolist()
@@ -175,8 +175,8 @@ class StepLogger:
         """Reduce a step's scalars over the ranks, and write the previous step's. Collective."""
         device = output.loss.device
         # One all-reduce of two numbers: a separate vote would add another latency to each step.
-        mean = self.mesh.begin_data_mean(torch.stack([output.loss, self.stop_vote.wish(device)]))
-        gathered = self.sample_losses.begin(output.of_samples) if self.sample_losses is not None else None
+        mean = self.mesh.begin_data_mean(torch.stack([output.loss, self.stop_vote.local_vote(device)]))
+        gathered = self.sample_losses.begin(output.sample_losses) if self.sample_losses is not None else None
         scalars = DelayedScalars(mean, output.grad_norm, device, gathered)
         flops = self.throughput.count(batch) if self.throughput is not None else None  # while the device works
         # After this step is queued: reading the numbers of the step before finds them computed.
@@ -201,9 +201,9 @@ class StepLogger:
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        loss, wish, grad_norm, *of_samples = pending.scalars.read()
+        loss, stop_share, grad_norm, *sample_losses = pending.scalars.read()
         step, seconds = pending.row["step"], pending.scalars.computed.seconds_since(pending.began)
-        self.stop_vote.count(wish)
+        self.stop_vote.count(stop_share)
         # Both are of all ranks together, so all of them raise, or none.
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise TrainingError(
@@ -221,10 +221,10 @@ class StepLogger:
         if self.metrics is not None:
             self.metrics.write({**pending.row, "loss": loss, "grad_norm": grad_norm, **speed, **measured})
         if self.sample_losses is not None:
-            self.sample_losses.write(step, pending.samples, of_samples)
+            self.sample_losses.write(step, pending.samples, sample_losses)
 
     def notes(self, loss: float, measured: dict[str, float]) -> list[str]:
-        """Return what the status line shows of the last steps, the most important first."""
+        """Return the parts of the status line: loss, speed, share of time spent waiting for data, throughput."""
         seconds, waited = self.pace.step_seconds, self.pace.data_share
         speed = [f"{seconds:.3g} s/step", f"{self.batch_size / seconds:.3g} samples/s"]
         return [f"loss {loss:.4f}", *speed, f"data wait {waited:.0%}", *format_throughput(measured)]

@@ -59,7 +59,7 @@ class Evaluation(Protocol):
         ...
 
     def is_complete(self, step: int) -> bool:
-        """Return whether its results of a step are there, or are missing since the run was killed. Collective."""
+        """True if all results of a step are on disk: a run may have been killed before. Collective."""
         ...
 
 
@@ -91,7 +91,7 @@ class Trainer:
     checkpoint_every: int
     max_grad_norm: float
     dtype: torch.dtype
-    """Of the latents that the denoiser is called with."""
+    """Compute dtype of the denoiser's input."""
     dropout_seed: int
     """Equal on ranks that share samples, which hold equal activations; different on all others."""
     profiler: StepProfiler | None
@@ -176,13 +176,13 @@ class Trainer:
                 prediction = self.family.predict(
                     self.engine.model, noised.x_t.to(self.dtype), noised.timesteps, micro_batch.conditioning
                 )
-                of_samples = sample_losses(prediction, target, noised.weights, micro_batch.loss_mask)
-                loss = of_samples.mean()
+                losses_B = sample_losses(prediction, target, noised.weights, micro_batch.loss_mask)
+                loss = losses_B.mean()
                 # Micro batches are of equal size, so the mean of their means is the mean over the batch.
                 self.engine.backward(loss / len(batch.micro_batches))
             # Without its graph, which would stay in memory until the step ends.
             losses.append(loss.detach())
-            pairs.append((noised.timesteps, of_samples.detach()))
+            pairs.append((noised.timesteps, losses_B.detach()))
         grad_norm = self.engine.step(self.max_grad_norm)
         return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate, pairs)
 
@@ -247,7 +247,7 @@ class Trainer:
         """Show that an evaluation has done more. Raises EvaluationStopped when the run is to stop. Collective."""
         progress.update(min(progress.done + done, progress.total))
         self.logger.mesh.world.lease.check_recent()
-        if self.stop_vote.take(self.logger.mesh.world):
+        if self.stop_vote.poll(self.logger.mesh.world):
             raise EvaluationStopped
 
 

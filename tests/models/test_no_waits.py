@@ -95,7 +95,7 @@ def test_a_micro_batch_copies_nothing_pageable_and_reads_nothing(key, pipelines)
 
 def test_what_ranks_tell_each_other_after_a_step_is_made_on_the_device():
     with waits_seen() as waits:
-        StopVote(StopRequest()).wish(META)
+        StopVote(StopRequest()).local_vote(META)
     assert waits == []
 
 

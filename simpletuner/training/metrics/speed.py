@@ -117,7 +117,7 @@ class Pace:
         self.pending = [each for each in self.pending if each != name]
 
     def seconds_left(self, step: int) -> float | None:
-        """Return how long the rest takes after a step, the export included; None before the first one."""
+        """Estimate the seconds from `step` to the end, the export included; None before the first step."""
         if not self.steps:
             return None
         runs = {
@@ -163,7 +163,7 @@ class Throughput:
         return flops / self.context_parallel_size
 
     def measure(self, flops: float | None, seconds: float) -> dict[str, float]:
-        """Return what the metrics say of a step that took so long."""
+        """Return the metrics of a step: TFLOP/s, MFU and, on a GPU, peak bytes of memory."""
         measured: dict[str, float] = {}
         if flops is not None:
             measured["tflops_per_second"] = flops / seconds / 1e12

@@ -67,7 +67,7 @@ class RemoteRun:
         self.sizes = self.storage.all_sizes()
 
     def whole(self) -> list[WholeFolder]:
-        """Return what is whole, newest checkpoints first."""
+        """Folders of which all files are there, newest checkpoints first."""
         return whole_folders_among(name for name, size in self.sizes.items() if size)
 
     def manifest(self, whole: WholeFolder) -> bytes:
@@ -224,7 +224,7 @@ class RemoteRun:
 
 
 def missing_in(found: Mapping[str, int], prefix: str, wanted: Mapping[str, int]) -> str:
-    """Return which file is missing, or has another size than the manifest says; empty for none."""
+    """Return an error for the first file that is missing or differs in size from its manifest; empty if none does."""
     for name, size in wanted.items():
         if (there := found.get(f"{prefix}{name}", 0)) != size:
             return f"{prefix}{name} is damaged: it has {there} of {size} bytes"
@@ -246,7 +246,7 @@ def in_thread(parts: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a name leads into the folder that it is below."""
+    """False for a name that leads out of its folder, or is absolute."""
     return not {"..", ""} & {*name.split("/")}
 
 

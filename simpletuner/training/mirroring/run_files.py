@@ -75,7 +75,8 @@ class WholeFolder:
 
 
 def whole_folders(output: Path) -> dict[WholeFolder, Stamp]:
-    """Return what has a manifest on disk, in the order to upload it, and the stamp of each manifest."""
+    """Return the checkpoints and pipelines on disk that have a manifest, in upload order, and the stamp of each
+    manifest."""
     checkpoints = [WholeFolder(f"{CHECKPOINTS}/{path.name}", STATE) for path in list_checkpoints(output / CHECKPOINTS)]
     exported = [WholeFolder(path.parent.name, FINISHED) for path in output.glob(f"[!.]*/{FINISHED}")]
     found = {each: stamp_of(output / each.manifest_name) for each in in_order([*checkpoints, *exported])}
@@ -83,7 +84,7 @@ def whole_folders(output: Path) -> dict[WholeFolder, Stamp]:
 
 
 def whole_folders_among(names: Iterable[str]) -> list[WholeFolder]:
-    """Return what has a manifest among the names of a bucket, in the order to download it."""
+    """Return the checkpoints and pipelines of a bucket that have a manifest, in download order."""
     paths = [PurePosixPath(name) for name in names]
     found = [
         WholeFolder(str(path.parent), path.name)
@@ -109,7 +110,7 @@ def single_files(output: Path) -> dict[str, Stamp]:
 
 
 def is_single(name: str) -> bool:
-    """Return whether a name in the bucket is that of a single file."""
+    """True for the name of a file that is mirrored by itself, not as a part of a checkpoint or pipeline."""
     first, _, rest = name.partition("/")
     if any(part.startswith(".") for part in name.split("/")):
         return False

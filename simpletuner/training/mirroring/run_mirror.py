@@ -113,7 +113,7 @@ class RunMirror:
             self.lease.acquire(self.place, stop, self.report.say, "give this one another mirror_output")
 
     def _has(self, name: str, fetched: set[str]) -> bool:
-        """Return whether the bucket has a file of an earlier start, which images are, if their sizes are equal."""
+        """True if this file is in the bucket: fetched from there, or, for an image, of equal size."""
         is_image = name.startswith("validation/")
         return name in fetched or (is_image and self.remote.sizes.get(name) == (self.output / name).stat().st_size)
 
@@ -168,12 +168,12 @@ class RunMirror:
             raise self.session.stop.stopped("while it uploaded its results")
 
     def _is_called_away(self) -> bool:
-        """Return whether a signal came while the end was uploaded, and the machine may be gone any moment."""
+        """True after a signal whose grace period ended during the upload: the machine may be gone any moment."""
         stop, grace = self.session.stop, self.session.settings.launch.preemption_grace_seconds
         return bool(stop.signal_number) and time.monotonic() - stop.requested_at > grace
 
     def _left(self) -> str:
-        """Return what the bucket may lack, as a phrase."""
+        """Name the files that the bucket may lack, as a phrase."""
         names = [each.name for each, stamp in whole_folders(self.output).items() if self.known.get(each) != stamp]
         files = [name for name, stamp in single_files(self.output).items() if self.known.get(name) != stamp]
         return " and ".join([*names, *([count_noun(len(files), "file")] if files else [])]) or "the end"

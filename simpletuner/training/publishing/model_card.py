@@ -127,7 +127,7 @@ def render(
 
 
 def measured_rows(output: Path, facts: RunFacts) -> Rows:
-    """Return how the run went: losses, dates, duration, energy, and the digest by which its data can be known again."""
+    """Return losses, dates, duration, energy, and the digest that identifies the data."""
     columns, starts = read_columns(output / METRICS), read_starts(output)
     rows = [*describe_result(columns), *describe_times(starts, columns), ("energy", describe_energy(starts, columns))]
     if facts.data_digest:
@@ -140,7 +140,7 @@ def with_article(label: str) -> str:
 
 
 def front_matter(model: Model, samples: Iterable[CardSample], has_clips: bool = False) -> ModelCardData:
-    """Return what the hub reads: sample images and clips with their prompts are its gallery."""
+    """Return the hub's metadata; its gallery shows the sample images and clips with their prompts."""
     from huggingface_hub import ModelCardData
 
     base, is_lora = hub_id(model), model.model_type == "lora"

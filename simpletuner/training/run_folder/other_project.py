@@ -49,7 +49,7 @@ def refuse_other_model(session: Session, checkpoint: Checkpoint | None) -> None:
     """
     settings = session.settings
     output, model = settings.training.output_dir, settings.model
-    before = read_settings(output / SETTINGS) if is_gone_on_with(settings) else None
+    before = read_settings(output / SETTINGS) if continues_run(settings) else None
     state = checkpoint.state if checkpoint is not None else before or {}
     place = checkpoint.folder if checkpoint is not None else output
     hint = OTHER_FOLDER
@@ -91,11 +91,12 @@ class BaseModel:
     value: str
     name: str
     denoiser: str = ""
-    """Of two in one pipeline that which a flavour names; a folder's is compared with that of the checkpoint."""
+    """Component that a flavour names of a pipeline with two denoisers; a folder's is compared with the checkpoint's."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> BaseModel:
-        """Of a folder, file or hub id the flavour is only a hint, so it counts without one."""
+        """Read the base model from recorded settings. The flavour is left out beside a folder, file or hub id: it is
+        only a hint."""
         if value := str(settings.get(BASE) or ""):
             path = Path(value).expanduser()
             path = path.resolve() if path.exists() else path
@@ -107,13 +108,12 @@ class BaseModel:
         return cls(FLAVOUR, value, Path(chosen.hub).name, chosen.denoiser) if chosen else cls(FLAVOUR, value, value)
 
 
-def is_gone_on_with(settings: Settings) -> bool:
-    """Return whether a start goes on with what is in output_dir."""
+def continues_run(settings: Settings) -> bool:
     return settings.checkpoints.resume_from_checkpoint != "none" and has_results(settings.training.output_dir)
 
 
 def has_results(output: Path) -> bool:
-    """Return whether a folder has something to lose: a checkpoint, or a pipeline."""
+    """True for a folder with a checkpoint or a pipeline."""
     return bool(list_checkpoints(output / "checkpoints")) or any(output.glob(f"[!.]*/{FINISHED}"))
 
 
@@ -152,7 +152,7 @@ def last_listing(output: Path) -> DataListing | None:
 
 
 def has_image_of(before: DataListing, samples: Samples) -> bool:
-    """Return whether samples have an image that an earlier start trained on, whatever its place and name now.
+    """Search the samples for an image that an earlier start trained on, whatever its place and name now.
 
     Images of an eval dataset and of regularisation do not count: several projects have the same.
     """
@@ -163,7 +163,7 @@ def has_image_of(before: DataListing, samples: Samples) -> bool:
 
 
 def is_of_same_source(before: DataListing, part: DatasetSamples) -> bool:
-    """Return whether samples are of a dataset of the hub that was trained on: another commit has other files."""
+    """True if an earlier start trained on the same dataset of the hub: another commit has other files."""
     place = hub_name(place_of(part))
     return bool(place) and place in map(hub_name, before.places.values())
 
@@ -173,7 +173,7 @@ def hub_name(place: str) -> str:
 
 
 def shares_images(before: DataListing, rows: pa.Table, part: DatasetSamples) -> bool:
-    """Return whether samples of one dataset have an image of `rows`, the listing's trained ones."""
+    """Search the samples of one dataset for an image of `rows`, the listing's trained ones."""
     own = part.table.select(["name", "version"]).take(pa.array(part.rows)).combine_chunks()
     names, sizes = base_names(own["name"]), size_of(own["version"]).combine_chunks()
     place, is_local = place_of(part), isinstance(part.dataset, LocalImages)
@@ -190,7 +190,7 @@ def shares_images(before: DataListing, rows: pa.Table, part: DatasetSamples) -> 
 
 
 def has_copy(before: DataListing, rows: pa.Table, part: DatasetSamples, names: pa.Array, sizes: pa.Array) -> bool:
-    """Return whether a file has the content of one of `rows`: those are opened that are as large as one of them."""
+    """Search for a file with the content of one of `rows`; opens only files of equal size."""
     digests = {f"{each}/{name}": digest for each, some in before.contents.items() for name, digest in some.items()}
     kept = rows.filter(pc.is_in(rows["id"], value_set=pa.array(digests, pa.large_string())))
     wanted = {digests[each] for each in kept["id"].to_pylist()}
@@ -201,7 +201,7 @@ def has_copy(before: DataListing, rows: pa.Table, part: DatasetSamples, names: p
 
 
 def starts_with_any(ids: pa.Array, datasets: Collection[str]) -> pa.Array:
-    """Return which ids are of these datasets; of all for an empty name."""
+    """Return a mask of the ids of these datasets; an empty name matches all."""
     pattern = "|".join(re.escape(each) + "/" * bool(each) for each in datasets)
     return pc.match_substring_regex(ids, f"^({pattern})") if datasets else pa.array(np.zeros(len(ids), bool))
 
@@ -211,7 +211,7 @@ def base_names(names: pa.Array) -> pa.Array:
 
 
 def size_of(versions: pa.Array) -> pa.Array:
-    """Return what versions begin with: the size of a file or object, or the number of a clip's frames."""
+    """Return the first part of versions: the bytes of a file or object, or the number of a clip's frames."""
     return pc.replace_substring_regex(versions, r"-.*$", "")
 
 

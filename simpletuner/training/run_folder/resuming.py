@@ -165,7 +165,6 @@ def refuse_other_order(checkpoint: Checkpoint | None) -> None:
 
 
 def has_same_data(plan: Plan, checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint's sampler state refers to the data of this plan."""
     return checkpoint.state["data"] == plan.digest
 
 

@@ -30,7 +30,7 @@ from simpletuner.training.run_folder.output_dir import pipelines_of, single_file
 
 
 def describe_run(resolved: Resolved, family: ModelFamily, state: TrainingState, plan: Plan) -> Rows:
-    """Return what is about to run, as names and values."""
+    """Return names and values of the run that begins: model, engine, data, schedule."""
     session, settings, world = resolved.session, resolved.session.settings, resolved.session.world
     parallel, training = settings.parallel, settings.training
     engine = format_engine(settings, world.size)
@@ -57,7 +57,7 @@ def describe_run(resolved: Resolved, family: ModelFamily, state: TrainingState, 
 
 
 def describe_noise_levels(family: ModelFamily, plan: Plan) -> Rows:
-    """Return how a flow's noise levels are shifted, at the sizes that are trained."""
+    """Return the shift of a flow's noise levels at the trained sizes; no row for other objectives."""
     objective = family.objective()
     if not isinstance(objective, FlowMatching):
         return []
@@ -110,7 +110,7 @@ def format_engine(settings: Settings, world_size: int) -> str:
 
 
 def describe_prompts(sampled: Sequence[SampledPrompt], plan: Plan) -> Rows:
-    """Return which prompts are captions of the data, if any is: what the others show was not memorized."""
+    """Count the prompts that are captions of the data, if any is: images of the others were not memorized."""
     prompts = list(dict.fromkeys(each.prompt.prompt for each in sampled))
     known = those_in_captions(plan.samples.parts, prompts)
     if not known:
@@ -144,7 +144,7 @@ def print_result(settings: Settings, prompts: Rows, report: Report) -> None:
 
 
 def describe_export(settings: Settings, folder: Path) -> Rows:
-    """Return where an exported folder is, and the same as one file if there is one."""
+    """Return the path of an exported folder, and of the same weights as one file, if written."""
     average = ", EMA" * folder.name.endswith("-ema")
     rows: Rows = [(("LoRA" if settings.model.model_type == "lora" else "pipeline") + average, folder)]
     single_file = single_file_of(folder)

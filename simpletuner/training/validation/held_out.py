@@ -64,7 +64,7 @@ class HeldOutLoss:
             self.metrics.write({"step": step, **losses}, "eval")
 
     def is_complete(self, step: int) -> bool:
-        """Return whether the metrics have the loss of a step. Collective."""
+        """True if the metrics have the loss of a step. Collective."""
         last = self.metrics.last_step("eval_loss") if self.metrics is not None else -1
         return int(self.mesh.world.gather_texts(str(last))[0]) >= step
 

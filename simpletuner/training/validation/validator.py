@@ -132,7 +132,7 @@ class Validator:
     title: str = "generating validation images"
 
     def count(self, step: int) -> int:
-        """Return how many images are sampled at a step. Collective."""
+        """Return the number of images to sample at a step. Collective."""
         return len(self._to_sample(step)) * len(self.images)
 
     def run(self, step: int, advance: Callable[[int], None]) -> None:
@@ -154,7 +154,7 @@ class Validator:
                 self.metrics.add_image(self._grid(step), step)
 
     def is_complete(self, step: int) -> bool:
-        """Return whether the images of a step are all there: their grid is written last. Collective."""
+        """True if the grid of a step, which is written last, is there. Collective."""
         return bool(self.mesh.world.gather_texts("1" if self._grid(step).is_file() else "")[0])
 
     def _to_sample(self, step: int) -> list[list[str]]:
@@ -216,7 +216,7 @@ class Validator:
 
     def _samples(self, advance: Callable[[int], None]) -> Iterator[tuple[PlannedImage, Tensor]]:
         """Yield this rank's images with their latents (1CHW), clips with theirs (1CFHW)."""
-        for images in in_lockstep(self.images):
+        for images in group_by_denoiser_calls(self.images):
             for first in range(0, len(images), self.mesh.data_size):
                 index = first + self.mesh.data_rank
                 # A rank without an image left repeats the last one: the others need its shards.
@@ -240,7 +240,7 @@ class Validator:
         return value[None].to(self.mesh.world.device, self.dtype if value.is_floating_point() else None)
 
 
-def in_lockstep(images: Sequence[PlannedImage]) -> list[list[PlannedImage]]:
+def group_by_denoiser_calls(images: Sequence[PlannedImage]) -> list[list[PlannedImage]]:
     """Group images that ranks may sample at the same time: their pipelines call the denoiser equally often.
 
     Many pipelines call it twice per step above some guidance, and ranks that wait for others' shards would hang.
@@ -301,6 +301,7 @@ class RoundEnd:
 
 
 def at_round_ends(settings: Settings, actions: Sequence[Callable[[int], None]]) -> RoundEnd:
-    """Return what calls functions with each round of validation images; without prompts, with each checkpoint."""
+    """Return a callback that calls `actions` after each round of validation images; without prompts, after each
+    checkpoint."""
     every = settings.validation.validation_step_interval if settings.validation.samples_images else 0
     return RoundEnd(actions, every or settings.checkpoints.checkpoint_step_interval)
