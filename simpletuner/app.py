@@ -135,7 +135,7 @@ def run(program: str, arguments: Sequence[str]) -> None:
 
 
 def with_hint(said: str, program: str, arguments: Sequence[str]) -> tuple[str, str]:
-    """Return what Typer says and the next step: the group that has the command, or the place of options."""
+    """Add the next step to Typer's message: the group that has the command, or the place of options."""
     root = get_command(build_app()) if program == "simpletuner" and arguments else None
     if isinstance(root, TyperGroup) and arguments[0] not in root.commands:
         groups = [each for each in root.commands.values() if isinstance(each, TyperGroup)]

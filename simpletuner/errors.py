@@ -144,7 +144,6 @@ class TrainingError(SimpleTunerError):
 
 
 def describe_bug(error: Exception) -> SimpleTunerError:
-    """Return what is said of an exception that nothing explains."""
     return SimpleTunerError(f"{type(error).__name__}: {error}", "this is a bug in simpletuner; `--debug` shows where")
 
 
@@ -260,8 +259,7 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or one from which it was raised, says that no more of the machine's memory was to be
-    had.
+    """True if an error in the chain was raised because the machine has no memory left.
 
     Libraries hide it: diffusers says of a file that it could not map that it is "unable to load weights from" it.
     """

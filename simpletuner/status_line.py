@@ -27,7 +27,8 @@ SOON_SECONDS = 3.0
 
 
 class Erase:
-    """For rich: return to the start of the line, and erase from there to the end of the screen.
+    """Control codes for rich: return to the start of the line, and erase from there to the end of the screen. In two
+    parts: what is erased from the upper left corner on, tmux adds to its history, each time.
 
     In two parts: what is erased from the upper left corner on, tmux adds to its history, each time.
     """
@@ -39,7 +40,7 @@ class Erase:
 
 
 def is_animated(console: Console) -> bool:
-    """Return whether a line can be redrawn in place; rich drops control codes elsewhere."""
+    """True if a line can be redrawn in place; rich drops control codes elsewhere."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
@@ -117,7 +118,7 @@ class StatusLine:
             self.emit("  ".join(parts))
 
     def parts(self) -> list[str]:
-        """Return what the line says, the most important first."""
+        """Return the parts of the line, the most important first."""
         inner = self._inner_job()
         outer = next((job for job in list(self.jobs) if job is not inner), None)
         parts = [inner.count() if inner else self._phase_text()]

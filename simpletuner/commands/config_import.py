@@ -197,7 +197,7 @@ def check_model(original: Original) -> None:
 
 
 def accelerate_of(original: Original, root: Path) -> list[Source]:
-    """Return what the accelerate file says that a file of the original names."""
+    """Read the accelerate file that a file of the original names; empty if it names none."""
     named = next((each.value for each in original.values if names_accelerate(each) and each.value), None)
     return from_accelerate(relocated(named, root), {}) if named else []
 
@@ -221,8 +221,7 @@ def resolve_taken(original: Original, accelerate: Sequence[Source]) -> Loaded:
 
 
 def can_drop(mistake: Mistake) -> bool:
-    """Return whether the setting of a mistake can be left out: it does not change what is trained, or is counted as
-    lost."""
+    """True for a setting that can be left out: it does not change the trained weights, or is counted as lost."""
     name = mistake.setting
     return SECTION_OF.get(name) in OPTIONAL or name in ONLY_FASTER or name == "lr_warmup_steps"
 

@@ -31,7 +31,7 @@ SHOWN = (
 """The settings that say which ranks there are, and what they will communicate."""
 
 MOST_COLUMNS, MOST_ROWS = 8, 12
-"""Of the matrix of pairs, and of the list of the slowest ones where there are more machines or ranks."""
+"""Limits of the matrix of pairs, and of the list of the slowest ones where there are more machines or ranks."""
 
 
 def build_net() -> typer.Typer:

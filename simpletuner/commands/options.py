@@ -1,4 +1,4 @@
-"""From settings to flags: a command's signature is generated from the settings."""
+"""Command signatures with one flag per setting, generated from the settings."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def keyword(name: str, option: Any, annotation: Any) -> inspect.Parameter:
 
 
 def metavar(annotation: Any) -> str:
-    """Return how help shows a type: by its choices, or its name."""
+    """Return the type as help shows it: its choices, or its name."""
     return "|".join(map(str, choices_of(annotation))) or type_name(annotation)
 
 

@@ -84,7 +84,7 @@ def import_rank() -> Callable[[Loaded], None]:
 
 
 def source_of(launch: Launch, launches: bool) -> str:
-    """Return what the log calls this process; empty for rank 0."""
+    """Return the prefix of this process in the log; empty for rank 0."""
     if launches:
         return f"[launcher {launch.machine_rank}]"
     rank = os.environ.get("RANK", "0")
@@ -102,7 +102,7 @@ def read_checkpoint_ahead(settings: Settings) -> None:
 
 
 def check_deepspeed(settings: Settings) -> None:
-    """Find what DeepSpeed lacks on this machine before any rank is started. Raises EnvironmentNotReady."""
+    """Raise EnvironmentNotReady before any rank is started if DeepSpeed lacks a package or compiler here."""
     from simpletuner.deepspeed.requirements import check_compiler, check_installed
     from simpletuner.settings.foreign.deepspeed_config import deepspeed_options
 

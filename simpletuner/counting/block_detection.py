@@ -192,7 +192,7 @@ def detect(model: Model, refresh: bool, warn: Callable[[str], None]) -> Detectio
 
 
 def find_cached(model: Model, architecture: Architecture, warn: Callable[[str], None]) -> Detection | None:
-    """Return what was detected earlier of the same architecture, by the same version of diffusers; no torch."""
+    """Read an earlier detection of the same architecture by the same version of diffusers; imports no torch."""
     entry = look_up(key_of(model), fingerprint_of(architecture), warn)
     return from_json(entry) if entry is not None else None
 

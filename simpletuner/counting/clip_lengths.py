@@ -27,7 +27,7 @@ def frame_step_of(config: Mapping[str, Any]) -> int:
 
 @torch.no_grad()
 def comes_back(config: Mapping[str, Any], frames: int) -> bool:
-    """Return whether a VAE decodes a clip of so many frames to as many; False where it encodes none."""
+    """True if a VAE decodes a clip of `frames` frames to the same number; False if it cannot encode it."""
     mode, vae = new_mode(), build_on_meta(config, include_buffers=True)
     side = SIDE_CELLS * cell_of_model(vae, patch=1).width
     vae = with_fake_parameters(vae, mode)

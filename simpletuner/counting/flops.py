@@ -39,7 +39,8 @@ def shapes_of(latents_BCHW: Tensor, conditioning: Mapping[str, Tensor]) -> Shape
 
 
 class WholeModel(nullcontext[None]):
-    """In place of the ModuleTracker of FlopCounterMode, for a count without names of modules.
+    """Replacement of FlopCounterMode's ModuleTracker, for a count without names of modules. Its hooks run in all
+    modules of the process, and other threads may be encoding.
 
     Its hooks run in all modules of the process, and other threads may be encoding.
     """
@@ -48,7 +49,7 @@ class WholeModel(nullcontext[None]):
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return what counts all products, convolutions and attention of this thread within."""
+    """Return a counter of all products, convolutions and attention of this thread."""
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: convolution_backward})
     counter.mod_tracker = WholeModel()
     return counter
@@ -215,7 +216,8 @@ def cut_off(tensor: Tensor) -> Tensor:
 
 
 def signature(value: Any) -> Any:
-    """Return what equal arguments of blocks have in common."""
+    """Return a key that is equal for equal arguments of blocks: shape, dtype and gradient of a tensor, else its
+    text."""
     return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else repr(value)
 
 

@@ -34,13 +34,13 @@ class MemoryCounter(TorchDispatchMode):
     live: int = 0
     peak: int = 0
     on_host: int = 0
-    """Of tensors on the meta device, which stands for the machine's memory."""
+    """Bytes of tensors on the meta device, which stands for the machine's memory."""
     moved: int = 0
     """Read and written by operators that are neither products nor attention."""
     launches: int = 0
     flops: Counter[Any] = field(default_factory=Counter)
     key_value_copies: int = 1
-    """As how many the keys and values of attention count, which context parallelism gathers whole on each rank."""
+    """Number of copies of keys and values that a rank holds: context parallelism gathers them whole on each."""
     known: Any = field(default_factory=weakref.WeakKeyDictionary)
 
     def __post_init__(self) -> None:

@@ -94,7 +94,7 @@ class Backward:
     units: Units
     weight_bytes: float
     gradient_bytes: float
-    """Of the gradient of a value in its own precision; 0 where most values have none."""
+    """Bytes per gradient value in its own precision; 0 where most values have none."""
     reduced_bytes: float
     reshards: bool
     """True where units are freed after their forward pass, and gathered again for the backward pass."""
@@ -209,7 +209,7 @@ class Workload:
         return count_parameters(self.family.meta_denoiser)
 
     def gathered(self, settings: Settings, trace: StepTrace) -> Iterator[float]:
-        """Yield what FSDP2 gathers and reduces at each point of a trace, in bytes."""
+        """Yield the bytes that FSDP2 gathers and reduces at each point of a trace."""
         traced = next(iter(self.models.values()))  # whose names are those in the trace
         numel = {name: each.numel() for name, each in traced.named_parameters()}
         return gathered_points(settings, self.family.meta_denoiser, trace, numel)
@@ -237,7 +237,7 @@ class Workload:
 
 
 def has_bf16_weights(settings: Settings) -> bool:
-    """Return whether the weights that compute are bf16 themselves, not float32 under autocast."""
+    """True if the weights that compute are bf16 themselves, not float32 under autocast."""
     parallel = settings.parallel
     is_cast = parallel.fsdp_enable or parallel.zero_stage is not None or settings.optimizer.state_layout != "fp32"
     is_lora = settings.model.model_type == "lora"  # its matrices are float32, also over a base in bf16 under FSDP2
@@ -288,7 +288,7 @@ def training_rows(
     gathered: Sequence[float],
     on_gpu: bool,
 ) -> Iterator[MemoryRow]:
-    """Yield what is there at the worst moment of a backward pass; `gathered` by FSDP2 at each point of it."""
+    """Yield the rows of memory at the peak of a backward pass; `gathered` has FSDP2's bytes at each point of it."""
     if settings.parallel.zero_stage is not None:
         # DeepSpeed's rows hold the gradients of its optimizer step, which are more than those of the backward pass.
         yield from estimate_memory(deepspeed_config(settings, inputs.num_ranks), inputs).rows

@@ -56,7 +56,7 @@ class StepTrace:
     backward_points: tuple[tuple[int, float], ...]
     """(bytes of activations at most since the last point, fraction of all gradients that exist by then)."""
     product_flops: int
-    """Of products and convolutions, recomputation included."""
+    """FLOPs of products and convolutions, recomputation included."""
     attention_flops: int
     other_bytes: int
     """Read and written by all other operators, each of which passes through the device's memory."""
@@ -84,7 +84,7 @@ class StepTrace:
         return replace(self.towards(other, (samples - self.samples) / (other.samples - self.samples)), samples=samples)
 
     def towards(self, other: StepTrace, share: float) -> StepTrace:
-        """Return what lies between this trace (0) and another (1), or beyond."""
+        """Interpolate linearly between this trace (share 0) and another (1), or extrapolate."""
 
         def line(ours: float, theirs: float) -> int:
             return round(ours + (theirs - ours) * share)

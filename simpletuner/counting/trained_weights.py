@@ -21,7 +21,7 @@ def trained_weights(family: ModelFamily) -> TrainedWeights:
 
 
 def is_hidden_matrix(name: str, dimensions: int, blocks: tuple[str, ...]) -> bool:
-    """Return whether a parameter is a linear layer's weight inside a block.
+    """True for the weight of a linear layer inside a block.
 
     Embeddings and the first and last layers are outside; tables of shifts and scales, though 2-D, are no `weight`.
     """

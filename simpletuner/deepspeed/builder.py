@@ -195,7 +195,7 @@ class BuildResult:
 
 
 def read_inline(apply: Path, flags: Mapping[str, Any]) -> Source:
-    """Return what a DeepSpeed JSON within a config file says of settings, beyond the rest of that file."""
+    """Read the settings of a DeepSpeed JSON within a config file that the rest of the file does not set."""
     ranks = from_flags({name: value for name, value in flags.items() if name == RANKS})  # they divide its batch size
     sources = [*collect_from_file(apply), ranks]
     is_inline = any(
@@ -212,7 +212,7 @@ def read_inline(apply: Path, flags: Mapping[str, Any]) -> Source:
 
 
 def is_json(value: object) -> bool:
-    """Return whether a value of deepspeed_config is the JSON itself, not the name of a file."""
+    """True for a deepspeed_config that is the JSON itself, not the name of a file."""
     return isinstance(value, Mapping) or (isinstance(value, str) and value.lstrip().startswith("{"))
 
 

@@ -41,7 +41,7 @@ class PartitionedMuon(ShardOptimizer):
         super().__init__([group for group in groups if group["params"]], {})
         self.adamw.state = self.state
         self.matrices: dict[Tensor, list[MatrixPart]] = {}
-        """By flat buffer, in the same order on all ranks."""
+        """Parts of matrices by flat buffer, in the same order on all ranks."""
 
     def new_moments(self, parameter: Tensor) -> NewMoments:
         return zero_moments(parameter, "muon", parameter in self.hidden)

@@ -294,7 +294,7 @@ def optimizer_states(optimizer: Any) -> dict[Tensor, dict[str, Any]]:
 
 
 def count_steps(optimizer: Any) -> int:
-    """Return how many steps our optimizer has taken."""
+    """Return the number of steps taken by our optimizer."""
     # torch's optimizers count per tensor, DeepSpeed's FusedAdam per parameter group.
     entries = [*optimizer_states(optimizer).values(), *optimizer.optimizer.param_groups]
     return max((int(entry["step"]) for entry in entries if "step" in entry), default=0)

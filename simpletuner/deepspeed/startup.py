@@ -122,7 +122,7 @@ def wait_for_compile(
 
 
 def is_open_here(path: Path) -> bool:
-    """Return whether a process of this user on this machine has a file open, as torch has its lock while compiling."""
+    """True if a process of this user on this machine has the file open: torch holds its lock so while compiling."""
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if any(str(link.readlink()) == str(path) for link in folder.iterdir()):
@@ -131,7 +131,7 @@ def is_open_here(path: Path) -> bool:
 
 
 def seconds_since_change(folder: Path) -> float:
-    """Return how many seconds ago a folder or a file in it last changed."""
+    """Age of the newest change of a folder or a file in it."""
     changes = [folder.stat().st_mtime]
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):

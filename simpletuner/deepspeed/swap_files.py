@@ -82,7 +82,7 @@ def remove_dead_swap_folders(parent: Path) -> list[SwapOwner]:
 
 
 def read_owner(folder: Path) -> SwapOwner | None:
-    """Return who created a folder; None if it is not a swap folder of ours."""
+    """Read the owner of a swap folder; None if the folder is not one of ours."""
     if not (folder.name.startswith(SWAP_PREFIX) and is_plain_folder(folder) and is_plain_file(folder / OWNER_FILE)):
         return None
     try:

@@ -129,7 +129,7 @@ def setting_of(given: RawValue) -> str:
 
 
 def without_advice(reason: str) -> str:
-    """Return why a name is refused without what a reader of the original's file should do: it is left out already."""
+    """Cut the advice to leave a name out from the reason of its refusal: it is left out already."""
     return reason.replace("; leave it out", "")
 
 
@@ -227,7 +227,7 @@ COUNT_WITH = {
 
 
 def remark_on(setting: str, values: Mapping[str, Any]) -> str:
-    """Return what a setting of the original's file means here and not there; empty where it is the same."""
+    """Return the note on a setting that means something else here than in the original; empty if it means the same."""
     return next((each.text for each in MEANINGS if each.setting == setting and each.holds(values)), "")
 
 

@@ -122,7 +122,7 @@ def import_entry(
 
 
 def holder_of(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return what holds a key, and its name there: `parquet.path` is inside of `parquet`."""
+    """Return the mapping that holds a key, and the key's name in it: `parquet.path` is inside of `parquet`."""
     outer, _, inner = key.partition(".")
     is_inner = inner and key not in values and isinstance(values.get(outer), dict)
     return (values[outer], inner) if is_inner else (values, key)
@@ -140,7 +140,6 @@ def problems_of(values: Mapping[str, Any], entry: DatasetEntry, data: Data) -> l
 
 
 def effect_of(key: str) -> Effect:
-    """Return what leaving out a refused key changes."""
     if key in HARMLESS or isinstance(TABLE.rules.get(key), Ignores):
         return "none"
     return "look" if key in KEEPS_RESULT else "lost"

@@ -91,7 +91,7 @@ def kohya_entry(given: dict[str, Any], lost: list[Lost]) -> dict[str, Any]:
 
 
 def kohya_captions(given: dict[str, Any], path: Any, lost: list[Lost]) -> dict[str, Any]:
-    """Return where captions come from, after taking what says so out of `given`."""
+    """Translate the keys that say where captions come from, and remove them from `given`."""
     extension = str(given.pop("caption_extension", "") or "")
     # sd-scripts adds the dot, and has .caption by itself.
     suffix = f".{extension.lstrip('.')}" if extension else ".caption"
@@ -196,7 +196,7 @@ def pipe_entries(
 
 
 def pipe_kinds(path: Any, given: Mapping[str, Any], is_middle: bool) -> Iterator[dict[str, Any]]:
-    """Yield what is added to the entry of a folder for its stills, and for its clips, which are two datasets here.
+    """Yield the additions to a folder's entry, for its stills and for its clips, which are two datasets here.
 
     Videos are never of the bucket of 1 frame there (dataset.py, `_find_closest_ar_bucket`).
     """
@@ -214,7 +214,7 @@ def clip_lengths(given: Mapping[str, Any]) -> list[int]:
 
 
 def pipe_remarks(path: Any, given: Mapping[str, Any]) -> Iterator[Lost]:
-    """Yield what is different about a folder: buckets, clips, captions, subfolders."""
+    """Yield remarks on a folder that is read differently here: buckets, clips, captions, subfolders."""
     yield from subfolders(path)
     files = files_in(path)
     if any(file.name == CAPTIONS for file in files):
@@ -262,7 +262,8 @@ def size(resolution: Any, is_bucketed: bool) -> dict[str, Any]:
 def of_all_datasets(
     values: Mapping[str, Any], name: str, default: Any, training: Mapping[str, Any], lost: list[Lost]
 ) -> Any:
-    """Return what all datasets of sd-scripts have by a name, a setting of the run here; None, as lost, if they differ.
+    """Return the value that all datasets of sd-scripts have by a name, a setting of the run here; None, as lost, if
+    they differ.
 
     What the dataset file says goes before the training file (config_util.py, `search_value`).
     """

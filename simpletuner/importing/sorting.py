@@ -59,7 +59,7 @@ class NotTaken(Exception):
 
 
 def effect_of(name: str) -> Effect:
-    """Return what leaving out a name of the original's, with a value that asks for something, changes."""
+    """Return the effect of leaving out a name of the original's, with a value that asks for something."""
     rule = TABLE.rules.get(name)
     setting = rule.setting if isinstance(rule, Maps) else name
     if isinstance(rule, Refuses):
@@ -142,7 +142,7 @@ def take_translated(original: Original, found: TranslatedFile, trainer: str) -> 
 
 
 def same_value(setting: str, one: Any, other: Any) -> bool:
-    """Return whether two values of a setting mean the same, however they are written."""
+    """True if two values of a setting are equal once converted to its type."""
     if setting in SECTION_OF:
         one, other = (to_setting_type(setting, value) for value in (one, other))
     return is_equal(one, other)

@@ -70,7 +70,7 @@ def line_of(name: str, value: Any) -> str:
 
 
 def remarks_about(name: str, value: Any, original: Original, loaded: Loaded) -> Iterator[str]:
-    """Yield what is different about a setting: its name, its value, what it means."""
+    """Yield the differences of a setting from the original's: its name, its value, its meaning."""
     taken = original.taken.get(name)
     origin = loaded.origins.get(name)
     if taken is None:

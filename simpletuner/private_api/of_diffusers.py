@@ -8,7 +8,7 @@ from typing import Any
 
 
 def context_parallel_splits(model: Any) -> Any:
-    """Return what of a denoiser's inputs and outputs is split over the sequence, by module, as its class says.
+    """Map modules of a denoiser to the inputs and outputs that are split over the sequence.
 
     The values have `split_dim` and `expected_dims`.
     """

@@ -73,7 +73,7 @@ def set_recompile_limit(variants: int) -> None:
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """Return what the compiler raises at a first call or a recompilation."""
+    """Return the exceptions that the compiler raises at a first call or a recompilation."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit

@@ -15,7 +15,8 @@ UNPROVEN = "not proven here"
 COMPUTED = "computed here"
 YOURS = "yours"
 OWN_SOURCES = (UNPROVEN, COMPUTED, YOURS)
-"""In place of a source: nobody has shown it here, `simpletuner plan` counts it, or it depends on the images alone."""
+"""Words in place of a source: not shown here by anybody, counted by `simpletuner plan`, or dependent on the images
+alone."""
 REQUIRED = (
     "model_type", "resolution", "caption_dropout_probability", "train_batch_size", "gradient_accumulation_steps",
     "learning_rate", "lr_scheduler", "lr_warmup_steps", "max_train_steps", "gradient_checkpointing",

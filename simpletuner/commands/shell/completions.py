@@ -79,12 +79,12 @@ class ParseState:
 
 
 def is_switch(option: TyperOption) -> bool:
-    """Return whether a setting's flag may come without a value."""
+    """True for a flag that may come without a value."""
     return option.name in setting_fields() and setting_fields()[option.name].annotation in SWITCHES
 
 
 def may_follow(option: TyperOption, word: str) -> bool:
-    """Return whether a word is the value of the option before it."""
+    """True if `word` can be the value of `option`, which precedes it."""
     return not is_switch(option) or normalize_name(word) in SWITCH_WORDS
 
 
