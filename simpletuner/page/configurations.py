@@ -46,7 +46,7 @@ class ConfigFile:
     settings: int
     shown: dict[str, str]
     changed: float
-    """In seconds since 1970."""
+    """Seconds since 1970."""
 
 
 def show_list(request: Request) -> Response:
@@ -187,7 +187,7 @@ def free_output_dir(request: Request, target: Path) -> str:
 
 
 def new_file(request: Request, target: str) -> Path:
-    """Return where a new file goes. Raises SettingsError for one that exists, or that can hold no settings."""
+    """Return the path of a new file. Raises SettingsError for one that exists, or that can hold no settings."""
     folders = folders_of(request)
     path = folders.resolve(target)
     if suffix_of(path) not in FORMATS:

@@ -75,7 +75,7 @@ class Secrets:
         return token
 
     def use(self, given: str) -> bool:
-        """Return whether a token is good, and let nobody else use it."""
+        """Consume a token; False if it is unknown or already used."""
         with self.lock:
             found = [token for token in self.unused if is_same(token, given)]
             self.unused.difference_update(found)
@@ -88,8 +88,7 @@ def is_same(one: str, other: str) -> bool:
 
 
 def names_this_machine(host: str, named: str) -> bool:
-    """Return whether a Host header can only mean this machine: an address, localhost, its own name or the one of
-    --host.
+    """True for a Host header that can only mean this machine: an address, localhost, its own name or that of --host.
 
     DNS rebinding needs a name that the attacker owns. Ports may differ: a tunnel can have another one.
     """
@@ -154,12 +153,12 @@ class Guard:
         return None
 
     def is_from_here(self, request: Request) -> bool:
-        """Return whether a request that changes something was sent by a script of this page."""
+        """True if a script of this page sent the request, which changes something."""
         return has_own_origin(request) and is_same(request.headers.get(CSRF_HEADER, ""), self.secrets.csrf)
 
 
 def has_own_origin(request: Request) -> bool:
-    """Return whether a browser says that a script of this page sends a request; no script of another site can."""
+    """Compare the Origin header, which no script can set, with the page's own address."""
     return request.headers.get("origin", "").partition("://")[2] == request.headers["host"]
 
 

@@ -93,7 +93,7 @@ def respond(
 
 
 def is_fragment(request: Request) -> bool:
-    """Return whether htmx asks, and will put the answer into a page that is there already."""
+    """True if htmx will put the response into a page that is loaded already."""
     # htmx asks for a whole page when it has lost one of its history.
     return request.headers.get("hx-request") == "true" and request.headers.get("hx-history-restore-request") != "true"
 
@@ -104,7 +104,7 @@ def toast(text: str, hint: str = "", kind: str = "done") -> str:
 
 
 def respond_error(request: Request, error: SimpleTunerError, code: int = 400) -> HTMLResponse:
-    """Say what is wrong: as a toast to a script, else as a page."""
+    """Return an error: as a toast to a script, else as a page."""
     if is_fragment(request):
         # The rest of the page stays as it is.
         return HTMLResponse(toast(error.message, error.hint, "error"), code, {"HX-Reswap": "none"})

@@ -128,7 +128,7 @@ def bind(host: str, port: int | None) -> socket.socket:
 
 
 def has_browser() -> bool:
-    """Return whether this user sits at this machine: a browser in the terminal would take the place of what is
-    printed."""
+    """True if this user sits at this machine and a browser would open a window: one in the terminal would cover the
+    output."""
     on_screen = sys.platform in ("darwin", "win32") or {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ)
     return bool(on_screen) and sys.stdout.isatty() and "SSH_CONNECTION" not in os.environ

@@ -1,1 +1,1 @@
-"""From settings to data that can be trained on; what ranks share of it."""
+"""Data to train on, from the settings: samples, buckets, caches, and the parts that ranks share."""

@@ -65,7 +65,7 @@ def samples_by_shape(plan: Plan) -> Counter[SampleShape]:
 
 
 def describe_buckets(plan: Plan) -> str:
-    """Return how many images are in which buckets, and how often an epoch shows those that are repeated."""
+    """Return the number of images of each bucket, and how often an epoch shows repeated ones."""
     counts = {name: (bucket.num_samples, len(bucket)) for name, bucket in plan.buckets.items()}
     each = [f"{name}: {own}{f' shown {shown} times' if shown != own else ''}" for name, (own, shown) in counts.items()]
     held_out = f"; {len(plan.held_out):,} held out" if len(plan.held_out) else ""

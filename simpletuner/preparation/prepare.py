@@ -1,4 +1,4 @@
-"""From settings to data that can be trained on: samples, buckets, the global batch sampler, cached latents and text."""
+"""Prepare the data of a run: samples, buckets, the global batch sampler, cached latents and text."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def prepare(
 
 
 def encode_sampled(sampled: Sequence[SampledPrompt], family: ModelFamily, sources: Sources) -> list[SampledPrompt]:
-    """Return what is sampled with its embeddings: cached ones, or where text encoders read references, in memory."""
+    """Add embeddings to the prompts: cached ones, or, where text encoders read references, computed in memory."""
 
     def read(each: SampledPrompt, text: str) -> Conditioning:
         if not family.reads_references:

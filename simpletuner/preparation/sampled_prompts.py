@@ -43,7 +43,7 @@ class SampledPrompt:
 
 
 def sampled_prompts(settings: Settings, plan: Plan, prompts: Sequence[ValidationPrompt]) -> list[SampledPrompt]:
-    """Return what is sampled, before texts are encoded.
+    """Return the prompts of validation with their shapes and references, without embeddings.
 
     Raises SettingsError for a reference that cannot be decoded.
     """

@@ -102,7 +102,7 @@ def find_on_hub(
 
 
 def read_record(record: Path | None, report: Report) -> dict[str, HubFiles]:
-    """Return what an earlier start has found, by id; nothing where there is no such file, or it cannot be read."""
+    """Read the files that an earlier start found, by id; empty if there is no record, or it cannot be read."""
 
     def parse(content: bytes) -> dict[str, HubFiles]:
         return {name: HubFiles(**values) for name, values in json.loads(content).items()}
@@ -180,7 +180,7 @@ def checksum(arrays: Sequence[np.ndarray]) -> str:
 
 
 def starts_of(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    """Return where in a file each array begins, and the file's size."""
+    """Return the offset of each array in a file, and the file's size, in bytes."""
     starts, end = [], 0
     for each in arrays:
         starts.append(end)

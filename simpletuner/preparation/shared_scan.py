@@ -179,7 +179,7 @@ class SharedScan:
         return Scan(self.dataset, self.storage, table, OtherFiles(**others))
 
     def _fits(self, path: Path) -> bool:
-        """Return whether a kept scan has taken from the table what is asked for now."""
+        """True if a kept scan was made with the current settings of the dataset's table."""
         table = table_of(self.dataset, self.storage)
         return not table or self._open(path.name)[1].get("table", "").startswith(table.settings_id())
 
@@ -208,7 +208,7 @@ class SharedScan:
         return {"kept": "", "rows": len(new), "name": write_table(self.folder, "task", new)}
 
     def _known(self, parts: Iterable[str] = ()) -> pa.Table:
-        """Return what this scan, whose files may not be listed yet, and earlier ones have found."""
+        """Return the rows of earlier scans and of this one, whose files may not be listed yet."""
         paths = [path for kind in ("scan", "part") for path in intact_files(self.folder, self._kind(kind), parts)]
         tables = [open_table(path)[0] for path in paths]
         # The empty table, since Arrow cannot join none. Other columns are those of another version.

@@ -122,7 +122,7 @@ def make_chart(title: str, curves: Sequence[Curve], log: bool) -> Chart | None:
 
 
 def scaled(low: float, high: float, length: float) -> Callable[[Any], Any]:
-    """Return what maps values from low to high to 0 to length."""
+    """Return a linear map from [low, high] to [0, length]."""
     return lambda value: (value - low) / (high - low or 1.0) * length
 
 

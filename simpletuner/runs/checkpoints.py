@@ -24,7 +24,7 @@ class CheckpointRow:
     step: int
     size: str
     written: float
-    """In seconds since 1970."""
+    """Seconds since 1970."""
 
     @property
     def time(self) -> str:
@@ -62,7 +62,7 @@ def list_rows(run: RunFolder) -> list[ListedCheckpoint]:
 
 
 def examine(run: RunFolder, row: CheckpointRow, later: int) -> ListedCheckpoint:
-    """Find what is missing of a checkpoint by its state and the sizes of its files; their content is not read."""
+    """Compare a checkpoint's state and file sizes with what it should have; contents are not read."""
     try:
         checkpoint = load_checkpoint(run.path / "checkpoints" / row.name)
     except EnvironmentNotReady as error:

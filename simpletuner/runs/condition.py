@@ -132,8 +132,7 @@ def describe_end(status: RunStatus) -> Condition:
 
 
 def is_alive(status: RunStatus) -> bool:
-    """Return whether the process that a status names runs on this machine, and is not another one that has got its
-    pid."""
+    """True if the process of a status runs on this machine; its pid may meanwhile belong to another one."""
     try:
         is_same = psutil.Process(status.pid).create_time() <= datetime.fromisoformat(status.started).timestamp()
         return status.host == socket.gethostname() and is_same
@@ -170,7 +169,8 @@ def condition_without_status(run: RunFolder) -> Condition:
 
 
 def find_refusal(run: RunFolder) -> Condition | None:
-    """Return why the last start from a page ended before it had the folder, such as a mistake in the settings.
+    """Return the error of the last start from a page if it ended before it held the folder, such as a mistake in the
+    settings.
 
     The status is that of an earlier start then, which it was to leave as it is.
     """

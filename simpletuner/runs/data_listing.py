@@ -45,7 +45,7 @@ KEPT = 10
 WITNESSES = 200
 """Images of a local dataset whose content is kept, too: a copy has another time, and other images may have its name."""
 SHOWN_LETTERS = 120
-"""Of a caption, for people: whether it changed is known by its digest."""
+"""Letters of a caption that are shown; whether it changed is known by its digest."""
 ROWS_AT_ONCE = 10_000
 COLUMNS = pa.schema(
     {
@@ -68,7 +68,7 @@ class DataListing:
     places: dict[str, str]
     """Folders or addresses of datasets, by id; earlier versions have local ones alone."""
     contents: dict[str, dict[str, str]]
-    """By id of a local dataset, digests of content of some images, by name; earlier versions have none."""
+    """Content digests of some images by name, by id of a local dataset; earlier versions have none."""
     table: pa.Table
 
 
@@ -99,7 +99,7 @@ def record_data(output: Path, samples: Samples, held_out: np.ndarray) -> DataLis
 
 
 def listing_key(samples: Samples, held_out: np.ndarray) -> str:
-    """Return what the data is known by on this machine, without making the rows."""
+    """Return a key of the data on this machine, computed without the rows."""
     digest = xxhash.xxh3_64(np.ascontiguousarray(held_out).data)
     for part in samples.parts:
         digest.update(part.checksum("name", "version", "captions").encode())
@@ -254,7 +254,7 @@ def called(start: Start) -> str:
 
 
 def compare_data(before: RecordedData, after: RecordedData) -> DataDifference:
-    """Return what differs, image by image."""
+    """Compare two listings image by image."""
     one, two = (rows_by_id(each.listing.table) for each in (before, after))
     common = [(name, one[name], two[name]) for name in one if name in two]
     moves = Counter(f"{old['bucket']} -> {new['bucket']}" for _, old, new in common if old["bucket"] != new["bucket"])

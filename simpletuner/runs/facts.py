@@ -66,7 +66,7 @@ class RunFacts:
     trained: str = ""
     """Kind and base model, as in `LoRA of NAME`."""
     data_digest: str = ""
-    """Of names, sizes and captions of all images; empty on ranks that write nothing."""
+    """Digest of names, sizes and captions of all images; empty on ranks that write nothing."""
 
     @property
     def lead(self) -> Rows:
@@ -102,7 +102,7 @@ def kind_trained(settings: Settings) -> str:
 
 
 def name_of(settings: Settings) -> str:
-    """Return what a run is called: as its repository, at its tracker, or as its folder; else what it trains."""
+    """Return the name of a run: that of its repository, at its tracker, or of its folder; else of what it trains."""
     folder = settings.training.output_dir
     if own := settings.hub.hub_model_id.rpartition("/")[2] or settings.logging.tracker_run_name:
         return own
@@ -138,7 +138,7 @@ def dataset_facts(dataset: ImageDataset, images: int) -> DatasetFacts:
 
 
 def describe_result(columns: MetricColumns) -> Rows:
-    """Return how a run went by its metrics, as names and values; nothing of a run without a step."""
+    """Return names and values of a run's result, from its metrics; empty for a run without a step."""
     steps, losses = columns.points("loss")
     if not len(steps):
         return []
@@ -197,7 +197,7 @@ def parse_start(row: Any) -> list[Start]:
 
 
 def describe_times(starts: Sequence[Start], columns: MetricColumns) -> list[tuple[str, str]]:
-    """Return when a run began, and how long its steps took, as names and values."""
+    """Return names and values of a run's start and of the duration of its steps."""
     rows = []
     if starts:
         again = f"; {count_noun(len(starts), 'start')}, the last {starts[-1].time:{TIME}}" if len(starts) > 1 else ""

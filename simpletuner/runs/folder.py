@@ -109,7 +109,7 @@ class RunFolder:
         return read_end(path, size).decode("utf-8", "replace") if path is not None else ""
 
     def written(self, *names: str) -> float:
-        """Return when one of these files was last written, in seconds since the epoch; 0 where none is there."""
+        """Return the time of the last change of these files, in seconds since the epoch; 0 if none exists."""
         return max((path.stat().st_mtime for name in names if (path := self.file(name))), default=0.0)
 
 
@@ -122,7 +122,7 @@ def open_run(folders: Folders, name: str) -> RunFolder:
 
 
 def is_of_run(folders: Folders, path: Path) -> bool:
-    """Return whether a file is in the folder of a run, other than the page's own folders."""
+    """True for a file in the folder of a run; the page's own folders are none."""
     below = (folder for folder in path.parents if any(root in folder.parents for root in folders.roots))
     return any(is_run(folder) for folder in below)
 
@@ -171,7 +171,7 @@ class Log:
 
     @property
     def problems(self) -> list[Entry]:
-        """Those of the last start."""
+        """Warnings and errors of the last start."""
         return [entry for entry in self.entries[self.start :] if entry.kind]
 
     @property

@@ -116,7 +116,7 @@ class Gallery:
             yield from ((int(folder.name[5:]), path) for path in sorted(files, key=lambda path: order(files[path])))
 
     def _info(self, path: Path, step: int) -> ImageInfo:
-        """Return how an image was made; of one without metadata what its name says."""
+        """Read an image's metadata; without any, take prompt number and weights from its name."""
         if path not in self.infos:
             (width, height), info = read_info(path)
             weights, _, name = path.stem.partition("-")

@@ -57,9 +57,9 @@ class ImageInfo:
     """`trained`, `ema`, or `base`: without the LoRA; `reference` of an image that was given to the model."""
     frames: int = 1
     fps: float = 0.0
-    """Of a clip, whose PNG has three frames side by side."""
+    """Frame rate of a clip, whose PNG has three frames side by side."""
     made_from: str = ""
-    """Of an image of the base model: a hash of all that it depends on."""
+    """Hash of all that an image of the base model depends on."""
 
     @property
     def size(self) -> str:

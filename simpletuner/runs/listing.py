@@ -185,7 +185,7 @@ class RunList:
                 yield from self._walk(f"{folder}/{name}", depth + 1)
 
     def _list(self, folder: str, before: ListedFolder | None) -> ListedFolder | None:
-        """Return what is in a folder, by what is known of it where it has not changed; None for one that is gone."""
+        """Return the listing of a folder: the earlier one if it has not changed, None if it is gone."""
         try:
             status = os.lstat(folder)
         except OSError:

@@ -20,7 +20,7 @@ WINDOW_SHARE = 0.05
 
 
 def window_of(points: int, share: float = WINDOW_SHARE) -> int:
-    """Return how many points the running mean of a curve is over: an odd number."""
+    """Return the window of a curve's running mean, in points: an odd number."""
     return 2 * max(1, round(points * share / 2)) + 1
 
 
@@ -218,7 +218,7 @@ def is_row(row: Any) -> bool:
 
 
 def loss_of(row: Mapping[str, Any]) -> str:
-    """Return which loss a row has; `loss` where it has none."""
+    """Return the name of the loss in a row; `loss` if it has none."""
     return next((name for name in LOSSES if name in row), "loss")
 
 

@@ -126,7 +126,7 @@ def relative_losses(rows: LossRows) -> np.ndarray:
 
 
 def means_of(rows: LossRows, relative: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how often each sample is among the chosen rows, and the mean of r there; nan for one that is not."""
+    """Count each sample among the chosen rows, and average its r there; nan without such a row."""
     count = np.bincount(rows.samples[chosen], minlength=len(rows.ids))
     sums = np.bincount(rows.samples[chosen], relative[chosen], len(rows.ids))
     return count, np.where(count > 0, sums / np.maximum(count, 1), np.nan)

@@ -52,7 +52,8 @@ def report_changes(session: Session, checkpoint: Checkpoint | None) -> Changes:
 
 
 def effects_on(state: Mapping[str, Any], settings: Settings, changes: Changes) -> dict[str, str]:
-    """Return what a checkpoint's state loses by changed settings, as `TrainingState.restore` does it."""
+    """Return the parts of a checkpoint's state that are lost by changed settings, as `TrainingState.restore` loses
+    them."""
     effects: dict[str, str] = {}
     if state["optimizer"]["steps"] and {*changes.get("optimizer", ())} != {"adam", "adamw"}:  # which have equal moments
         effects["optimizer"] = "starts without state; weights, EMA and data go on"
@@ -104,7 +105,7 @@ def gpus_of(world: World) -> dict[str, float]:
 
 
 def last_start(path: Path) -> str:
-    """Return when a run was last started and at which step, in brackets; empty where that is not known."""
+    """Return time and step of a run's last start, in brackets; empty if unknown."""
     try:
         row = json.loads(read_file(path).splitlines()[-1])
         time = datetime.fromisoformat(row["time"]).astimezone()

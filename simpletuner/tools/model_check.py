@@ -35,7 +35,7 @@ class CheckedModel:
     pipeline: str
     checks: tuple[Check, ...]
     facts: Mapping[str, str]
-    """As a run records them; empty if the proof failed."""
+    """Facts as a run records them; empty if the proof failed."""
     refusal: SettingsError | None
 
     def as_json(self) -> dict[str, Any]:

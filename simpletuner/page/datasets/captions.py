@@ -34,7 +34,7 @@ from simpletuner.system.files.regular_files import read_end, read_file
 from simpletuner.system.files.unread import MALFORMED
 
 READ_BYTES = 8 << 20
-"""From the end of the journal: 10,000 edits of captions of 300 letters."""
+"""Bytes read from the end of the journal: 10,000 edits of captions of 300 letters."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,14 @@ def edits_below(folder: Path) -> Iterator[CaptionEdit]:
 
 
 def why_hidden(folders: Folders, facts: Mapping[str, Any]) -> str:
-    """Return why nothing that a dataset holds is shown: it is read from outside of the page's folders."""
+    """Return a sentence if the dataset is read from outside of the page's folders, which are never shown; else
+    empty."""
     outside = [place for place in facts["places"] if not folders.holds(place)]
     return f"{outside[0]} is not in the folders of the page: start it with --folder to see more." if outside else ""
 
 
 def why_no_pictures(facts: Mapping[str, Any]) -> str:
-    """Return why a dataset is shown without pictures; empty where it has some."""
+    """Return a sentence for a dataset that is shown without pictures; else empty."""
     if facts["noun"] != "image":
         return f"Of {facts['noun']}s no pictures are shown."
     return "" if facts["folder"] else "Its images are in no folder of this machine: they are listed without pictures."
@@ -132,7 +133,7 @@ def file_in(folders: Folders, facts: Mapping[str, Any], name: str) -> Path:
 
 
 NO_FILE = "no file"
-"""In place of a checksum."""
+"""Value in place of a checksum."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Caption:
     path: Path
     content: bytes | None
     encoding: str
-    """Of `caption_encoding`; empty for UTF-8."""
+    """Value of `caption_encoding`; empty for UTF-8."""
 
     @property
     def checksum(self) -> str:

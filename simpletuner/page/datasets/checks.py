@@ -31,7 +31,7 @@ from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus
 
 LISTING = "datasets.json"
-"""As `tools/dataset/listing.py` names it, which takes half a second to import."""
+"""Name of the file that `tools/dataset/listing.py` writes, which takes half a second to import."""
 EXIT_SECONDS = 5.0
 MAX_KEPT = 12
 """Configurations whose results are kept; 100,000 images take 20 MB."""
@@ -68,14 +68,14 @@ class Checked:
         return load_document(self.document, folders_of(request), os.environ).settings
 
     def found(self) -> dict[str, Any] | None:
-        """Return what the last check has found; None where there is none, or it was written by another version."""
+        """Read the results of the last check; None if there are none, or another version wrote them."""
         with suppress(OSError, ValueError, RecursionError):
             found = json.loads(read_file(self.run.path / LISTING))
             return found if isinstance(found, dict) and found.get("version") == __version__ else None
         return None
 
     def is_outdated(self, found: dict[str, Any]) -> bool:
-        """Return whether the file of settings has been written since."""
+        """True if the file of settings was written after the check."""
         return self.document.path.stat().st_mtime > found["checked"]
 
 

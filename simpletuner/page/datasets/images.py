@@ -31,7 +31,7 @@ GROUPS_PER_PAGE = 20
 MAX_OF_GROUP = 12
 """Images that are shown of a group of duplicates."""
 LEFT_OUT = "left out"
-"""In place of a bucket, which has no such name."""
+"""Group of images without a bucket; no bucket has such a name."""
 ORDERS = {
     "": "as in the dataset",
     "largest": "largest first",
@@ -174,7 +174,7 @@ class ListedDataset:
         return pc.index(self.images["name"], pa.scalar(name, pa.large_string())).as_py()
 
     def counts(self) -> list[int]:
-        """Return how many rows each finding has: those of files that are no images have none."""
+        """Count the rows of each finding: files that are no images have none."""
         numbers = self.found["finding"].to_numpy()
         return np.bincount(numbers, minlength=len(self.facts["findings"])).tolist()
 

@@ -51,7 +51,7 @@ def caption_of(request: Request) -> Caption:
 
 
 def place_of(request: Request) -> dict[str, Any]:
-    """Return what names a caption, and its place on the page."""
+    """Return file, dataset, name and row of a caption from a request."""
     return {name: field(request, name) for name in ("file", "dataset", "name")} | {
         "row": number(field(request, "row")) or 0
     }
@@ -125,7 +125,7 @@ def show(request: Request) -> Response:
 
 
 def is_used(request: Request, checked: Checked) -> bool:
-    """Return whether a run with this configuration is going on."""
+    """True while a run with this configuration holds its folder."""
     try:
         output = checked.settings(request).training.output_dir
     except SettingsError:  # which the check says
@@ -150,7 +150,8 @@ def stop(request: Request) -> Response:
 
 
 def progress(request: Request) -> Response:
-    """Return how far a check is; once it has ended, its results, or where a page shows older ones, a link to them."""
+    """Return the progress of a check; once it has ended, its results, or a link to them where a page shows older
+    ones."""
     file = field(request, "file")
     state = check_state(request, Checked.of(request, file))
     if not state.is_running and not state.error and field(request, "shows") != "on":

@@ -1,4 +1,4 @@
-"""From the address of a request to a dataset, an image or a choice of images, and the values that its page shows."""
+"""Values of a dataset's page, from the address of a request: dataset, image or choice of images."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def image_name(request: Request, dataset: ListedDataset) -> str:
 
 
 def dataset_values(request: Request, checked: Checked, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the page shows of the dataset that a request names, or else of the first one."""
+    """Return the page's values of the dataset that a request names, or of the first one."""
     from simpletuner.page.datasets.images import LEFT_OUT, ORDERS, ListedDataset
 
     facts = facts_of(found, field(request, "dataset"))

@@ -56,7 +56,7 @@ def detect(request: Request) -> Response:
 
 
 def detect_apart(model: Model) -> Detection | None:
-    """Return what a separate process detects.
+    """Detect blocks in a separate process.
 
     Raises:
         EnvironmentNotReady: what the process said went wrong, or that it took too long.

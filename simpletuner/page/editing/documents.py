@@ -46,7 +46,7 @@ class Document:
     """A config file as it is on disk, and the fields that differ from it; an empty field removes the setting."""
 
     path: Path
-    """As messages name it: below the current folder without that."""
+    """Path in messages: relative to the current folder where it is below it."""
     text: str
     typed: Mapping[str, str] = field(default_factory=dict)
 
@@ -144,7 +144,7 @@ def load_document(
 
 
 def find_outside(document: Document, folders: Folders) -> dict[str, SettingsError]:
-    """Return what was typed that names a file outside the folders. Raises SettingsError where the file itself does."""
+    """Return the typed settings that name a file outside the folders. Raises SettingsError if the file itself does."""
     outside = dict(named_outside(document, folders))
     if in_file := [error for name, error in outside.items() if name not in document.typed]:
         raise in_file[0]  # the settings layer would read it

@@ -30,7 +30,7 @@ RARE = ("global_batch_size", "fsdp_reshard_after_forward")
 
 
 def essential_groups(document: Document, examined: Examined) -> Iterator[FieldGroup]:
-    """Yield what `config init` writes: the settings that a first run is made of."""
+    """Yield the groups of settings that `config init` writes."""
     given = {*document.values, *document.typed, *examined.mistakes}
     for number, (title, names) in enumerate(GROUPS.items()):
         shown = [name for name in names if name in given or name not in RARE]
@@ -98,7 +98,7 @@ def editor_values(request: Request, document: Document, examined: Examined) -> d
 
 
 def check(request: Request) -> Response:
-    """Say what is wrong as it is typed: the notes of all fields, the summary, and whether the file has changed."""
+    """Check the form while it is typed: the notes of all fields, the summary, and changes of the file on disk."""
     document = read_document(request)
     examined = examine(document, folders_of(request))
     groups = VIEWS[view_named(field(request, "view"))][1](document, examined)
@@ -146,7 +146,7 @@ def save(request: Request) -> Response:
 
 
 def refuse_invalid(document: Document, examined: Examined) -> tuple[str, str] | None:
-    """Say why something that was typed cannot be saved: it is no value of its setting."""
+    """Return a message and hint if something typed is no value of its setting, so that nothing is saved."""
     invalid = [name for name in document.typed if name in examined.invalid]
     if not invalid:
         return None

@@ -106,7 +106,7 @@ def sentence_of(mistake: Mistake, is_beside: bool) -> str:
 
 
 def is_broken_table(value: Any) -> bool:
-    """Return whether something typed begins as JSON and does not parse."""
+    """True for typed JSON that does not parse."""
     return isinstance(value, str) and value.startswith("{")
 
 
@@ -256,7 +256,7 @@ def make_note(name: str, examined: Examined) -> Note:
 
 
 def origin_of(name: str, examined: Examined) -> str:
-    """Say where the value comes from and what it outranks; nothing where it is the default."""
+    """Return the origin of a value and what it outranks; empty for the default."""
     origin = examined.origins.get(name, NO_ORIGIN)
     if origin is NO_ORIGIN:
         return ""

@@ -82,7 +82,7 @@ class Planning:
         self.kept: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
 
     def answer(self, question: PlanQuestion, key: str, again: bool) -> Mapping[str, Any] | None:
-        """Return what `plan --json` prints; None for a question that a later one has replaced.
+        """Return the output of `plan --json`; None if a later question replaced this one.
 
         Raises EnvironmentNotReady with the sentence of the command where it has no plan.
         """

@@ -128,7 +128,7 @@ class QueueEntry:
     checkpoint: str = ""
     state: EntryState = EntryState.WAITING
     sentence: str = ""
-    """Of the failure."""
+    """Sentence of the failure."""
     hint: str = ""
     is_queued: bool = True
     """False for a run that was started at once, which is here for its devices alone."""
@@ -147,7 +147,7 @@ class QueueEntry:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the process that was started for it has not ended."""
+        """True while the process started for this entry runs."""
         try:
             process = psutil.Process(self.pid)
             return process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE
@@ -212,7 +212,7 @@ class QueueFile:
                 write_json(self.path, [as_row(each) for each in entries])
 
     def warning(self) -> str:
-        """Return where entries are that could not be read; empty where there are none."""
+        """Return a warning with the place of entries that could not be read; empty if there are none."""
         if aside := last_aside(self.path):
             return f"a queue that could not be read is set aside as {aside}; remove it once nothing in it is missed"
         if self._parsed() is None:

@@ -73,7 +73,7 @@ class RunQueue:
             os.close(self.held)
 
     def shown(self) -> list[QueueEntry]:
-        """Return what waits or did not start; runs that have reached their folders are in the list of runs."""
+        """Return the entries that wait or did not start; a run that holds its folder is in the list of runs."""
         return [each for each in self.file.read() if self._is_shown(each)]
 
     def free(self, entries: Sequence[QueueEntry]) -> list[str]:
@@ -204,7 +204,8 @@ class RunQueue:
     def _startable(
         self, entries: Sequence[QueueEntry], free: Sequence[str]
     ) -> Iterator[tuple[QueueEntry, tuple[str, ...]]]:
-        """Yield what can start now, in order, with its devices. None is given what an earlier one waits for."""
+        """Yield the entries that can start now, in order, with their devices. None gets a device that an earlier one
+        waits for."""
         left = list(free)
         used = {each.output for each in entries if each.is_started and each.is_alive}
         for entry in entries:

@@ -47,7 +47,7 @@ class Processes:
     standing: StandingRecords = field(default_factory=StandingRecords)
 
     def is_started(self, output: Path) -> bool:
-        """Return whether a process that this page has started for a folder is alive."""
+        """True while a process that this page started for a folder runs."""
         return bool(self.started) and (process := self.started.get(output)) is not None and process.poll() is None
 
     def known(self, run: RunFolder) -> Known:
@@ -187,7 +187,7 @@ def signal_holder(run: RunFolder) -> int:
 
 
 def holds(holder: Record, lock: Path) -> bool:
-    """Return whether the process to signal is the one of the record: its pid may be another's by now.
+    """Check that the process to signal is the one of the record: its pid may be another's by now.
 
     Of an earlier version, whether it, or one that it has started, has the lock file open.
     """

@@ -49,11 +49,11 @@ class Result:
 
     name: str
     path: str
-    """As it is shown to people, who may want it elsewhere."""
+    """Path as it is shown to people, who may want to copy from it."""
     kind: str
     is_average: bool
     step: int | None
-    """Of the checkpoint that was exported; None of what the run exported when it ended."""
+    """Step of the exported checkpoint; None for the export at a run's end."""
     written: float
     files: Mapping[str, int]
 
@@ -145,7 +145,7 @@ class ExportJob:
     checkpoint: str
     command: Sequence[str]
     began: float
-    """In seconds since 1970."""
+    """Start in seconds since 1970."""
     doing: str = "waiting for another one"
     error: SimpleTunerError | None = None
     is_running: bool = True
@@ -156,7 +156,7 @@ class Exporting:
     """The exports that this page was asked for, the last one of each run."""
 
     heavy: threading.Lock
-    """Of the server: each process that imports torch takes gigabytes and all cores."""
+    """Lock of the server's heavy processes: each that imports torch takes gigabytes and all cores."""
     jobs: dict[Path, ExportJob] = dataclass_field(default_factory=dict)
     process: subprocess.Popen[str] | None = None
     is_stopped: bool = False

@@ -174,7 +174,7 @@ def count_lines(path: Path) -> int:
 
 
 def count_json_entries(path: Path) -> int:
-    """Return how many entries a JSON file has; 0 if it cannot be read."""
+    """Count the entries of a JSON file; 0 if it cannot be read."""
     try:
         value = json.loads(read_file(path))
     except (OSError, ValueError):

@@ -57,7 +57,7 @@ class Unused:
 
 
 def needed_by(loaded: Loaded) -> Needed:
-    """Return what a run with these settings needs. Raises what the run would raise for its data and its base model."""
+    """Return the records that a run with these settings reads. Raises the run's errors about data and base model."""
     from simpletuner.caches.sources import open_sources
     from simpletuner.data.config.places import default_folder
     from simpletuner.models.opening.loading import load_family
@@ -86,7 +86,7 @@ def needed_by(loaded: Loaded) -> Needed:
 
 
 def find_unused(item: CacheItem, needed: Needed) -> Unused:
-    """Find what no request names in a cache's folder."""
+    """Find the records and files of a cache that no request names."""
     index = open_index(item.path)
     rows = index.find(record_keys((each.name, each.parts) for each in needed.get(item.path.resolve(), ())))
     used = np.zeros(len(index.rows), bool)

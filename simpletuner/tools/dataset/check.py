@@ -133,7 +133,7 @@ class CheckResult:
     datasets: list[CheckedDataset] = field(default_factory=list)
     errors: list[SimpleTunerError] = field(default_factory=list)
     not_checked: dict[str, str] = field(default_factory=dict)
-    """By topic."""
+    """Reasons by topic."""
 
     def as_json(self) -> dict[str, Any]:
         return {

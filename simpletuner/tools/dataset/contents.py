@@ -65,7 +65,8 @@ def read_contents(samples: DatasetSamples, threads: int, show: Callable[[int], o
 
 
 def read_content(sample: Sample) -> Content | str:
-    """Return what an image is compared by, or why it cannot be decoded; of a clip its first frame counts."""
+    """Return hashes of an image, or of a clip's first frame, to compare it by; the reason as text if it cannot be
+    decoded."""
     try:
         if sample.geometry.clip:
             (image,) = sample.images((SMALL_PX, SMALL_PX), places=[0])

@@ -68,7 +68,7 @@ class DatasetFinding:
 
 
 def findings_of(found: Discovery, clip_fps: float = 0) -> Iterator[DatasetFinding]:
-    """Yield what the scan of one dataset says, without decoding an image; `clip_fps` is that of the model."""
+    """Yield findings from the scan of one dataset, without decoding an image; `clip_fps` is the model's frame rate."""
     (scan,), (samples,) = found.scans, found.samples.parts
     yield from unread_files(found)
     count, sentence = remark_on_rates(scan, clip_fps)

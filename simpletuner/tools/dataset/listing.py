@@ -163,7 +163,7 @@ def without_images(finding: DatasetFinding) -> Mapping[str, Any]:
 
 
 def why_not_editable(samples: DatasetSamples) -> str:
-    """Return why the captions of a dataset are in no text files of this machine; empty where they are."""
+    """Return the reason if the captions of a dataset are in no text files of this machine; else empty."""
     dataset = samples.dataset
     if not isinstance(samples.storage, LocalStorage):
         return "its files are not in a folder of this machine"

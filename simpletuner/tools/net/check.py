@@ -96,7 +96,7 @@ def machines_of(infos: Sequence[NodeInfo], interfaces: Sequence[str]) -> list[Ne
 
 
 def interface(device: torch.device, environment: Mapping[str, str]) -> str:
-    """Return which network interface this rank uses, as far as anything but the library says."""
+    """Return the network interface of this rank, as far as its environment and routes tell: the library does not."""
     library = "NCCL" if device.type == "cuda" else "GLOO"
     name = f"{library}_SOCKET_IFNAME"
     if value := environment.get(name):

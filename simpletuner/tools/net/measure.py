@@ -31,7 +31,7 @@ GROWING = 1 / 24
 PAIRS_SHARE, PINGS_SHARE = 0.6, 0.2
 """Share of pairs in the whole time, and of latency in the time of a pair."""
 LEAST_ROUND_SECONDS = 0.2
-"""Of a round. Where the time is not enough for all of them, some of the rounds are measured."""
+"""Least duration of a round. Where the time is not enough for all of them, some rounds are measured."""
 
 Order = Callable[[int, int], list[float]]
 """Has both or all ranks send messages of so many bytes so often, and returns the seconds of each."""

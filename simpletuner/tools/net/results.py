@@ -13,7 +13,8 @@ from rich.filesize import decimal
 SLOW_RATE, SLOW_LATENCY = 0.5, 2.0
 """Slow are less than this share of the usual bandwidth, and more than so many times the usual latency."""
 LATENCY_FLOOR_SECONDS = {"gloo": 1e-3, "nccl": 100e-6}
-"""Of what a slow latency exceeds the usual one by: below it, processes that wait for a CPU make the difference."""
+"""Least difference between a slow latency and the usual one: below it, processes that wait for a CPU make the
+difference."""
 
 
 @dataclass(frozen=True)

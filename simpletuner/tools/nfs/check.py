@@ -56,7 +56,7 @@ class CheckOutcome:
         return Status.FAIL if self.silent else worst(found)
 
     def as_json(self) -> dict[str, Any]:
-        """For scripts; the format is described in docs/nfs.md."""
+        """Return the results for scripts; docs/nfs.md describes the format."""
         return {
             "path": str(self.node.path),
             "status": self.status,
@@ -111,7 +111,7 @@ def attempt(name: str, make: Check, peers: Rendezvous) -> Finding:
 
 
 def listed_late(node: Node) -> list[str]:
-    """Return how a filesystem that shows new files late is mounted to show nodes that were started; else nothing."""
+    """Return advice on the mount of a filesystem that shows new files late to nodes; empty for others."""
     fstype = mounts.fstype_of(node)
     is_late = fstype in SHORTER_CACHES and fstype not in mounts.NFS  # a heartbeat makes NFS ask its server
     return [f"where they were started, this mount shows their files late: {SHORTER_CACHES[fstype]}"] if is_late else []

@@ -95,14 +95,14 @@ def fstype_of(node: Node) -> str:
 
 
 def locks_fix(fstype: str) -> tuple[str, ...]:
-    """Return how a filesystem gets locks that all nodes share."""
+    """Return the steps that give a filesystem locks shared by all nodes."""
     if fstype in LOCKS_FIXES:
         return (LOCKS_FIXES[fstype],)
     return (f"NFS: {LOCKS_FIXES['nfs']}", f"Lustre: {LOCKS_FIXES['lustre']}. Others: {OTHER_FILESYSTEM}")
 
 
 def cautions(mount: Mount) -> Iterator[tuple[str, str]]:
-    """Yield what may go wrong with a mount, each with its fix."""
+    """Yield the risks of a mount, each with its fix."""
     if mount.fstype in UNSUITABLE:
         yield f"{name_of(mount)} {UNSUITABLE[mount.fstype]}", OTHER_FILESYSTEM
     for fstypes, options, effect, instead in RISKY_OPTIONS:
@@ -127,7 +127,7 @@ def fstab_line(mount: Mount, drop: str = "", add: str = "") -> str:
 
 
 def recipe(path: str, server: str, node_rank: int) -> tuple[str, ...]:
-    """Return how to share a folder of node 0 by NFS, the part of this node first; `server` may be empty."""
+    """Return the commands that share a folder of node 0 by NFS, this node's part first; `server` may be empty."""
     numbers = server.split(".")
     is_ipv4 = len(numbers) == 4 and all(number.isdigit() for number in numbers)
     clients = ".".join([*numbers[:3], "0/24"]) if is_ipv4 else "SUBNET/24"

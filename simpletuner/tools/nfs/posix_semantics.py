@@ -211,7 +211,7 @@ def try_lock(node: Node, descriptor: int, keep: bool = False) -> int:
 
 
 def seconds_until_locked(peers: Rendezvous, descriptor: int) -> float | None:
-    """Return how long it took to obtain a lock that was released; None if that failed."""
+    """Return the seconds until a released lock was obtained; None if that failed."""
     for waited in peers.polls(RELEASE_SECONDS):
         number = try_lock(peers.node, descriptor)
         if number not in REFUSED:

@@ -65,7 +65,7 @@ class Node:
         return [rank for rank in range(self.nodes) if rank != self.rank]
 
     def commands(self, ranks: Iterable[int]) -> list[str]:
-        """Return what to type on other nodes."""
+        """Return the commands to type on other nodes."""
         start = f"simpletuner nfs check --path={self.path} --nodes={self.nodes} --node-rank="
         missing = [f"on node {rank}: {start}{rank}" for rank in ranks if rank != self.rank]
         return missing or ["give every node its own --node-rank, from 0 to nodes - 1, and the same --nodes"]
@@ -140,7 +140,8 @@ class Rendezvous:
         self.messages.write(self._key(self.node.rank, name), {"value": value})
 
     def wait(self, name: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """Return what nodes posted under a name. Raises RendezvousError when one failed, left, or is too late."""
+        """Return the values that nodes posted under a name. Raises RendezvousError when one failed, left, or is too
+        late."""
         pending, values = set(ranks), {}
         for _ in self.polls():
             posts = {self._key(rank, name): rank for rank in pending}

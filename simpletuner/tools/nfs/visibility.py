@@ -262,7 +262,7 @@ def check_identity(peers: Rendezvous) -> Finding:
 
 
 def fix_user(everyone: Mapping[int, Mapping[str, Any]], mine: Mapping[str, Any], node: Node) -> str:
-    """Return how a node gets the user of node 0."""
+    """Return commands that give a node the user of node 0."""
     first = everyone[0]
     if node.rank == 0 or mine["user"] == "root":
         return f"start every node as the same user: uid {first['uid']}, gid {first['gid']}"

@@ -139,7 +139,7 @@ class StepSeconds:
     other: float
     communication: float
     offloading: float
-    """Of activations, to the host and back, on the stream that computes."""
+    """Seconds to copy activations to the host and back, on the stream that computes."""
     optimizer: float
 
     @property
@@ -178,8 +178,8 @@ def communication_seconds(settings: Settings, device: Device, parameters: int) -
 
 
 def communication_bytes(settings: Settings, parameters: int) -> float:
-    """Return what a rank sends in a step: weights, gathered twice, and gradients, reduced in float32; for replicas only
-    the latter, there and back."""
+    """Return the bytes that a rank sends in a step. Sharded: weights, gathered twice, and gradients, reduced in
+    float32; replicas: gradients alone, there and back."""
     ranks = settings.launch.num_processes
     is_sharded = settings.parallel.fsdp_enable or settings.parallel.zero_stage is not None
     reduced = FLOAT32_BYTES * (1 if is_sharded else 2)

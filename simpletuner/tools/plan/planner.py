@@ -1,4 +1,4 @@
-"""From settings to a plan: open the model, count its samples, estimate or measure, propose."""
+"""Make a plan from settings: open the model, count its samples, estimate or measure, propose."""
 
 from __future__ import annotations
 

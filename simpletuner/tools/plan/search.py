@@ -32,7 +32,7 @@ SAME_SPEED = 0.01
 ROUNDED = "bf16"
 """The `state_layout` whose weights are rounded at each step: `split` keeps float32 ones."""
 ROUNDED_SHARE = 0.5
-"""Of the seconds of a step, which coarser weights must not exceed where finer ones fit, too."""
+"""Share of a step's seconds that coarser weights must not exceed where finer ones fit, too."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def reason(
     name: str, values: Mapping[str, Any], plan: RunPlan, plan_of: Callable[[Mapping[str, Any]], RunPlan | None],
     budget: MemoryBudget,
 ) -> str:  # fmt: skip
-    """Say what another value of one setting would lead to, the simplest, all others being as chosen."""
+    """Return the effect of the simplest other value of one setting, all others being as chosen."""
     other, *_ = (each for each in CHOICES[name] if each != values[name])
     alternative = {**values, name: other}
     if name == "fsdp_enable" and not other:
@@ -148,7 +148,7 @@ def reason(
 def batch_reason(
     values: Mapping[str, Any], plan: RunPlan, plans: list[tuple[dict[str, Any], RunPlan]], budget: MemoryBudget
 ) -> dict[str, str]:
-    """Say why the micro-batch is not larger, or else not smaller."""
+    """Return the reason for which the micro-batch is not larger, or not smaller."""
     alike = [
         (each[BATCH[0]], other)
         for each, other in plans
