@@ -159,7 +159,7 @@ def folder_before_renaming(folder: Path, names: Collection[str]) -> str:
 
 
 def why_missing(folder: Path, names: Iterable[str], parts_of: Callable[[str], KeyParts]) -> dict[str, list[str]]:
-    """Return, for each name that has a record, the parts of the key in which the nearest one differs.
+    """Parts of the key that differ in the nearest record, for each name with a record.
 
     Reads the shards' own indexes: the merged one has only hashes.
     """

@@ -164,7 +164,7 @@ def undecodable(sample: Sample, reason: str, hint: str) -> DataError:
 
 
 def latents_dtype(settings: Settings) -> str:
-    """Return the part of a record's key that names the precision in which latents are computed and stored."""
+    """Key part with the precision of computing and storing latents."""
     stored = settings.data.vae_cache_dtype
     tiled = ", tiled" * settings.model.vae_enable_tiling
     return settings.model.vae_dtype + (f", stored in {stored}" if stored != "fp32" else "") + tiled
@@ -216,7 +216,7 @@ def decode_mask(mask: Mask, geometry: Geometry) -> tuple[Tensor, str]:
 
 
 def encode_first_frame(vae: Vae, pixels_BCFHW: Tensor) -> Tensor:
-    """Return the latents of clips of which only the first frame is there, and the others are grey."""
+    """Latents of clips with their first frame, and grey in place of the others."""
     alone = torch.zeros_like(pixels_BCFHW[:, :3])
     alone[:, :, 0] = pixels_BCFHW[:, :3, 0]
     return vae.encode(alone)

@@ -35,7 +35,7 @@ class Sources:
     latents: dict[str, LatentsSource]
     texts: dict[str, TextSource]
     paired: dict[str, PairedTexts]
-    """By dataset, in place of `texts`, where text encoders read the references."""
+    """Text embeddings by dataset, instead of `texts`, for text encoders that read the references."""
     prompts: TextSource
     family: ModelFamily
     vae: Encoder[Vae]
@@ -59,7 +59,7 @@ class Sources:
 
     @property
     def all_texts(self) -> list[TextSource]:
-        """Each source of embeddings once, in the same order on all ranks."""
+        """Sources of embeddings without repetition, in the same order on all ranks."""
         # By identity, in a fixed order: filling is collective, so all ranks must take the caches one after
         # the other alike.
         return list({id(each): each for each in (self.prompts, *self.texts.values())}.values())

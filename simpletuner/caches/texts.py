@@ -58,7 +58,7 @@ class TextCache:
 
     @cached_property
     def captions(self) -> Sequence[str]:
-        """All texts. Made only where some may be missing."""
+        """List of all texts, created only if some may be missing."""
         return different_captions(self.samples, self.prompts)
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> None:

@@ -193,7 +193,7 @@ def load_ahead(
 
 
 def chunks_to_make(job: CacheJob[Item, Loaded], missing: NDArray[np.bool_]) -> list[Chunk]:
-    """Return the positions of each chunk in which a record is missing.
+    """Positions of each chunk with a missing record.
 
     A chunk is computed whole, even where only some of its records are missing: an encoder's output depends in its last
     bits on the batch, so only then does an interrupted run end with the same records as an undisturbed one.

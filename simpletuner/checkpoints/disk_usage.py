@@ -18,14 +18,14 @@ from simpletuner.settings.declared.sections import Settings
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """At most so many checkpoints and pipelines, and the bytes of each."""
+    """Upper bounds of checkpoints and pipelines, and the bytes of each."""
 
     parameters: int
-    """Those that are trained."""
+    """Number of trained parameters."""
     origin: str
-    """The source of their number."""
+    """Source of that number."""
     checkpoints: int
-    """Those that are kept, and the one being written."""
+    """Checkpoints that are kept, and the one being written."""
     checkpoint_bytes: int
     pipelines: int
     pipeline_bytes: int
@@ -43,7 +43,7 @@ class DiskUsage:
 def estimate_disk_usage(
     settings: Settings, weights: TrainedWeights, origin: str, copied_bytes: int = 0, steps: int | None = None
 ) -> DiskUsage:
-    """Estimate what a run writes.
+    """Estimate the disk space of a run.
 
     `copied_bytes` are those of the base model that a pipeline copies; `steps` are those of the run, where
     max_train_steps does not say it.
@@ -65,10 +65,10 @@ class DiskRoom:
     output: Path
     usage: DiskUsage
     free_bytes: int | None
-    """None where the file system does not say, as some that mount a bucket."""
+    """Free space; None if the file system does not report it, as some bucket mounts."""
     need_bytes: int
     fitting_limit: int
-    """The largest checkpoints_total_limit below the present one with which it fits; 0 where none does."""
+    """Largest checkpoints_total_limit, below the present one, that fits; 0 if none does."""
 
     @property
     def problem(self) -> EnvironmentNotReady | None:

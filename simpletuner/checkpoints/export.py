@@ -145,7 +145,7 @@ def copy_other_components(family: ModelFamily, target: Path) -> None:
 
 
 def write_modular_index(family: ModelFamily, target: Path) -> None:
-    """Write the index of a modular pipeline: that of the base model names where its publisher has each component."""
+    """Write a modular pipeline's index; the base model's names the publisher's source of each component."""
     base, hub = index_file(family.folder), family.settings.hub
     if base.name != MODULAR_INDEX:
         return

@@ -201,7 +201,7 @@ def all_damaged_error(root: Path | str, problems: Sequence[str]) -> EnvironmentN
 
 
 def file_sizes(folder: Path, names: Iterable[str] = ()) -> dict[str, int]:
-    """Return every file below a folder, or those of these names, with its size in bytes. Raises OSError."""
+    """Files below a folder, or only `names`, with their sizes in bytes. Raises OSError."""
     listed = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return {name: (folder / name).stat().st_size for name in sorted(names or listed)}
 

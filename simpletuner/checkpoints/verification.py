@@ -24,7 +24,7 @@ THREADS = 4
 
 
 class Checksums:
-    """Checksums of files by name, computed in the background, each rank those of its share."""
+    """Checksums of files by name, computed in the background; each rank has a share."""
 
     def __init__(self, files: Mapping[str, Path], world: World) -> None:
         self.world = world
@@ -71,7 +71,7 @@ class CheckpointDamaged(EnvironmentNotReady):
 
 
 class Verification:
-    """Compares the checksums of a checkpoint's files in the background, each rank those of its share."""
+    """Compares the checksums of a checkpoint's files in the background; each rank has a share."""
 
     def __init__(self, checkpoint: Checkpoint, world: World) -> None:
         self.checkpoint, self.world = checkpoint, world

@@ -85,7 +85,7 @@ def assign_owners(plan: Mapping[str, WrittenTensor], ranks: int) -> dict[str, in
 
 
 def file_order(plan: Mapping[str, WrittenTensor], names: Iterable[str]) -> list[str]:
-    """Sort names by the size of an element, so that data are aligned, then by that of the tensor, largest first."""
+    """Sort names by element size, for alignment, then by tensor size, largest first."""
     return sorted(names, key=lambda name: (-plan[name].dtype.itemsize, -prod(plan[name].shape), name))
 
 

@@ -142,7 +142,7 @@ def prefetch(
     rank_slice: RankSlice,
     steps_ahead: int,
 ) -> Iterator[StepBatch]:
-    """Yield the batches of the steps after `step`; those of up to `steps_ahead` more are read meanwhile.
+    """Yield the batches after `step`, reading up to `steps_ahead` more in the background.
 
     An error in a thread is raised at the step that it belongs to, so the steps before it still train.
     """
@@ -161,7 +161,7 @@ def prefetch(
 
 
 def reading_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """Return started threads in which torch's operations use one core each, and no OpenMP teams.
+    """Started threads with one core each for torch's operations, and no OpenMP teams.
 
     Stacking texts would start a team in each. Once a process has more OpenMP threads than cores, libgomp lets all of
     them sleep between operations, also in training: on 2 cores a step of a tiny SD3 takes 0.18 instead of 0.10 s.
@@ -222,7 +222,7 @@ def loss_masks(
     rank_slice: RankSlice,
     step: int,
 ) -> Tensor | None:
-    """Return by how much the loss of each latent cell counts; None where no sample of the global batch asks for it.
+    """Weight of each latent cell in the loss; None if no sample of the global batch has a mask.
 
     `datasets` are those of the global batch, `samples` those of the micro batch.
     """

@@ -47,7 +47,7 @@ def parse_heartbeat(values: Mapping[str, Any]) -> Heartbeat | None:
 
 
 class PeerMonitor:
-    """Sends this machine's heartbeat and reads those of the others; `names` are the names of all machines."""
+    """Sends this machine's heartbeat and reads the other machines'; `names` lists all machines."""
 
     def __init__(
         self,

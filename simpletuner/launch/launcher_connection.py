@@ -30,7 +30,7 @@ SEND_SECONDS = 2.0
 ORPHAN_SECONDS = 8.0
 """Longest time until a rank without a launcher exits when it has nothing to save, or once it has."""
 SAVE_SECONDS = 900.0
-"""Longest time in which a rank without a launcher saves its last step."""
+"""Seconds for the last save of a rank without a launcher."""
 
 
 class LauncherConnection:

@@ -42,7 +42,7 @@ class NodeInfo:
     settings: dict[str, Any]
     versions: dict[str, str]
     address: str = ""
-    """The address with which a machine reaches machine 0."""
+    """Address of this machine on its route to machine 0."""
     nonce: str = ""
     """Random per process. Machine 0's is part of all signatures of the run."""
     uid: int = -1

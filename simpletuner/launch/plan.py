@@ -176,7 +176,8 @@ def chosen_variables(machine: int, launch: Launch) -> dict[str, str]:
 
 
 def describe_plans(launch: Launch, arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """For `--dry_run`: what to type on each machine and what that starts; `arguments` must not set machine_rank."""
+    """Commands to type on each machine and the processes that they start, for `--dry_run`; `arguments` must
+    not set machine_rank."""
     return [describe(machine, launch, list(arguments)) for machine in range(launch.num_machines)]
 
 

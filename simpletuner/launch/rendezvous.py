@@ -177,7 +177,7 @@ def parse_rejection(values: Mapping[str, Any]) -> RemoteFailure | None:
 STORE_SECONDS = 30
 """Longest wait for an answer from the store once its machine has been reached."""
 OWN_ADDRESS_SECONDS = 5
-"""Time in which machine 0 tries to reach itself at the address that the others use."""
+"""Seconds for machine 0 to reach itself at the address that the others use."""
 RETRY_SECONDS = 0.5
 
 

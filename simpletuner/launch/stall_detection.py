@@ -39,7 +39,7 @@ STATES: dict[str, str] = {
 }
 PAUSED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 WARN_SECONDS = 10.0
-"""Time for which a rank may be stopped before a warning."""
+"""Seconds of a rank's suspension before a warning."""
 BEGIN_SECONDS = 600.0
 """Longest time to a rank's first heartbeat, if that is longer than stall_timeout. Until then it imports torch and this
 package, some 10,000 files: on a busy machine or from a network drive it may use next to no CPU for minutes."""
@@ -138,7 +138,7 @@ class StallDetector:
         sample = min(SAMPLE_SECONDS, stall_seconds / 8)
         self.meters = {rank: ProgressMeter(sample) for rank in ranks.processes}
         self.paused: set[int] = set()
-        """Ranks of which `find_paused` has told."""
+        """Ranks that `find_paused` has reported."""
 
     def find_paused(self) -> Iterator[Stall]:
         """Yield ranks that are stopped by a signal or held by a debugger, each once until it goes on."""

@@ -137,7 +137,7 @@ def meeting_address(task: Task, launch: Launch) -> str:
 
 
 def reachable(node: str) -> str:
-    """Return the name of a node of SLURM where it is that of a host, else the address that SLURM itself uses."""
+    """Name of a SLURM node if it is a host name, else the address that SLURM uses."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
@@ -229,7 +229,7 @@ def group_and_terminal(pid: str) -> tuple[int, int] | None:
 
 
 def task_of_slurm(environment: Mapping[str, str], step: int) -> Task:
-    """Return a task of srun; the step's own variables come first, since those of the job may be of another size."""
+    """Task of srun, from the step's variables first: the job's may be of another size."""
     variable = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environment), "")
     machine = number_of(environment, "SLURM_NODEID")
     per_machine = tasks_per_machine(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))

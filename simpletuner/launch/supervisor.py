@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.1
 SAVE_ON_SIGNAL_SECONDS = 900
-"""Longest time in which ranks save after a signal before they are killed."""
+"""Seconds for ranks to save after a signal, before they are killed."""
 LINGER_SECONDS = 1.0
-"""Time for which machine 0 keeps serving the store when machines disagree, so that all of them can read why."""
+"""Seconds that machine 0 keeps serving the store after a disagreement, so that all machines can read why."""
 EXIT_SECONDS = 15
-"""Longest time in which ranks exit when another failed: it may still write its report, and they theirs."""
+"""Seconds for ranks to exit after another's failure: it may still write its report, and they theirs."""
 BEREFT_SECONDS = 4
 """The same when another one is known to be dead. What a survivor does then needs the dead one, too: a collective, whose
 wait SIGTERM does not end, or a checkpoint, which all ranks write and which counts only when all have."""

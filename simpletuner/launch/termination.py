@@ -73,7 +73,7 @@ def parse_termination(values: Mapping[str, Any], machines: int) -> Termination |
 
 
 def failure_code(code: int) -> int:
-    """Accept one of our exit codes for failures; map anything else to that of a failed training."""
+    """Map an exit code that is not one of ours to that of a failed training."""
     # a run that ends early has not succeeded, whatever another machine, or a stranger, claims: never 0
     known = code in ExitCode.__members__.values() and code != ExitCode.OK
     return code if known else int(ExitCode.TRAINING)
@@ -112,7 +112,7 @@ def machine_silent(machine: int, name: str, seconds: float) -> Termination:
 
 
 ASK_SECONDS = 5.0
-"""As AWS recommends, whose notices come two minutes ahead; those of Google and Azure come 30 s ahead."""
+"""Polling interval that AWS recommends (two minutes' notice); Google and Azure give 30 s."""
 ANSWER_SECONDS = 5.0
 NO_NOTICE = (HTTPStatus.NOT_FOUND, HTTPStatus.NO_CONTENT)
 CANNOT_RUN = (126, 127)

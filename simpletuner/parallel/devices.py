@@ -35,7 +35,7 @@ class Device:
     """Memory available to programs, as nvidia-smi shows it."""
     memory_gb_per_second: float
     link_gb_per_second: float
-    """To the other GPUs of the machine, in one direction: NVLink, or PCIe where there is none."""
+    """GB/s to the other GPUs of the machine, in one direction: NVLink, or PCIe without it."""
 
     @property
     def memory_bytes(self) -> int:
@@ -135,9 +135,9 @@ class MemoryInputs:
     frozen_parameters: int = 0
     """The base model of a LoRA."""
     num_weights: int = 0
-    """Tensors that are trained, each of which an optimizer of our own steps by itself."""
+    """Number of trained tensors; our own optimizers step each by itself."""
     unused_parameters: int = 0
-    """Of `num_parameters`, those that no prediction depends on: they have neither gradients nor moments."""
+    """Parameters without an effect on predictions, part of `num_parameters`: no gradients, no moments."""
 
     @classmethod
     def of(cls, settings: Settings, weights: TrainedWeights, frozen: int = 0) -> Self:
@@ -198,7 +198,7 @@ class MemoryBudget:
     gpu_bytes: int | None = None
     host_bytes: int | None = None
     reserved_share: float = 0
-    """Of each GPU, for what an estimate does not count."""
+    """Share of a GPU's memory kept free for uses that an estimate does not count."""
 
     def shortfall(self, gpu_bytes: float, host_bytes: float, phase: str = "") -> str:
         """Describe which resource is insufficient; empty if everything fits or capacity is unknown."""

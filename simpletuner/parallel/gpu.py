@@ -214,7 +214,7 @@ def decide(views: Sequence[View]) -> dict[str, object]:
 
 
 def assign_cards(views: Sequence[View]) -> list[int]:
-    """Give each rank a card that no other has: that of its local rank where ranks see the same list, else its first.
+    """Assign each rank a card of its own: by local rank if ranks see the same list, else its first.
 
     Raises EnvironmentNotReady, which names both ranks and the card, where that cannot be.
     """

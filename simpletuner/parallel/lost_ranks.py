@@ -24,7 +24,7 @@ def record_process(store: dist.Store, rank: int) -> None:
 
 
 def find_ended(store: dist.Store, ranks: Iterable[int]) -> list[int]:
-    """Return those of some ranks whose process has ended, as this machine and its pid namespace know it."""
+    """Ranks with a process that has ended, as far as this machine and its pid namespace can see."""
     here, ended = [boot_id(), pid_namespace()], []
     for rank in ranks:
         if store.check([f"start/{rank}"]):

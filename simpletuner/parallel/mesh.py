@@ -40,13 +40,13 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """This rank's slice of each global batch."""
+        """Slice of this rank in each global batch."""
         # Ranks of one context-parallel group are neighbours, as a rule on one machine, and see the same samples.
         return self.world.rank // self.cp
 
     @property
     def cp_rank(self) -> int:
-        """This rank's part of its group's sequences."""
+        """Part of this rank in its group's sequences."""
         return self.world.rank % self.cp
 
     def cp_group(self) -> dist.ProcessGroup:

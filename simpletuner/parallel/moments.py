@@ -54,7 +54,7 @@ class TrainedWeights:
     """The weights given to an optimizer, and the number of elements in the weights of a checkpoint."""
 
     shapes: Sequence[tuple[Shape, bool]]
-    """Of each weight, and whether Muon takes it for a hidden matrix."""
+    """Shape of each weight, and True if Muon orthogonalizes its update (hidden matrices)."""
     num_parameters: int
     num_saved: int
     """Parameters and buffers, those that are not trained included."""

@@ -65,7 +65,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def autocast(mesh: Mesh, dtype: torch.dtype) -> torch.autocast:
-    """Return the context in which float32 weights compute in `dtype`; it does nothing for float32."""
+    """Autocast context for float32 weights computing in `dtype`; no-op for float32."""
     return torch.autocast(mesh.world.device.type, dtype, enabled=dtype != torch.float32)
 
 
@@ -145,7 +145,7 @@ class TorchEngine:
         nn.utils.clip_grads_with_norm_(shards, max_grad_norm, grad_norm)
 
     def release_gradients(self) -> None:
-        """From now on, step each weight in the backward pass as soon as its gradient is there, and free that."""
+        """Step each weight in the backward pass as soon as its gradient exists, and free the gradient."""
         self.updates_in_backward = True
         for each in self.parameters.values():
             each.parameter.register_post_accumulate_grad_hook(partial(self._step_alone, each))

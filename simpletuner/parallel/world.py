@@ -23,10 +23,10 @@ from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Of NCCL's collectives, and of joining."""
+"""Timeout of NCCL's collectives, and of joining."""
 DISK_TIMEOUT = timedelta(days=1)
-"""Of gloo's, in which ranks wait for one that writes to a slow disk alone: 24 GB of a pipeline take 10 minutes at 40
-MB/s. A rank that ends breaks them at once, and one that hangs is found by the launcher."""
+"""Timeout of gloo's collectives: ranks may wait for one that writes to a slow disk (24 GB at 40 MB/s take 10
+minutes). A rank that ends breaks them at once; the launcher finds one that hangs."""
 JOIN_SECONDS = 300
 """Longest wait of a rank for the others to join."""
 ABORT_SECONDS = 5
@@ -43,7 +43,7 @@ STALL_SECONDS = 1800
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a run, seen from one of them; `store` holds counters and small values without a collective."""
+    """The ranks of a run, seen from one of them; `store` holds counters and small values, no collective."""
 
     rank: int
     size: int
@@ -57,7 +57,7 @@ class World:
     group: dist.ProcessGroup | None = None
     """Process group of `barrier` and `gather_texts`; None for the default group."""
     lease: Lease = field(default_factory=Lease)
-    """Of output_dir, which rank 0 holds."""
+    """Lease of output_dir, held by rank 0."""
 
     @property
     def is_first(self) -> bool:

@@ -169,7 +169,7 @@ def file_fingerprint(path: Path) -> str:
 
 
 def changed_parts(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return the names of the parts in which two keys differ."""
+    """Names of key parts that differ."""
     return [name for name in new if old.get(name) != new[name]]
 
 

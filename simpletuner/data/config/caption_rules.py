@@ -1,4 +1,4 @@
-"""Captions as the keys of a dataset change them: what is removed or replaced, and in which orders tags are shown."""
+"""Caption rules of a dataset: removal, replacement and shuffling of tags."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class DatasetEntry:
 
     @property
     def names(self) -> dict[str, str]:
-        """Return the canonical name of each key by its spelling in the file, which is as free as that of settings."""
+        """Canonical names by spelling in the file; dashes and case are free, as for settings."""
         return {entry.key: name_of_key(entry.key) for entry in self.keys}
 
     def value(self, name: str) -> Any:
@@ -103,7 +103,7 @@ def dataset_entries(path: Path) -> list[DatasetEntry]:
 
 
 def refuse_foreign(path: Path, text: str) -> None:
-    """Raise SettingsError for a TOML or YAML file, in which other trainers list datasets."""
+    """Raise SettingsError for a TOML or YAML file: datasets of other trainers."""
     if path.suffix.lower() not in (".toml", ".yaml", ".yml"):
         return
     values: dict[str, Any] = {}

@@ -82,9 +82,9 @@ class VideoSettings(Section):
     """Lengths are frames of the clip that is trained on: with `fps`, after frames in between are left out."""
 
     num_frames: int | None = Field(None, ge=1)
-    """None: DEFAULT_FRAMES, or with `resolution_frames` as long as each video is."""
+    """Clip length. None: DEFAULT_FRAMES, or the video's own length with `resolution_frames`."""
     min_frames: int | None = Field(None, ge=1)
-    """None: shorter than `num_frames` is left out."""
+    """Shortest video. None: `num_frames`."""
     max_frames: int | None = Field(None, ge=1)
     frame_buckets: Annotated[tuple[int, ...] | None, BeforeValidator(parse_lengths)] = None
     """Lengths; each clip has the longest that its video fills. diffusion-pipe has the same key."""
@@ -126,7 +126,7 @@ NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class Window:
-    """The steps and epochs, both counted from 0, in which a dataset takes part; the ends are excluded."""
+    """Steps and epochs of a dataset's participation, counted from 0; ends are excluded."""
 
     start_step: int = 0
     end_step: int = NO_LIMIT
@@ -205,19 +205,19 @@ class TableSettings(Section):
     """The path of the table, and the meaning of its columns."""
 
     path: Annotated[Path, AfterValidator(check_format)]
-    """Of one file, or a pattern of the names of several: img2dataset writes a table for each of its shards."""
+    """Path of a table, or a pattern of several: img2dataset writes a table per shard."""
     filename_column: str = Field("filename", min_length=1)
     caption_column: Annotated[list[str], BeforeValidator(as_list)] = []
     """The first one that is not empty in a row gives its captions. None named: `caption`."""
     fallback_caption_column: str | None = None
     width_column: str | None = None
     height_column: str | None = None
-    """None named: `width` and `height`, where the table has them as numbers."""
+    """Column of heights in px. None: `width` and `height`, if they hold numbers."""
     num_frames_column: str | None = None
     fps_column: str | None = None
-    """Of videos. None named: `num_frames` and `fps`, where the table has them as numbers."""
+    """Column of frame rates. None: `num_frames` and `fps`, if they hold numbers."""
     identifier_includes_extension: bool | None = None
-    """None: as more of the rows have a file."""
+    """None: the choice that finds more files."""
 
     @model_validator(mode="after")
     def check_sizes(self) -> TableSettings:

@@ -54,13 +54,13 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     conditioning_data: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
     """The datasets of type conditioning that have a mask or a reference of each image, under the same name."""
     source_dataset_id: str | None = None
-    """Of a dataset of type conditioning: the one whose images it belongs to, in place of `conditioning_data` there."""
+    """For a dataset of type conditioning: id of its images' dataset, instead of `conditioning_data` there."""
     video: VideoSettings | None = None
     text_embeds: str | None = None
     image_embeds: str | None = None
     disabled: bool = False
     caption_strategy: Literal["textfile", "filename", "instanceprompt", "parquet", "csv"] = "textfile"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Only a dataset of a file can have a table."""
+    """Caption source; tables require a dataset file."""
     metadata_backend: Annotated[Literal["discovery", "parquet"], BeforeValidator(as_backend)] = "discovery"
     parquet: TableSettings | None = None
     cache_dir_vae: Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_DATASET))] = None
@@ -101,7 +101,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
 
     @property
     def encoded(self) -> tuple[ImageDataset, ...]:
-        """This dataset and those of its references: all that are cached as latents for it."""
+        """This dataset and its references: all datasets with cached latents for it."""
         return (self, *(each for each in self._conditioning if each.are_references))
 
     def paired_with(self, conditioning: Sequence[ImageDataset]) -> ImageDataset:
@@ -126,7 +126,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
 
     @property
     def clips(self) -> VideoSettings | None:
-        """Rules by which clips are cut out of its files; None for a dataset of images."""
+        """Clip settings; None for a dataset of images."""
         return VideoSettings.model_validate({}) if self.dataset_type == "video" and self.video is None else self.video
 
     @property
@@ -253,7 +253,7 @@ class SnapshotImages(ImageDataset):
 
     dataset_name: Path
     revision: str | None = None
-    """Of the hub: a branch, tag or commit."""
+    """Hub revision: a branch, tag or commit."""
     split: str = "train"
     image_column: str = "image"
     video_column: str = "video"
@@ -312,7 +312,7 @@ PLACES: dict[str, type[ImageDataset]] = {
 
 
 def paired(datasets: Sequence[ImageDataset]) -> list[ImageDataset]:
-    """Return the datasets that are trained on or held out, with those of masks and references that they name."""
+    """Training and held-out datasets, and the masks and references that they name."""
     by_id = {dataset.id: dataset for dataset in datasets if dataset.conditioning_type}
     own = [dataset for dataset in datasets if not dataset.conditioning_type]
     return [each.paired_with([by_id[name] for name in conditioning_of(each, datasets)]) for each in own]
@@ -327,7 +327,7 @@ def conditioning_of(dataset: ImageDataset, datasets: Iterable[ImageDataset]) -> 
 def mistakes_of_pairs(
     entries: Sequence[tuple[ImageDataset, DatasetEntry]], refused: Collection[str], unused: dict[str, list[str]]
 ) -> Iterator[Mistake]:
-    """Yield what is wrong between datasets of images and those of their masks and references.
+    """Yield the mistakes in references between datasets of images, masks and references.
 
     `refused` are ids of entries with mistakes of their own; keys without effect are added to `unused`.
     """

@@ -36,7 +36,7 @@ KEEPS_OFF: dict[str, Rule] = {
     "caption_filter_list": Keeps(lambda value: () if is_off(value) else value),
     "crop_aspect_buckets": Keeps(lambda value: None if is_off(value) else value),
 }
-"""Keys for which the original writes `not set` as another value."""
+"""Keys with another value than null for "not set" in the original."""
 
 BLOCKS: dict[str, type[Section]] = {PARQUET: TableSettings, VIDEO: VideoSettings}
 """Keys of a dataset that are blocks of keys."""
@@ -95,8 +95,7 @@ def unused_keys(data: Data, origins: Mapping[str, Origin] | None = None) -> list
 
 
 def unused_defaults(parsed: DatasetFile, data: Data, given: Collection[str]) -> Iterator[BrokenRule]:
-    """Yield a sentence for each setting that is a default of datasets, all of which have a key of their own for it, or
-    for which it is without effect."""
+    """Yield a sentence for each dataset default in the settings that no dataset uses."""
     entries = [(each, entry) for each, entry in parsed.datasets if isinstance(each, ImageDataset)]
     for name, declared in DatasetSettings.model_fields.items():
         if name in given and getattr(data, name) != declared.default and entries:
@@ -220,7 +219,7 @@ def compression(data: Data) -> dict[str, Any]:
 
 
 def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
-    """Add one dataset to those of the file, or its mistakes."""
+    """Add one dataset, or its mistakes, to the parsed file."""
     kind = kind_of_entry(entry)
     fields = fields_with_blocks(kind)
     keys = dict.fromkeys(fields, Keeps()) | {key: rule for key, rule in KEEPS_OFF.items() if key in fields}
@@ -261,7 +260,7 @@ def note_without_effect(
 
 
 def fields_with_blocks(kind: type[Section]) -> dict[str, FieldInfo]:
-    """Return the fields of a dataset that a file may have, those of blocks as `parquet.path` and `video.fps`."""
+    """Fields of a dataset entry, with blocks flattened: `parquet.path`, `video.fps`."""
     fields = dict(kind.model_fields)
     for block, section in BLOCKS.items():
         if fields.pop(block, None):

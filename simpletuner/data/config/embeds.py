@@ -25,7 +25,7 @@ class Embeds(Section):
 
 
 class TextEmbeds(Embeds):
-    """A cache of text embeddings; the default one also has those of validation prompts."""
+    """A cache of text embeddings; the default one also holds validation prompts."""
 
     dataset_type: Literal["text_embeds"]
     default: bool | None = None

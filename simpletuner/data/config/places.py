@@ -88,7 +88,7 @@ def id_of_folder(name: str) -> str:
 
 
 def find_nested_ids(names: Sequence[str]) -> list[str]:
-    """Return a sentence for each id whose folder is inside that of another one."""
+    """A sentence for each dataset id with its folder inside another id's folder."""
     paths = {name: PurePosixPath(name) for name in names}
     return [
         f"the cache of dataset `{inner}` would be inside that of `{outer}`: rename one of them"
@@ -284,7 +284,7 @@ def no_address(folder: Path) -> Path:
 
 
 def mirror_place(address: str) -> BucketPlace:
-    """Return the place that mirror_output names. Its credentials are those of the environment."""
+    """Place of mirror_output, with credentials from the environment."""
     scheme, bucket, folder = parse_bucket(address) or ("", "", "")
     place = PLACES_BY_SCHEME[scheme]
     keys = place.service.keys

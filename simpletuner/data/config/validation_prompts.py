@@ -1,4 +1,4 @@
-"""The prompts of validation images: those of `validation_prompt`, and the lines of `validation_prompt_file`."""
+"""Validation prompts: `validation_prompt` and the lines of `validation_prompt_file`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ValidationPrompt(Section):
 
 
 def load_prompts(validation: Validation, read: Callable[[Path], str] = read_text) -> list[ValidationPrompt]:
-    """Return all prompts, those of the file last. Raises SettingsError that lists every mistake of the file."""
+    """All prompts, the file's last. Raises SettingsError with every mistake in the file."""
     shared = validation.validation_images
     if missing := next((path for path in shared if not path.is_file()), None):
         raise SettingsError(f"validation_images = {missing}: there is no such file", "name images, not folders")

@@ -60,7 +60,7 @@ class Colours:
     """The colours that a file names: an ICC profile, empty for sRGB, and what may be wrong."""
 
     profile: bytes = b""
-    """Of RGB; `grey_profile` is for pixels of one channel."""
+    """ICC profile for RGB pixels; `grey_profile` is for one channel."""
     grey_profile: bytes = b""
     doubt: str = ""
 
@@ -113,8 +113,8 @@ class FileBytes:
 
 
 def of_tiff(tags: Mapping[int, Any], file: BinaryIO) -> Colours:
-    """Return the colours of TIFF's WhitePoint, PrimaryChromaticities and TransferFunction (TIFF 6.0, section 20), else
-    those of its EXIF."""
+    """Colours of TIFF's WhitePoint, PrimaryChromaticities and TransferFunction (TIFF 6.0, section 20), else
+    of its EXIF."""
     white, corners = numbers(tags.get(WHITE_POINT), 2), numbers(tags.get(PRIMARY_CHROMATICITIES), 6)
     curves = tables(tags.get(TRANSFER_FUNCTION))
     if corners or curves:

@@ -40,8 +40,9 @@ TEXT_KINDS: Final = (b"tEXt", b"zTXt", b"iTXt")
 NOTE_MARKS: Final = {b"eXIf": 0, b"XML:com.adobe.xmp\0": 4, b"Raw profile type ": 4}
 """Marks of chunks that are looked for behind the pixels, and how many bytes before them the chunk's type stands."""
 TAIL_BYTES: Final = 32 << 10
-"""Of the end of a PNG, where exiftool and editors put EXIF and XMP. Walking there over all chunks would read most of
-the file, since libpng writes 8 KiB of pixels per chunk; of a bucket this is a second request per PNG."""
+"""Bytes read from the end of a PNG, the place of EXIF and XMP written by exiftool and editors. Walking all
+chunks would read most of the file, since libpng writes 8 KiB of pixels per chunk. In a bucket this is a
+second request per PNG."""
 KEY_BYTES, MAX_NOTE_BYTES, MAX_PROFILE_BYTES = 80, 4 << 20, 32 << 20
 EXIF_FLAG, XMP_FLAG, ANIMATION_FLAG = 0x08, 0x04, 0x02
 
@@ -54,7 +55,7 @@ class StoredImage:
     orientation: int = 1
     animated: bool = False
     image_format: str = ""
-    """As Pillow calls it."""
+    """Pillow's name of the format."""
 
     @property
     def size(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""From sizes of images and videos to aspect buckets, resized sizes and crops.
+"""Geometry of images and videos: aspect buckets, resized sizes and crops.
 
 Arrays of sizes are (images, 2) int64, width and height in px. What both sides are reduced to
 is computed from two columns, `np.maximum(*sizes.T)`: a reduction along so short an axis takes ten times as long.
@@ -32,7 +32,7 @@ class Geometry:
     crop_left_top: tuple[int, int]
     target: Shape
     clip: Clip | None = None
-    """Of a video."""
+    """Clip that is cut from a video."""
 
 
 def target_areas(dataset: ImageDataset, aspects: np.ndarray) -> np.ndarray:
@@ -45,7 +45,7 @@ def target_areas(dataset: ImageDataset, aspects: np.ndarray) -> np.ndarray:
 
 
 def shapes_of(dataset: ImageDataset, originals: np.ndarray) -> np.ndarray:
-    """Return the sizes whose aspects decide the buckets: those of the images, or squares."""
+    """Sizes that decide the buckets by their aspects: of the images, or squares."""
     return np.ones_like(originals) if dataset.crop and dataset.crop_aspect == "square" else originals
 
 

@@ -26,10 +26,10 @@ DECODE_ERRORS = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image
 MAX_PIXELS = 400_000_000
 """1.6 GB while it is decoded; JPEGs are decoded at an eighth of their sides, and take 25 MB."""
 PILLOW_MAX_PIXELS = {"WEBP": 178_956_970}
-"""Of formats whose decoder in Pillow has a limit of its own, which is one for the whole process."""
+"""Pixel limits of Pillow decoders with a limit of their own, one for the whole process."""
 LARGE_PIXELS = 1 << 26
-"""From here on an image that is much larger than needed is made smaller before its colours are converted, which takes
-up to four times its memory, and one is decoded at a time."""
+"""Pixel count of a large image: it is decoded alone, and shrunk before the conversion of its colours, which
+takes up to four times its memory."""
 STRIP_PIXELS = 1 << 22
 ONE_LARGE_IMAGE = Lock()
 
@@ -137,7 +137,7 @@ def read_rgb(file: BinaryIO, smallest: tuple[int, int], size: tuple[int, int] | 
 
 
 def other_colours(image: Image.Image, file: BinaryIO) -> Colours:
-    """Return the colours of a format of which Pillow is given the whole file."""
+    """Colours of formats that Pillow reads from the whole file."""
     if image.format == "TIFF":
         return of_tiff(getattr(image, "tag_v2", {}), file)
     found = of_boxes(file) if image.format in ("AVIF", "HEIF") else Colours()
@@ -218,7 +218,7 @@ def resize_and_crop(
 def cropped(
     image: Image.Image, resized: tuple[int, int], crop_left_top: tuple[int, int], target: tuple[int, int]
 ) -> Image.Image:
-    """Return an image resized to `resized`, of which `target` is cut out at `crop_left_top`."""
+    """Image resized to `resized` and cropped to `target` at `crop_left_top`."""
     left, top = crop_left_top
     # From 3.0 on the result can hardly be told from resizing in one step, by Pillow's documentation.
     whole = image.resize(resized, Image.Resampling.LANCZOS, reducing_gap=3.0) if image.size != resized else image
@@ -230,7 +230,8 @@ PAINTED = "its mask has an alpha channel: what is transparent does not count, th
 CUT_OUT = "its mask is a picture with an alpha channel, which is taken for the mask"
 EDGE_GREY = 16
 MOSTLY = 0.9
-"""Of the opaque pixels, black or white up to EDGE_GREY: then the grey is the mask, and no picture that was cut out."""
+"""Share of opaque pixels in black or white (up to EDGE_GREY) that makes the grey the mask; otherwise the
+alpha channel is."""
 
 
 def read_mask_image(file: BinaryIO, smallest: tuple[int, int]) -> Image.Image:

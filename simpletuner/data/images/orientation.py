@@ -63,7 +63,7 @@ def byte_order(exif: Sliceable) -> Literal["little", "big"]:
 
 
 def exif_entry(exif: Sliceable, *tags: int) -> bytes:
-    """Return the 12 bytes of a tag, which is found over those of the directories that it is in; empty if not there."""
+    """12 bytes of a tag, found through its parent directories; empty if missing."""
     if exif[:2] not in (b"II", b"MM"):
         return b""
     order, entry, place = byte_order(exif), b"", exif[4:8]

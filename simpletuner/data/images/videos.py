@@ -38,7 +38,7 @@ UNREADABLE = "is not a video in a known format, or is damaged"
 # Of FFmpeg's enums: matrix coefficients that a file does not name; transfer curves of PQ and HLG.
 UNSPECIFIED, HDR_CURVES = 2, (16, 18)
 HD_HEIGHT = 720
-"""Files that do not name their matrix have that of BT.709 from this height on, as players assume."""
+"""Height from which files without a matrix get BT.709, as in players."""
 
 
 MOST_STRETCHED = 16

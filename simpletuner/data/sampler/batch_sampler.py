@@ -24,7 +24,7 @@ from simpletuner.errors import SettingsError
 
 
 class BucketSchedule:
-    """The buckets at each step and epoch: those of the datasets that take part.
+    """Buckets at each step and epoch, from the datasets that take part.
 
     `make` groups the samples of some datasets, given whether each one takes part.
     """

@@ -132,7 +132,7 @@ class GroupOrder:
 
     @classmethod
     def of(cls, copies: int | Fraction, samples: np.ndarray, seed: int, name: str, epoch: int) -> GroupOrder:
-        """With fractional copies, all epochs share one row, so that each shows what the last one left out."""
+        """Fractional copies share one row over all epochs, so each epoch shows what the last one left out."""
         if isinstance(copies, int):
             return cls(samples, 0, copies * len(samples), hash_key(seed, name, epoch, copies))
         # Cut at floor(epoch * copies * samples): the parts of all epochs join without a gap, whatever the
@@ -229,7 +229,7 @@ def hash_names(names: pa.ChunkedArray, *key: object) -> np.ndarray:
 
 
 def choose_by_name(names: pa.ChunkedArray, mask: np.ndarray, count: int, *key: object) -> np.ndarray:
-    """Return a mask of `count` of the names for which `mask` is true: those with the smallest hashes."""
+    """Mask of the `count` names with the smallest hashes, among those with a true `mask`."""
     places = np.flatnonzero(mask)
     if len(places) <= count:
         return mask
@@ -240,7 +240,7 @@ def choose_by_name(names: pa.ChunkedArray, mask: np.ndarray, count: int, *key: o
 
 
 def hash_texts(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
-    """Add the texts of a column, none of which is null, to a digest, whatever its chunks."""
+    """Hash the texts of a column without nulls, independent of its chunks."""
     # Lengths, too: without them "ab", "c" and "a", "bc" would have one digest.
     lengths = pc.binary_length(column)
     for chunk in lengths.chunks:

@@ -80,7 +80,7 @@ def bucket_shapes(parts: Sequence[DatasetSamples]) -> tuple[list[SampleShape], l
 def with_references(
     targets: Sequence[SampleShape], of_samples: np.ndarray, part: DatasetSamples
 ) -> tuple[list[SampleShape], np.ndarray]:
-    """Return the shapes of buckets in which the references have one shape, too, and which of them each sample has."""
+    """Shapes of buckets with references of one shape each, and the bucket of each sample."""
     keys = of_samples.astype(np.int64)
     options: list[list[Shape]] = []
     for references in part.references:
@@ -178,7 +178,7 @@ def describe_shortage(small: Buckets, total: int, effective_batch_size: int) -> 
 
 
 def sufficient_repeats(bucket: Bucket, effective_batch_size: int) -> int:
-    """Return the smallest `repeats` with which a bucket's images fill the batch, if all have the same probability."""
+    """Smallest `repeats` that fill the batch from a bucket, if all images have the same probability."""
     return math.ceil(effective_batch_size / bucket.num_samples) - 1
 
 

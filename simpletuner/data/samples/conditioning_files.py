@@ -25,8 +25,7 @@ from simpletuner.data.storage.storage import Storage
 from simpletuner.settings.values.shape import Shape
 
 ASPECT_TOLERANCE = 0.02
-"""By how much the sides of a mask or a reference may differ in their ratio from those of its image, which is cropped
-alike: a smaller one is rounded."""
+"""Allowed relative difference in aspect between an image and its mask or reference, from rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Mask:
 
 
 class ConditioningFiles:
-    """The files of a dataset of type conditioning for the rows of another scan.
+    """Files of a conditioning dataset for the rows of another scan.
 
     `rows` has which row of `scan` each has, -1 for none. `sizes` are those of references that are cropped by
     themselves, one for each row of `scan`.

@@ -33,7 +33,7 @@ class BucketSummary:
 
     name: str
     images: int
-    """Without those that are held out."""
+    """Images to train on, without held-out ones."""
     samples: float
     """Mean number of them in an epoch."""
     held_out: int
@@ -125,7 +125,7 @@ BLOCK = 1 << 14
 
 
 class TextColumn(Sequence[str]):
-    """Texts of an Arrow array in another order, each of which is made when it is asked for."""
+    """Texts of an Arrow array in another order, decoded on access."""
 
     def __init__(self, texts: pa.Array, order: pa.Array) -> None:
         self._texts, self._order = texts, order

@@ -250,7 +250,7 @@ def scan_of(dataset: ImageDataset, outputs: Sequence[Path]) -> Scan:
 
 
 TOLERANCE = 0.02
-"""29.97 and 23.976 frames per second are those of 30 and 24."""
+"""Relative tolerance of frame rates: 29.97 counts as 30, and 23.976 as 24."""
 MAX_RATES = 4
 
 

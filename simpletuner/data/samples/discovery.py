@@ -1,4 +1,4 @@
-"""From the scans of the datasets to their samples: what is left out and why, and what ends the run."""
+"""Choice of samples from the scans of datasets: what is left out and why, and what ends the run."""
 
 # pyright: basic, reportAttributeAccessIssue=false
 # pyarrow comes without types.

@@ -26,7 +26,7 @@ REPEATS_AND_PHRASE = re.compile(r"([1-9]\d{0,2})_(.+)")
 RENAME = "the name of the image with .txt is read, so rename them"
 LOOP = 'in their folder by `for f in {}; do mv -n "$f" "${{f%{}}}.txt"; done`'
 IMAGES_TXT = "*.jp*g.txt *.png.txt *.webp.txt"
-"""Not *.*.txt: a.b.txt is the caption of a.b.jpg."""
+"""Caption file patterns; not *.*.txt, since a.b.txt is the caption of a.b.jpg."""
 BESIDE = {
     "second suffix": f"with the suffix of the image as well: {RENAME}, {LOOP.format(IMAGES_TXT, '.*.txt')}",
     "case": f"with other upper and lower case: {RENAME}, for the suffix {LOOP.format('*.TXT', '.TXT')}",
@@ -94,7 +94,7 @@ def root_remark(scan: Scan) -> Iterator[tuple[str, int, str]]:
 
 
 def entries(scan: Scan, kind: str) -> str:
-    """Return the entries of a dataset file by which folders would mean what they mean to others, a line each."""
+    """Entries of a dataset file, one a line, with which folders mean what they do in other programs."""
     folders = scan.others.by_others[kind]
     return "".join(
         f"\n  {json.dumps(entry, ensure_ascii=False)}"

@@ -80,7 +80,7 @@ class Sample:
         return self.storage.open_header(self.name) if self.geometry.clip else self.storage.open(self.name)
 
     def files(self) -> list[str]:
-        """Return the name of its file, or those of a folder's frames. Raises one of DECODE_ERRORS."""
+        """File name, or names of a folder's frames. Raises one of DECODE_ERRORS."""
         return self.storage.list_folder(self.name, frame_suffixes()) if is_frame_folder(self.name) else [self.name]
 
     def images(self, smallest: tuple[int, int], places: Sequence[int] | None = None) -> Iterator[Image.Image]:

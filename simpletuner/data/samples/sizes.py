@@ -21,7 +21,7 @@ from simpletuner.settings.values.shape import Shape
 from simpletuner.system.processes.threads import map_in_threads
 
 BLOCK_SIZES = 1 << 15
-"""Sizes for which a bucket is computed at once, within the caches of a core: twice as fast as all together."""
+"""Sizes per block of bucket computation, within a core's caches: twice as fast as all at once."""
 LOW = 0xFFFFFFFF
 
 
@@ -60,7 +60,7 @@ class Sizes:
         return self.targets @ np.array([1 << 24, 1]) + (self.frames.astype(np.int64) << 48)
 
     def images_where(self, mask: np.ndarray) -> np.ndarray:
-        """Return a mask of images, given a mask of sizes (sizes,), in which mostly none is set."""
+        """Mask of images from a mask of sizes (sizes,), which is mostly false."""
         return mask[self.index] if mask.any() else np.zeros(len(self.index), bool)
 
     def where(self, mask: np.ndarray) -> Sizes:
@@ -68,7 +68,7 @@ class Sizes:
 
 
 def different_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values that occur, in the order in which they first do, and which of them each is.
+    """Distinct values in order of first appearance, and the index of each element's value.
 
     Arrow's hashing takes a tenth of the time of `np.unique`, which sorts.
     """

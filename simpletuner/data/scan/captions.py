@@ -54,7 +54,7 @@ LONG_PARAGRAPH_LETTERS = 80
 
 
 def form_of(text: str) -> str:
-    """Return the form by which the lines of a file are one text; empty for one line, and for alternatives."""
+    """Kind of text that a file's lines form; empty for one line, and for alternatives."""
     lines = [line.rstrip() for line in split_lines(text)]
     shown = [line for line in lines if not is_blank(line)]
     if len(shown) < 2:
@@ -221,12 +221,12 @@ def read_caption_file(storage: Storage, name: str, encoding: str = "") -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the lines of a caption file of which anything shows."""
+    """Lines of a caption file with visible characters."""
     return [line.strip() for line in split_lines(text) if not is_blank(line)]
 
 
 def captions_of(dataset: ImageDataset, name: str, lines: Sequence[str]) -> tuple[str, ...]:
-    """Return an image's captions, as the dataset's strategy says; `lines` are those of its text file."""
+    """Captions of an image by the dataset's strategy; `lines` are from its text file."""
     phrase = dataset.instance_prompt or ""
     if dataset.caption_strategy == "instanceprompt":
         return (phrase,)

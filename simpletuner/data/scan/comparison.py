@@ -114,7 +114,7 @@ def collect_facts(datasets: Iterable[DatasetFiles], chunks: Collection[int]) -> 
 
 
 def hash_content(storage: Storage, name: str) -> str:
-    """Return a digest of the ends of a file, or of those of a folder's frames; empty for what cannot be read."""
+    """Digest of a file's first and last bytes, or of a folder's frames; empty if unreadable."""
     if not is_frame_folder(name):
         return hash_ends(storage, name)
     try:

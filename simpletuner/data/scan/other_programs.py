@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from simpletuner.data.storage.storage import CAPTION_SUFFIX, Storage, UnreadableFileError
 
 CAPTION_SUFFIXES = frozenset({CAPTION_SUFFIX, ".caption", ".json"})
-"""Ends of files in which other trainers keep the caption of one image."""
+"""Suffixes of other trainers' caption files, one per image."""
 TABLE_SUFFIXES = frozenset({".jsonl", ".csv", ".parquet"})
 CAPTION_TABLES = frozenset(
     {"metadata.jsonl", "metadata.csv", "metadata.parquet", "captions.json", "captions.jsonl", "captions.csv"}
@@ -26,7 +26,7 @@ CAPTION_TABLES = frozenset(
 MAX_EXAMPLES = 3
 MAX_HEADER_BYTES = 1 << 16
 MAX_UNCAPTIONED = 1 << 16
-"""Of so many images captions under other names are looked for."""
+"""Limit of uncaptioned images to search for similar caption names."""
 
 SAMPLES, CLASS_IMAGES, REPEATS, MASKS, THUMBNAILS = "samples", "class images", "repeats", "masks", "thumbnails"
 GENERATED = (

@@ -54,7 +54,7 @@ class Scan:
     table: pa.Table
     others: OtherFiles
     conditioning: tuple[Scan, ...] = ()
-    """Of the datasets that `conditioning_data` names."""
+    """Scans of the datasets in `conditioning_data`."""
 
 
 def scan_files(dataset: ImageDataset, storage: Storage, files: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:

@@ -38,7 +38,7 @@ class HubFiles:
     commit: str
     files: list[str]
     noun: str = "image"
-    """Their kind, `image` or `video`; records of earlier versions lack it."""
+    """Kind of the files, `image` or `video`; missing in records of earlier versions."""
 
     def is_of(self, dataset: SnapshotImages) -> bool:
         asked = (str(dataset.dataset_name), dataset.revision, dataset.split, dataset.noun)

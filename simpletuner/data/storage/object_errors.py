@@ -56,7 +56,8 @@ NAMED = (DENIED, LOCKED, FULL, FAILS)
 """Meanings of several codes each: the message has the one that came."""
 REFUSALS = (DENIED, LOCKED)
 IN_WORDS = re.compile(r"object.?lock|retention|immutab|legal hold|\bWORM\b", re.IGNORECASE)
-"""Of AWS (InvalidRequest, AccessDenied), Google (AccessDenied) and Azure's batches (409), about locked objects."""
+"""Error texts about locked objects: AWS (InvalidRequest, AccessDenied), Google (AccessDenied), Azure's
+batches (409)."""
 LAST_PLACES = r"Error performing \w+ \S*(/latest/(api|meta-data)/|/computeMetadata/|/metadata/identity/)"
 """The metadata server of a cloud instance, the last place that obstore asks, which other machines do not have."""
 

@@ -40,11 +40,11 @@ from simpletuner.system.files.regular_files import RangeReader
 HEADER_BYTES = 64 << 10
 """First range that is read of an image; headers are longer only where cameras write large thumbnails into them."""
 PART_BYTES, MOST_PARTS = 8 << 20, 9_000
-"""Of an upload in parts: S3 takes at most 10,000 of them, each of 5 MiB at least."""
+"""Part size and number of a multipart upload: S3 allows 10,000 parts of at least 5 MiB."""
 PARTS_AT_ONCE = 6
 BELOW_SLASH = re.compile("[\0-.]")
 NOT_PARTIAL = "non-partial response"
-"""In obstore's error where a store answers a range with 200: `rclone serve s3`, some versions of lakeFS and s3s."""
+"""Text of obstore's error for a range answered with 200: `rclone serve s3`, some lakeFS and s3s versions."""
 
 
 class Ranges:
@@ -133,7 +133,7 @@ class ObjectStorage:
         return None
 
     def _whole(self, name: str, length: int) -> bytes:
-        """Return an object of which only a part was wanted."""
+        """Read an object whole to return a part of it."""
         content = self._get(name, MAX_BYTES)
         # A store may well answer with the whole of what is not longer than the part.
         if len(content) > length:

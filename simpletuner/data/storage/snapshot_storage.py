@@ -137,7 +137,7 @@ class SnapshotStorage:
                         yield StoredFile(f"{stem}/{row:08}{each}", 0, version)
 
     def _suffixes(self, file: Path) -> list[str]:
-        """Return a suffix for each row: that of the file's own name; empty for one without."""
+        """Suffix of each row, from the file's own name; empty if it has none."""
         column = self.dataset.content_column
         try:
             opened = self._opened(file)

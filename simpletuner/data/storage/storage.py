@@ -126,7 +126,7 @@ class Storage(Protocol):
 
 @dataclass(frozen=True)
 class LocalStorage:
-    """A folder with all its subfolders; `outputs` are output_dir and the caches, in which nothing is found."""
+    """A folder with its subfolders; nothing is listed in `outputs`: output_dir and the caches."""
 
     folder: Path
     outputs: tuple[Path, ...] = ()

@@ -62,7 +62,7 @@ class Downloads:
 
     count: int = 0
     lost: dict[str, str] = field(default_factory=dict)
-    """Their servers say so, or what they send is no image or video."""
+    """URLs that are gone, by the server's answer, or are no image or video."""
     unreachable: dict[str, str] = field(default_factory=dict)
 
 

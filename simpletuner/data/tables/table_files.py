@@ -41,7 +41,7 @@ MAX_COLUMNS = 20
 CAPTION_COLUMN = "caption"
 SIZE_COLUMNS = {"width_column": "width", "height_column": "height"}
 LENGTH_COLUMNS = {"num_frames_column": "num_frames", "fps_column": "fps"}
-"""Columns by these names are read where the dataset names none; lengths are those of videos."""
+"""Default columns of video lengths, read if the dataset names none."""
 
 ROW = pa.schema(
     {
@@ -64,7 +64,7 @@ class TableFile:
     storage: Storage
     settings: TableSettings
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Names of settings where they differ from those of `parquet`."""
+    """Setting names that differ from those of `parquet`."""
 
     @property
     def address(self) -> str:

@@ -92,7 +92,7 @@ def open_pipeline(family: AutomaticFamily, device: torch.device, text: torch.dty
 
 
 def load_shared(family: AutomaticFamily, device: torch.device) -> nn.Module:
-    """Load a denoiser in which equal blocks between the first and the last are the first: little memory, float32."""
+    """Load a denoiser with its inner equal blocks shared: little memory, float32."""
     model = build_on_meta(family.config)
     share_equal_blocks(model)
     wanted = {*dict(model.named_parameters()), *dict(model.named_buffers())}
@@ -219,7 +219,7 @@ class Copies:
 
 
 def members(cls: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the functions of a block's class, but for those of diffusers' base classes."""
+    """Yield the functions of a block's class, except diffusers' base classes'."""
     found: set[str] = set()
     for each in cls.__mro__:
         if each.__module__.startswith(PACKAGE) and each.__module__ != FRAMEWORK:

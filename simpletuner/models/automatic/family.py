@@ -49,7 +49,7 @@ SMALLEST = Shape(1, 64, 64)
 
 
 class AutomaticFamily(ModelFamily):
-    """A pipeline that no class describes: any for model_family=auto, else those of the family's preset."""
+    """A pipeline without a class here: any for model_family=auto, else of the family's preset."""
 
     pipelines = (ANY_PIPELINE,)
     host_inputs = (LENGTHS,)

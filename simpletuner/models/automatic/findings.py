@@ -27,7 +27,7 @@ class Layout:
     cell: Shape
     """Frames and px that one latent cell covers."""
     frames: int | None = None
-    """None for a pipeline that makes images alone."""
+    """Axis of frames; None for a pipeline of images only."""
 
     def in_px(self, latents: Sequence[int]) -> Shape:
         """Return the shape in px of a sample whose latents have these axes, without batch."""
@@ -51,12 +51,12 @@ class Findings:
     """Facts that were found of a pipeline, and the arguments that its calls are made with."""
 
     shape: Shape
-    """In px, at which they were found."""
+    """Shape in px at which the pipeline was studied."""
     schedule: NoiseSchedule
     text: TextLayout
     layout: Layout
     arguments: dict[str, Any]
-    """Of each call: guidance is off."""
+    """Arguments of each call, with guidance off."""
     latents_input: str
     """Name of the denoiser's input that holds the latents."""
     float32_inputs: frozenset[str]
@@ -64,15 +64,15 @@ class Findings:
     outputs: Output
     embeds_guidance: bool = False
     sign: float = 1.0
-    """Of the objective's target in what the scheduler's `step` gets."""
+    """Sign of the objective's target in the input of the scheduler's `step`."""
     axes: tuple[int | None, ...] | None = None
     """Batch axes of the text's leaves; None: one call of the pipeline per sample."""
     unbatched: str = ""
-    """Reason for which samples are not in one call."""
+    """Reason for one call per sample; empty for batches."""
     guidance: GuidedText | None = None
-    """None: images are sampled without guidance."""
+    """Text layout for guidance; None: images are sampled without."""
     unguided: str = ""
-    """Why they are."""
+    """Reason for sampling without guidance."""
     kinds: str = ""
     """Clips, images or both, as facts say it; empty for a pipeline that makes images alone."""
     unused: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ SCALE = "true_cfg_scale"
 """Argument for the scale of a pipeline's guider: `guidance_scale` may be an input of its denoiser."""
 
 GUIDED = 2.0
-"""A scale with which text is encoded in pairs."""
+"""Guidance scale with paired text encoding."""
 
 
 def modular_class(cls: Any, index: Mapping[str, Any]) -> Any:
@@ -167,7 +167,7 @@ class CalledBlocks:
         return state
 
     def guide(self, scale: float) -> None:
-        """Guide by a scale, of which 1 or less stands for no guidance."""
+        """Set the guidance scale; 1 or less is off."""
         guider = getattr(self, "guider", None)
         if guider is not None:
             # By both, since SDXL's blocks turn the guider on.

@@ -66,7 +66,7 @@ class PipelineRun:
 
 
 class StandIn:
-    """In place of a component: its class and attributes, but calls of our own. Computes in float32; `dtype` says so."""
+    """Stand-in for a component: its class and attributes, but calls of our own."""
 
     dtype = torch.float32
 
@@ -91,7 +91,7 @@ def first_line(error: Exception) -> str:
 
 
 def tensors_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors among a denoiser's inputs by name, those of dicts and lists included."""
+    """Tensors among a denoiser's inputs by name, including tensors in dicts and lists."""
     found: dict[str, Tensor] = {}
     for name, value in given.items():
         if isinstance(value, Tensor):

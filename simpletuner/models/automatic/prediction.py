@@ -38,7 +38,7 @@ class VaeMap:
     """Latents for the VAE: element k is `scale[k]` times element `where[k]` of the denoiser's, plus `shift[k]`."""
 
     shape: tuple[int, ...]
-    """For the VAE, without batch."""
+    """Shape of the VAE's input, without batch."""
     where: Tensor
     scale: Tensor
     shift: Tensor
@@ -109,14 +109,14 @@ class Predictor:
         return seen[0].double()
 
     def from_vae(self, latents: Tensor, shape: Shape) -> Tensor:
-        """Convert latents of the VAE (B, ...) to those of the denoiser, float32."""
+        """Convert VAE latents (B, ...) to denoiser latents, float32."""
         known = self.vae_map(shape)
         flat = (latents.flatten(1).double() - known.shift) / known.scale
         axes = self.found.layout.axes_for(shape)
         return flat.new_empty(flat.shape).index_copy(1, known.where, flat).view(-1, *axes).float()
 
     def to_vae(self, latents: Tensor) -> Tensor:
-        """Convert latents of the denoiser (B, ...) to those of the VAE, float32."""
+        """Convert denoiser latents (B, ...) to VAE latents, float32."""
         known = self.vae_map(self.found.layout.in_px(latents.shape[1:]))
         flat = latents.flatten(1).double()[:, known.where] * known.scale + known.shift
         return flat.view(-1, *known.shape).float()

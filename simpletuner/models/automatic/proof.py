@@ -54,7 +54,7 @@ class Proof:
         return self.found
 
     def confirm(self) -> Findings:
-        """Run all checks at another shape than that of the study."""
+        """Run all checks at another shape than the study's."""
         known, found = self.found.sign, self.prove()
         if found.sign != known:
             raise self.study.refused(f"its scheduler gets another sign at {self.study.shape} than at {found.shape} px")
@@ -75,7 +75,7 @@ class Proof:
         return clean
 
     def find_sign(self, clean: Tensor) -> float:
-        """Return the sign with which exact predictions lead the pipeline's loop to known latents and their image."""
+        """Find the sign of exact predictions that leads the pipeline's loop to known latents and their image."""
         off: dict[float, float] = {}
         for sign in (1.0, -1.0):
             ended, image = self.exact_loop(clean, sign)
@@ -220,7 +220,7 @@ class Proof:
 
 
 def moving_ramp(shape: Shape) -> Tensor:
-    """Return pixels in -1..1, (1, 3, H, W), or of a clip (1, 3, F, H, W), in which colours move to the right."""
+    """Pixels in -1..1, (1, 3, H, W) or for a clip (1, 3, F, H, W), with colours that move to the right."""
     frames = [
         torch.linspace(-1, 1, shape.width).roll(shape.width * each // shape.frames) for each in range(shape.frames)
     ]

@@ -78,7 +78,7 @@ class Study:
         raise SettingsError(reasons[0], self.refused("").hint)
 
     def find_with(self, schedule: NoiseSchedule, arguments: dict[str, Any]) -> Findings:
-        """Study the pipeline with arguments by which guidance may be off."""
+        """Study the pipeline with arguments that may turn guidance off."""
         self.encoded = [self.entered.encode([caption], self.shape, **arguments) for caption in CAPTIONS]
         text = TextLayout.of(self.encoded, self.name)
         layout = self.find_layout(arguments)
@@ -151,7 +151,7 @@ class Study:
         return Layout(square[1:], rows[0] - 1, columns[0] - 1, cell, self.find_frames(square, arguments))
 
     def find_frames(self, drawn: tuple[int, ...], arguments: dict[str, Any]) -> int | None:
-        """Find the axis of frames among those of noise without batch, and that the pipeline keeps to their number."""
+        """Find the axis of frames in noise without batch, and check that the pipeline keeps their number."""
         frames = self.shape.frames
         if not {*FRAMES} & {*self.entered.parameters}:
             if frames > 1:

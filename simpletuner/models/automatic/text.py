@@ -28,11 +28,11 @@ class TextLayout:
 
     structure: TreeSpec
     constants: tuple[Any, ...]
-    """All leaves of one caption; those in `names` are replaced."""
+    """Leaves of one caption; those in `names` are replaced."""
     names: Mapping[int, str]
     """Name in the record, by the leaf's number."""
     varying: Mapping[int, int]
-    """Axis whose length depends on the caption, or else that of tokens."""
+    """Axis of varying length per leaf: by caption, else the axis of tokens."""
     rest: Mapping[int, tuple[int, ...]]
     """Lengths of the other axes: a record has matrices, since the cache leaves out their rows of padding."""
     has_any_length: bool

@@ -19,7 +19,7 @@ class Architecture:
 
     class_name: str
     parameters: int | None = None
-    """None where the published config was nowhere to be read; then `config` is not known either."""
+    """Number of parameters; None, with an empty `config`, if no published config was readable."""
     source: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     cell_px: int = 0
@@ -34,13 +34,13 @@ class Flavour:
     architecture: Architecture
     untrainable: str = ""
     flow_shift: float = 0
-    """As `Preset.flow_shift`, where this checkpoint's scheduler has another one."""
+    """`Preset.flow_shift` of this checkpoint's scheduler, if it differs."""
     fps: float = 0
-    """As `Preset.fps`, where this checkpoint has another one."""
+    """`Preset.fps` of this checkpoint, if it differs."""
     revision: str = ""
     """Branch at the hub of the pipeline that diffusers opens, where that is not the main one."""
     denoiser: str = ""
-    """Its component in the pipeline, where that has two, each for its own noise levels."""
+    """Component of the denoiser in a pipeline with two, one for high and one for low noise levels."""
     index: Mapping[str, Any] = field(default_factory=dict)
     """Entries of its model_index.json on which the denoiser's inputs, or the memory of sampling, depend."""
     license: str = ""
@@ -52,13 +52,13 @@ class Tiny:
     """The flavour `tiny`: a pipeline of few, narrow layers with random weights, for the demo and tests."""
 
     pipeline: str
-    """Its class in diffusers."""
+    """Pipeline class in diffusers."""
     parameters: int
-    """Of the denoiser."""
+    """Number of the denoiser's parameters."""
     components: Mapping[str, Mapping[str, Any]]
-    """By name, in the order in which they are built: a class of diffusers (`class_name`) with what differs from its
-    defaults, a kind of text `encoder`, which comes with its tokenizer, the `tokenizer` of such a kind alone, or one of
-    the VAEs of this package (`pretrained`)."""
+    """Components by name, in the order of their construction: a class of diffusers (`class_name`) with
+    changes to its defaults, a kind of text `encoder` with its tokenizer, a `tokenizer` alone, or a VAE of
+    this package (`pretrained`)."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's class."""
     adjust: str = ""
@@ -81,7 +81,7 @@ class Preset:
     family_class: str = ""
     """Import path of the ModelFamily; empty if the family cannot be trained and only its blocks can be detected."""
     pipelines: Sequence[str] = ()
-    """Pipeline classes of diffusers whose folders the family opens, those of its variants included."""
+    """Pipeline classes with folders that the family opens, including its variants."""
     heads: int = 0
     """Attention heads by the default config of the denoiser's class, where context parallelism can split it."""
     unsplittable: str = ""
@@ -99,16 +99,16 @@ class Preset:
     fps: float = 0
     """Frames per second of the clips that the model was trained on; 0 where nothing published says it."""
     flow_shift: float = 0
-    """The shift with which the published schedulers sample an image of 1024 x 1024 px; 0 where there is no flow."""
+    """Sampling shift of the published scheduler at 1024 x 1024 px; 0 without a flow."""
     clip_shift: Mapping[str, float] = field(default_factory=dict)
     """The shift of clips by their tokens, as in a scheduler_config.json; empty where clips have flow_shift."""
     tiny: Tiny | None = None
     loads_lora: bool = True
     """True if diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""
     lora_formats: Mapping[str, str] = field(default_factory=dict)
-    """With what the names of a LoRA's tensors begin, by the other programs that know the family (lora_formats.py)."""
+    """Prefix of a LoRA's tensor names, by program (lora_config.py)."""
     lora_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Layers of the original model, and those of diffusers whose rows each stacks; empty where both names are equal."""
+    """Layers of the original model, and the layers of diffusers stacked in each; empty if names are equal."""
     order: float = float("inf")
     """Position in lists of families; without a number it is the last."""
 

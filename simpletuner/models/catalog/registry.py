@@ -61,7 +61,7 @@ def preset_names() -> frozenset[str]:
 
 @cache
 def presets() -> Mapping[str, Preset]:
-    """All built-in families by name, in the order of lists."""
+    """Built-in families by name, in display order."""
     # 5 ms for 19 files: for lists only.
     found = {name: preset for name in sorted(preset_names()) if (preset := load_preset(name))}
     return dict(sorted(found.items(), key=lambda item: item[1].order))
@@ -106,7 +106,7 @@ def flavour_of(model: Model) -> Flavour | None:
 
 
 def revision_of(model: Model) -> str | None:
-    """Return the revision at the hub to take a model from: that of the settings, else of the published flavour."""
+    """Hub revision of a model: from the settings, else of the published flavour."""
     flavour = None if model.pretrained_model_name_or_path else flavour_of(model)
     return model.revision or (flavour.revision if flavour else "") or None
 

@@ -35,7 +35,7 @@ from simpletuner.settings.values.shape import Shape, parse_shapes
 
 @dataclass(frozen=True)
 class Scope:
-    """The families in which a setting has an effect, what they have in common, and whether it does harm in others."""
+    """Families for which a setting has an effect, their common property, and the harm in others."""
 
     includes: Callable[[Preset], bool]
     what: str

@@ -88,7 +88,7 @@ class Flux(ModelFamily):
 
 
 class FluxKontext(Flux):
-    """FLUX.1 Kontext, which edits an image: its tokens follow those of the result, at positions of their own."""
+    """FLUX.1 Kontext edits images: their tokens follow the result's, at positions of their own."""
 
     pipelines = ("FluxKontextPipeline",)
     most_references = 1

@@ -78,6 +78,6 @@ class ZImage(ModelFamily):
 
 
 def unpad(conditioning: Conditioning) -> list[Tensor]:
-    """Each caption's embedding (L, D) without padding."""
+    """Embedding of each caption (L, D), without padding."""
     lengths = conditioning["prompt_embeds_mask"].sum(1).tolist()  # they become shapes
     return [embeds[:length] for embeds, length in zip(conditioning["prompt_embeds"], lengths, strict=True)]

@@ -103,7 +103,7 @@ def allocate_on_cpu(model: nn.Module) -> None:
 
 
 def draw_first_values(layer: Any) -> None:
-    """Give a layer's adapter values with which it changes no output yet; random ones by torch's generator."""
+    """Initialize a layer's adapter to change no output, with random values by torch's generator."""
     if hasattr(layer, "reset_lora_parameters"):
         layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
     elif hasattr(layer, "reset_oft_parameters"):
@@ -119,7 +119,7 @@ def layer_of(name: str) -> str:
 
 @torch.no_grad()
 def measure_lengths(tensors: Mapping[str, Tensor]) -> None:
-    """Set DoRA's lengths to those of the base's rows, by which it changes no output; of a model's tensors by name.
+    """Set DoRA's magnitudes to the norms of the base's rows, so that it changes no output.
 
     A rank that holds some rows of a weight holds their lengths, so nothing is exchanged.
     """
@@ -282,7 +282,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those of a model's tensors that the base model has, by its names for them."""
+    """Tensors of the base model among `tensors`, by its names."""
     return {name.replace(".base_layer.", "."): each for name, each in tensors.items() if not is_adapter(name)}
 
 

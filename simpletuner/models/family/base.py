@@ -67,8 +67,8 @@ class ModelFamily(PipelineFolder, ABC):
     """True if the pipeline returns latents as its VAE decodes them, not as the denoiser sees them."""
 
     padding_mask: ClassVar[str] = ""
-    """Name of the mask by which the denoiser ignores padding, so that embeddings are cached without it. Empty where
-    padding is attended to, as in Flux, or is zeros already, which are not stored either."""
+    """Name of the denoiser's padding mask, so that embeddings are cached without padding. Empty if padding is
+    attended to, as in Flux, or is zeros, which are not stored either."""
 
     text_width: ClassVar[str] = "joint_attention_dim"
     """Key of the denoiser's config that holds the width of `prompt_embeds`."""
@@ -90,7 +90,7 @@ class ModelFamily(PipelineFolder, ABC):
     and many attention classes ignore it."""
 
     lora_options: Mapping[str, Any] = MappingProxyType({})
-    """Arguments with which the pipeline's `load_lora_weights` puts a LoRA into this denoiser."""
+    """Arguments for the pipeline's `load_lora_weights` to load a LoRA into this denoiser."""
 
     sequence_plan: ClassVar[SequencePlan | None] = None
     """Split of the denoiser's tokens for context parallelism; None where it is not supported."""

@@ -94,7 +94,7 @@ def interpolated(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
 
 
 LEAST_MASK = 1e-3
-"""In cells: the loss of an image whose mask is black is 0, not 0 / 0."""
+"""Smallest sum of a mask, in cells: the loss of an image with a black mask is 0, not 0 / 0."""
 
 
 def sample_losses(prediction: Tensor, target: Tensor, weights: Tensor, mask: Tensor | None = None) -> Tensor:

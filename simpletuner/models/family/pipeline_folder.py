@@ -76,7 +76,7 @@ class PipelineFolder:
             self.scheduler_config["prediction_type"] = settings.model.prediction_type
 
     def choose_denoiser(self) -> None:
-        """Set which of a pipeline's denoisers is trained. Raises SettingsError for two, of which one alone may be."""
+        """Choose the denoiser to train. Raises SettingsError for two, if only one of them may be trained."""
         refuse_second_denoiser(self.folder, self.index, self.denoiser_name)
 
     def unused_parameters(self) -> tuple[str, ...]:

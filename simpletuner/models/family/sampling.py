@@ -20,9 +20,9 @@ class SamplingParams:
     guidance: float
     seed: int
     fps: float = 0.0
-    """Of a clip."""
+    """Frames per second of a clip."""
     references: tuple[Image, ...] = ()
-    """Images that the pipeline is given beside the prompt, in the size in which it is encoded."""
+    """Reference images of the prompt, in the size of their encoding."""
 
     def kwargs(self) -> dict[str, Any]:
         """Arguments that every pipeline of diffusers takes, so that it returns latents."""

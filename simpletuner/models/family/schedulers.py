@@ -69,7 +69,7 @@ def training_shift(family: ModelFamily) -> float | ShiftOfShape:
 
 
 def preset_of(family: ModelFamily) -> Preset | None:
-    """Return the preset of a family, for model_family=auto that of the built-in family of such pipelines."""
+    """Preset of a family; for model_family=auto of the built-in family with the same pipeline."""
     model, pipeline = family.settings.model, family.index.get("_class_name")
     if model.model_family in (model.model_families or {}):
         return None

@@ -18,7 +18,7 @@ from simpletuner.settings.declared.sections import Model
 from simpletuner.settings.values.shape import Shape
 
 FIRST, SECOND = "transformer", "transformer_2"
-"""Their components in pipelines of diffusers: above the boundary of noise levels, and below it."""
+"""Components of the two denoisers in diffusers' pipelines: above the boundary of noise levels, and below."""
 
 
 def chosen_denoiser(folder: Path, index: Mapping[str, Any], model: Model) -> tuple[str, str]:

@@ -27,7 +27,7 @@ TEXT_PARTS = ("tokenizer", "text_encoder", "t5_tokenizer", "text_conditioner", "
 """Prefixes of the components that turn captions into tensors."""
 
 ENCODING_PARTS = (*TEXT_PARTS, "image_encoder", "image_processor")
-"""Those, and what turns an image beside a caption into tensors (Wan 2.1 I2V)."""
+"""Components of text encoding, and the image encoder for an image beside a caption (Wan 2.1 I2V)."""
 
 
 def choose_accelerator() -> None:

@@ -20,12 +20,12 @@ CODE_KEYS = frozenset({"auto_map", "custom_pipeline", "custom_pipelines", "trust
 IMPLEMENTATION = re.compile(r".*_implementation(_internal|_autoset)?")
 WORD = re.compile(r"[A-Za-z_]\w*")
 CONFIGS = ("config.json", "*_config.json")
-"""Not tokenizer.json and the like: megabytes that name no code."""
+"""Config files that may name code; not tokenizer.json and the like, megabytes without any."""
 HINT = "code of a model is never run: choose one of diffusers and transformers alone, or remove that from your copy"
 
 
 def refuse_code(folder: Path) -> None:
-    """Raise EnvironmentNotReady for a pipeline folder of which a config names code, or a class of no known library."""
+    """Raise EnvironmentNotReady if a config in the folder names code, or a class of an unknown library."""
     index = index_file(folder)
     content = read_json(index)
     refuse_keys(content, index)
@@ -90,7 +90,7 @@ def own_class(config: Mapping[str, Any]) -> str:
 
 
 def refuse_keys(config: Mapping[str, Any], path: Path, hint: str = HINT) -> None:
-    """Raise EnvironmentNotReady for a key, at any depth, by which a library finds code."""
+    """Raise EnvironmentNotReady for a key, at any depth, that makes a library load code."""
     for key, value in keys_in(config):
         is_word = value is None or isinstance(value, bool) or (isinstance(value, str) and bool(WORD.fullmatch(value)))
         if (key in CODE_KEYS and value) or (
@@ -113,7 +113,7 @@ def keys_in(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def pipeline_packages() -> frozenset[str]:
-    """Return the packages of diffusers' pipelines, some of which have components of their own."""
+    """Packages of diffusers' pipelines; some have components of their own."""
     from diffusers import pipelines
 
     return frozenset(each.name for each in iter_modules(pipelines.__path__))

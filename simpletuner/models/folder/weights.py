@@ -35,7 +35,7 @@ def is_null(value: Any) -> bool:
 
 
 def index_file(folder: Path) -> Path:
-    """Return the index's path; that of model_index.json where the folder has none."""
+    """Path of the index; of model_index.json if the folder has none."""
     plain, modular = folder / INDEX, folder / MODULAR_INDEX
     return modular if modular.is_file() and not plain.is_file() else plain
 

@@ -62,7 +62,7 @@ def check_complete(family: ModelFamily) -> None:
 
 
 def check_denoiser_weights(family: ModelFamily) -> None:
-    """Compare the names and shapes in the headers of the denoiser's weights with those of its config."""
+    """Compare names and shapes in the denoiser's weight files with its config."""
     folder = family.folder / family.denoiser_name
     with opening(folder):
         found = shapes_in(family)
@@ -245,7 +245,7 @@ def check_tokenizer(folder: Path, cls: Any) -> None:
 
 NOTES = "base_models"
 HEADER_LENGTH_BYTES = 8
-"""At the beginning of a safetensors file."""
+"""Bytes of the header length at the start of a safetensors file."""
 MOST_READ_BYTES = 100 << 20
 """The largest header that safetensors reads; the largest published tokenizers have 33 MB."""
 

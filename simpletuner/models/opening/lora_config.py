@@ -284,7 +284,7 @@ def layers_for(prefix: str, family: ModelFamily, adapter: Adapter) -> list[Origi
 def stacked(
     layer: OriginalLayer, family: ModelFamily, adapter: Adapter, weights: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return a layer's pair of matrices; that of a stack has a block of `up` for each part, and zeros for others."""
+    """Pair of matrices of a layer; for a stack, `up` has a block for each part, and zeros for others."""
     pairs = []
     for part in layer.parts:
         rows, columns = family.meta_denoiser.get_parameter(f"{part}.weight").shape[:2]

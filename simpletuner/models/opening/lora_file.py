@@ -49,7 +49,7 @@ PARTS = {
 """Tensors of a layer by the end of their names."""
 
 NAMES = {"down": "lora_A.weight", "up": "lora_B.weight", "bias": "lora_B.bias", "length": "lora_magnitude_vector"}
-"""Their names in checkpoints, which are peft's."""
+"""Names in checkpoints, as in peft."""
 
 
 @dataclass
@@ -177,7 +177,7 @@ OF_PEFT = ("loha", "oft")
 
 
 def lora_file(path: Path) -> Path:
-    """Return the LoRA's file, given its path or that of its folder."""
+    """Path of a LoRA's file, given the file or its folder."""
     if not path.is_dir():
         return path
     return path / (PEFT_WEIGHTS if (path / PEFT_WEIGHTS).exists() else LORA_WEIGHTS)
@@ -261,7 +261,7 @@ def check_ranks(file: LoraFile, adapter: Adapter, shapes: Mapping[str, tuple[int
 
 
 def tensors_of(file: LoraFile, family: ModelFamily) -> dict[str, Tensor]:
-    """Return a file's tensors by our names; those of a LoRA or DoRA at the scale that the run gives them."""
+    """Tensors of a file by our names; a LoRA's or DoRA's are at the run's scale."""
     adapter = family.adapter
     assert adapter is not None
     if file.kind in ("lora", "dora"):

@@ -31,7 +31,7 @@ from simpletuner.models.single_file.source import MARKER, read_header, source_of
 
 VAE_STARTS = ("first_stage_model.", "vae.")
 TEXT_STARTS = ("cond_stage_model.", "conditioner.", "text_encoders.")
-"""With which the names of the tensors of a VAE and of text encoders begin in such a file."""
+"""Prefixes of text encoder and VAE tensors in such a file."""
 SAME_ARCHITECTURE = "set single_file_config to a folder of the same architecture"
 
 
@@ -262,7 +262,7 @@ def reads_of(folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def as_convolution(read: Callable[[], Tensor]) -> Tensor:
-    """Return the weight of a linear layer as that of a 1x1 convolution; a bias and the weight of a norm as they are."""
+    """View a linear weight as a 1x1 convolution; a bias and the weight of a norm stay as they are."""
     tensor = read()
     return tensor[:, :, None, None] if tensor.ndim == 2 else tensor
 

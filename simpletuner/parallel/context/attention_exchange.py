@@ -85,7 +85,7 @@ def gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: SequenceGrou
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """Self-attention over a sequence of which each rank holds a part of the tokens.
+    """Self-attention over a sequence that is split over the ranks.
 
     `streams` are the lengths of the sequences that are concatenated in it (text, image), in this order.
     """
@@ -148,7 +148,7 @@ class SplitAttention:
         return rows.unflatten(0, (size, own[0])).permute(2, 0, 3, 1, 4).reshape(batch, heads, own[0], width)
 
     def in_order_of_ranks(self, mask: Tensor) -> Tensor:
-        """Return a mask (B, 1, 1 or queries, keys) of all tokens in the order of ranks.
+        """Mask (B, 1, 1 or queries, keys) of all tokens in the order of ranks.
 
         `mask` is that of this rank's keys, or of all tokens in the order of the sequence. Collective for the former.
         """

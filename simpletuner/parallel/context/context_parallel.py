@@ -39,7 +39,7 @@ class TokenSplit:
 
 TOKENS = TokenSplit(split_dim=1, expected_dims=3)
 TIMES = TokenSplit(split_dim=1, expected_dims=2, shared_if_one=True)
-"""Of times, (B, tokens) or (B, 1)."""
+"""Split of times, (B, tokens) or (B, 1)."""
 
 Splits = Mapping[str, Mapping[str | int, TokenSplit]]
 

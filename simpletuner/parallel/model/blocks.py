@@ -64,7 +64,7 @@ def class_stats(model: nn.Module) -> dict[str, ClassStats]:
 
 
 def repeated_in(module: nn.Module) -> set[str]:
-    """The classes of which a container holds two or more; none for other modules."""
+    """Classes with two or more instances in a container; none for other modules."""
     if type(module).__name__ not in CONTAINERS:
         return set()
     counts = Counter(type(child).__name__ for child in module.children())
@@ -110,7 +110,7 @@ PATHS_SHOWN = 3
 
 @dataclass(frozen=True)
 class BlockClass:
-    """All modules of one class in a denoiser, and whether each should be a unit.
+    """Modules of one class in a denoiser, and the recommendation whether to make each a unit.
 
     `largest` counts the parameters of the largest module, `lists` are the ModuleLists in which the class repeats (`*`:
     any number), `is_block` says whether it could be a unit; `no_split` and `repeated` are the hints of diffusers'

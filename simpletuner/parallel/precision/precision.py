@@ -23,7 +23,7 @@ FIRST_CAPABILITY = (8, 9)
 """CUDA compute capability of Ada; Hopper is 9.0. Older GPUs multiply no 8-bit floating-point numbers."""
 
 MULTIPLE = 16
-"""Of this the sides of matrices must be (torch._scaled_mm)."""
+"""Divisor of both sides of a float8 matrix (torch._scaled_mm)."""
 
 
 def check_float8(device: torch.device) -> None:
@@ -49,7 +49,7 @@ def convert_linear_layers(model: nn.Module, blocks: tuple[str, ...], emulate: bo
 
 
 def gains(layer: nn.Module, name: str) -> bool:
-    """True for layers to run in float8: not a LoRA's, whose products are small and whose updates are."""
+    """True if a layer gains by float8: not a LoRA's, with their small products and updates."""
     of_lora = {"lora_A", "lora_B"} & {*name.split(".")}
     return isinstance(layer, nn.Linear) and not (
         of_lora or layer.in_features % MULTIPLE or layer.out_features % MULTIPLE

@@ -104,7 +104,7 @@ class FlattenSpec:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """x W^T + b for a weight that is dequantized in each pass, and of which only the parts are kept between them."""
+    """x W^T + b, dequantizing the weight in each pass and keeping only its parts between them."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, spec: FlattenSpec, *parts: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def trace_as_one(product: type[torch.autograd.Function]) -> None:
 
 
 FEWEST_ROWS = 17
-"""Of inputs, which cuBLAS's product of int8 takes. Modulations have fewer, and are a small part of the work."""
+"""Smallest number of input rows for cuBLAS's int8 product. Modulations have fewer, and little work."""
 
 
 class QuantizedLinear(nn.Module):

@@ -29,7 +29,7 @@ from simpletuner.settings.values.spelling import OF_A_RUN, normalize_name, only_
 from simpletuner.system.files.paths import ENVIRONMENT, expand_path
 
 LARGEST_BATCH = 1_000_000
-"""Samples per rank in one forward pass, of which `plan --auto` tries each divisor."""
+"""Upper bound of samples per rank and forward pass; `plan --auto` tries each divisor."""
 
 
 def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
@@ -59,7 +59,7 @@ def encoding_name(name: str) -> str:
 
 
 def zero_as_none(value: object) -> object:
-    """Return no value for 0, by which other trainers mean that a limit is not set."""
+    """Map 0 to None: other trainers write 0 for no limit."""
     return None if str(value).strip() == "0" else value
 
 

@@ -122,7 +122,7 @@ def json_entries(text: str) -> Iterator[FileEntry]:
 
 
 def json_lines(text: str) -> list[tuple[int, dict[str, int]]]:
-    """Return the line of each name, or of each object of a list, at depth 1, with those of the names at depth 2.
+    """Line numbers of names, or of a list's objects, at depth 1, and of the names at depth 2.
 
     The text must parse.
     json has no positions, so this is a second pass over the tokens. Raises NotParsed for a duplicate key at any depth

@@ -123,7 +123,7 @@ class Origin:
 
     place: str
     given: Any
-    """Of a secret, a reference to it."""
+    """Value as given; for a secret a reference to it."""
     source: str = ""
     outranks: tuple[Origin, ...] = ()
     reason: str = ""

@@ -96,7 +96,7 @@ def check_size(node: yaml.MappingNode) -> None:
 
 
 def measure(node: yaml.Node, known: dict[int, Extent]) -> Extent:
-    """Return the extent of a value. `known` has those of all nodes before it, so an alias is not followed."""
+    """Extent of a value. `known` holds the extents of all earlier nodes, so aliases are not followed."""
     if id(node) not in known:
         known[id(node)] = Extent(1, 0)  # for an alias within the node itself, which PyYAML refuses later
         inner = [measure(child, known) for child in children_of(node)]
@@ -113,7 +113,7 @@ def children_of(node: yaml.Node) -> list[yaml.Node]:
 
 
 def refuse_duplicates(node: yaml.MappingNode) -> None:
-    """Raise NotParsed for a duplicate key, of which PyYAML silently takes the last."""
+    """Raise NotParsed for a duplicate key: PyYAML silently keeps the last one."""
     names: set[str] = set()
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:

@@ -147,7 +147,8 @@ def guess_engine(found: MappedField) -> str:
 
 
 def missing_ranks(place: str) -> BrokenRule:
-    """As `accelerate launch` does; a default of 1 would train something else than the file asks for."""
+    """Error for several ranks without their number, as in `accelerate launch`: with 1 another run would start
+    than the file describes."""
     message = f"num_processes is missing: {place} means several ranks: write it there, or give --num_processes=8"
     return BrokenRule("num_processes", message)
 

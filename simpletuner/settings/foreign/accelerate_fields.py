@@ -186,7 +186,7 @@ SHORT_NAMES = {
     for name in RULES
     if name.startswith(f"{prefix}_config.")
 }
-"""accelerate puts the prefix before names in these sections that lack it, as those of old files do."""
+"""Names without their section's prefix, as in old files; accelerate adds it."""
 TABLE = KeyTable(RULES, SHORT_NAMES, is_off=lambda value: normalize_name(value) in OFF)
 
 DEFAULT_ZERO_STAGE = 2

@@ -1,4 +1,4 @@
-"""From settings to DeepSpeed: the options that our code asks for, and one complete JSON."""
+"""DeepSpeed's options from settings: those set by our code, and a complete JSON."""
 
 from __future__ import annotations
 

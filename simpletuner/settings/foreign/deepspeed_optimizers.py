@@ -89,7 +89,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     ),
 }
 TORCH_ADAMW_DECAY = 0.01
-"""Of torch.optim.AdamW, which DeepSpeed takes for AdamW where `torch_adam` is true."""
+"""Default weight decay of torch.optim.AdamW, used by DeepSpeed for AdamW with `torch_adam`."""
 ONE_BIT = "it compresses by NCCL or MPI of its own, supports no ZeRO stage above 1, and DeepSpeed 0.19 has removed it"
 MUP = "it needs the package mup and a model that was made with mup's base shapes, which diffusers' are not"
 REFUSED: dict[str, str] = {

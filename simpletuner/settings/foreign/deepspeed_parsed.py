@@ -31,7 +31,7 @@ class ParsedConfig:
     """DeepSpeed's own value of settings, by the key that would say it and is not there."""
 
     def read(self, values: Mapping[str, Any], table: KeyTable, section: str = "") -> None:
-        """Read keys by a table: those of the top level, or of a section (`optimizer.params.`) with a table of its own.
+        """Read the keys at the top level, or of a section (`optimizer.params.`) with a table of its own.
 
         The rules of such a section know its keys by their whole names.
         """

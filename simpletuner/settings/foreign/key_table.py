@@ -28,7 +28,7 @@ def always(settings: Settings) -> bool:
 
 
 def never(settings: Settings) -> bool:
-    """For a second name of a key: it is read, but never written."""
+    """Condition of an alternative key: it is read, but never written."""
     return False
 
 
@@ -84,7 +84,7 @@ class MappedField:
     key: str
     """The same as the table spells it."""
     value: Any
-    """As the rule converted it; as the file has it where no rule did."""
+    """Value after the rule's conversion, or the file's value without a rule."""
     outcome: Outcome
     setting: str = ""
     note: str = ""
@@ -98,7 +98,7 @@ class KeyTable:
 
     rules: Mapping[str, Rule]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of keys, and those by which the rules know them."""
+    """Canonical key by alternative name."""
     unset: tuple[Any, ...] = (None,)
     """Values that stand for a key that is not there."""
     is_off: Callable[[Any], bool] = lambda value: value is None
@@ -109,7 +109,7 @@ class KeyTable:
         return frozenset(name[:end] for name in self.rules for end, letter in enumerate(name) if letter == ".")
 
     def names_in(self, section: str) -> set[str]:
-        """All keys of a section (`"bf16."`; empty for the top level), for suggestions."""
+        """Keys of a section (`"bf16."`; empty for the top level), for suggestions."""
         known = (*self.rules, *self.aliases)
         return {name.removeprefix(section).partition(".")[0] for name in known if name.startswith(section)}
 

@@ -52,7 +52,7 @@ UNTRAINED = {
     "z_image_omni": "its pipeline generates from images, too",
     "zlab_i1": NO_PIPELINE,
 }
-"""Reasons for which this version trains a family neither by a class nor by its pipeline's own call."""
+"""Families that cannot be trained by a class or by their pipeline's own call, with the reason."""
 
 
 def why_untrained(family: str) -> str:
@@ -219,7 +219,7 @@ def target_names(value: Any) -> Any:
 
 
 def zero_as(here: Any) -> Callable[[Any], Any]:
-    """Return a conversion of 0, by which the original means that a setting is not set."""
+    """Conversion of 0, the original's value for a setting that is not set."""
     return lambda value: here if not isinstance(value, bool) and value in ZERO else value
 
 
@@ -261,7 +261,7 @@ def names_of(texts: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[Any, ..
 
 
 def renamed(setting: str, neutral: tuple[Any, ...]) -> Rule:
-    """The rule of another name of a setting: that of the setting itself, if it has one."""
+    """Rule for an alternative name: the rule of the setting itself, if it has one."""
     return replace(VALUES.get(setting, Maps(setting)), neutral=neutral)
 
 

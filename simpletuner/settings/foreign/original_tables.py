@@ -32,7 +32,7 @@ RENAMED: dict[str, str] = {
     "resume_from_checkpoint": "resume_checkpoint",
     "snr_gamma": "min_snr_gamma",
 }
-"""Other names of settings, those of the original's config.env included."""
+"""Alternative names of settings, including those in the original's config.env."""
 
 ASKS_FOR_NOTHING: dict[str, str] = {
     "lora_type says the algorithm that lycoris_config has": "lycoris_config init_lokr_norm validation_lycoris_strength",

@@ -227,7 +227,7 @@ def flag_for(word: str) -> str:
 
 
 def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
-    """For a setting that holds a table and was given text, read the JSON in the text or in the file that it names."""
+    """Parse a table setting that was given as text: inline JSON, or the path of a JSON file."""
     text, kind = given.value, next(filter(is_table, get_args(setting_fields()[name].annotation)), None)
     if kind is None or not isinstance(text, str) or normalize_name(text) in WORDS_FOR_NOTHING:
         return replace(given, name=name)
@@ -258,7 +258,7 @@ def parse_json(text: str) -> Any:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a duplicate key, of which json would silently take the last."""
+    """Build a JSON object. Raises ValueError for a duplicate key: json would silently keep the last one."""
     counts = Counter(name for name, _ in pairs)
     if len(counts) < len(pairs):
         raise ValueError(f"duplicate key `{min(name for name, count in counts.items() if count > 1)}`")

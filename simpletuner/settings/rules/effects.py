@@ -25,7 +25,7 @@ FACTS = {
 """Names in conditions that only the datasets can answer."""
 UNKNOWN = "unknown before the dataset file is read"
 SAYS_THE_SAME = {"num_train_epochs": 0}
-"""Values with which a setting says by itself that it does not count."""
+"""Values that switch a setting off by themselves."""
 
 Lookup = Callable[[str], Any]
 

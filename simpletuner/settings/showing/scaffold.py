@@ -19,7 +19,7 @@ from simpletuner.settings.values.spelling import choices_of
 
 
 def json_schema(families: Iterable[str]) -> dict[str, Any]:
-    """Return the JSON Schema of a config file, by which an editor completes and checks JSON, YAML and TOML.
+    """JSON Schema of a config file, for completion and checks in editors of JSON, YAML and TOML.
 
     Bounds and choices are in JSON Schema's own words; `x-section` and `x-unit` hold what it has none for.
     """

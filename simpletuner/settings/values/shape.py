@@ -25,7 +25,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of_axes(cls, axes: Sequence[int]) -> Shape:
-        """Return the shape of a tensor's axes behind the channels: (height, width), or those of a clip."""
+        """Shape of a tensor's axes after the channels: (height, width), or (frames, height, width)."""
         return cls(*axes) if len(axes) == 3 else cls(1, *axes)
 
     @classmethod

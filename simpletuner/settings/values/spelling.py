@@ -67,7 +67,7 @@ def choices_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def normalize_name(value: object) -> str:
-    """The form in which spellings are compared: lower case, dashes as underscores."""
+    """Canonical form to compare spellings: lower case, dashes as underscores."""
     return str(value).strip().lower().replace("-", "_")
 
 

@@ -25,7 +25,7 @@ REMOVING = ".removing"
 
 
 def unfinished_path(folder: Path, writer: str = "") -> Path:
-    """Return the hidden sibling to which a file or folder is written before it is renamed to its final name.
+    """Hidden sibling for writing a file or folder before it is renamed to its final name.
 
     `writer` tells apart those of two runs, one of which was stopped while it wrote and wakes up.
     """

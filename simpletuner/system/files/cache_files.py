@@ -16,10 +16,10 @@ IN_USE = ".in-use"
 """The lock file of a cache folder; see `lease_folder.shared_folders`."""
 
 MERGED_INDEX = "merged.index"
-"""All records of a cache folder, derived from the indexes of its shards."""
+"""Records of a cache folder, derived from the indexes of its shards."""
 
 COMPLETE = "complete.json"
-"""Note of the requests of which a cache folder is known to have all records."""
+"""Note of requests with all their records in a cache folder."""
 
 SHARDS = rf"rank\d{{3,}}-\d{{5,}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})"
 DERIVED = f"({re.escape(MERGED_INDEX)}|{re.escape(COMPLETE)})"

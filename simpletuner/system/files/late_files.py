@@ -25,7 +25,7 @@ SHORTER_CACHES = {
 
 
 def wait_for_files(folder: Path, sizes: Mapping[str, int], stop: Callable[[], None]) -> None:
-    """Wait until files have at least the sizes with which another machine has named them.
+    """Wait until files have at least the sizes reported by another machine.
 
     Raises EnvironmentNotReady with the first one that does not after LATE_SECONDS.
     """

@@ -34,7 +34,7 @@ SETTLE_SECONDS = 5.0
 Fischer's algorithm (Lamport, A Fast Mutual Exclusion Algorithm, 1987). Slower writes are waited for four times as long.
 """
 READS, REREAD_SECONDS = 3, 0.1
-"""Of a record that may be in the middle of being written over."""
+"""Reads of a record that may be in the middle of an overwrite, and the seconds between them."""
 RELEASE_SECONDS = 5.0
 """Longest wait, at the end, for a renewal that hangs."""
 
@@ -84,7 +84,7 @@ class Holding(Enum):
     HELD = auto()
     FREE = auto()
     UNSURE = auto()
-    """Its record was not released, and only its beats can tell whether it lives."""
+    """The record was not released; only watching for beats can tell whether the holder lives."""
 
 
 def judge(record: Record | None, is_locked: bool | None, place: Place) -> Holding:

@@ -19,7 +19,7 @@ from simpletuner.errors import EnvironmentNotReady
 
 VERSION = 1
 RECORD_BYTES = 512
-"""Of a record, one sector, and always as many: it is written over the one before, so no reader finds it cut short."""
+"""Size of a record, one sector: always overwritten whole, so no reader finds it cut short."""
 BEAT_SECONDS = 10.0
 """Between two renewals of a record."""
 MISSED_BEATS = 3
@@ -76,7 +76,7 @@ class Record:
     process: int = 0
     ticks: str = ""
     since: str = ""
-    """By the clock of the holder, to be shown."""
+    """Start of holding by the holder's clock, for display."""
     beat: int = 0
     seconds: float = BEAT_SECONDS
     """Between two beats."""
@@ -85,7 +85,7 @@ class Record:
     """True for one of several users of a cache, which all renew one record: it says nothing of the others."""
     version: int = VERSION
     damaged: str = field(default="", compare=False)
-    """The fault of a record that cannot be read; it counts as that of a holder."""
+    """Fault of an unreadable record, which counts as held."""
 
     @staticmethod
     def of_this_process() -> Record:

@@ -28,7 +28,7 @@ MAX_BYTES = 256 << 20
 """The largest file that is read whole where the caller names no other limit; state.json of 12B weights takes 2 MiB."""
 
 REPLACED_SECONDS = 2.0
-"""Longest time for which a file that is just being replaced is tried again: GlusterFS answers ESTALE for up to 1 s."""
+"""Seconds of retries for a file that is just being replaced: GlusterFS answers ESTALE for up to 1 s."""
 RETRY_SECONDS = 0.001
 MISSES = 5
 """Attempts after which a file that stat(2) does not find, either, is missing."""

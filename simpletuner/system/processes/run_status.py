@@ -74,15 +74,15 @@ class RunStatus:
     """State of the bucket of mirror_output, as a sentence."""
     host: str = ""
     pid: int = 0
-    """Of the process to signal: the launcher, or the only process."""
+    """PID to signal: the launcher's, or the single process's."""
     rank_pid: int = 0
-    """Of rank 0."""
+    """PID of rank 0."""
     config: str = ""
     """The file of settings, where the command line names that alone."""
     started: str = ""
     time: str = ""
     token: int = 0
-    """Of the lease of the folder: one that is lower never replaces a higher one."""
+    """Token of the folder's lease; a lower one never replaces a higher one."""
 
     @property
     def has_ended(self) -> bool:

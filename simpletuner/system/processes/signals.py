@@ -22,7 +22,7 @@ from simpletuner.report import Report
 # Schedulers and terminals may signal both a process and its group: within this time it is one request.
 REPEAT_SECONDS = 1.0
 WORTH_SAYING_SECONDS = 5.0
-"""From which on it is said how long saving takes."""
+"""Seconds of a save from which on messages mention it."""
 
 
 class StopRequest:
@@ -57,7 +57,7 @@ class StopRequest:
         )
 
     def announce(self) -> None:
-        """Request a stop as SIGTERM does, of which the first one is still to come: it must not end the saving."""
+        """Request a stop before the announced SIGTERM arrives, which must then not interrupt saving."""
         self.is_announced = not self.signal_number
         self.receive(int(signal.SIGTERM))
 

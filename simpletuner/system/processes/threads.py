@@ -47,8 +47,7 @@ def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> lis
 
 
 def in_daemon(call: Callable[[], Result], name: str) -> Future[Result]:
-    """Make a call in a thread that ends with the process: for those of ThreadPoolExecutor, a run that ends early would
-    wait."""
+    """Call in a daemon thread: an early exit would wait for a ThreadPoolExecutor's."""
     future: Future[Result] = Future()
 
     def run() -> None:
