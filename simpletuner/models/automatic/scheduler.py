@@ -71,7 +71,7 @@ def exact_prediction(scheduler: Any, sample: Tensor, timestep: Any, clean: Tenso
 
 
 def one_step(real: Any, entry: Callable[[], PipelineRun]) -> Any:
-    """One-step scheduler of the class of `real`, since some pipelines check the class."""
+    """Single-step scheduler of the class of `real`, since some pipelines check the class."""
     cls = type(real)
     own: dict[str, Any] = {"init_noise_sigma": 1.0}
     # A property hides an instance's attribute of that name, so it is replaced in a subclass.
