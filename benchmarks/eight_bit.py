@@ -11,7 +11,7 @@ import copy
 import torch
 from interleaved import print_table
 from torch import Tensor, nn
-from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+from torchao.optim import AdamW8bit
 
 from simpletuner.parallel.precision.split_adamw import SplitAdamW, write_float32
 

@@ -69,7 +69,8 @@ def run(case: Case, seconds: float) -> Record | None:
     """Return what a case measured; None if it takes longer."""
     # What is preloaded asks CUDA how many devices there are (diffusers.utils.torch_utils, torchao), after which torch
     # refuses CUDA in every fork.
-    context = multiprocessing.get_context("spawn" if torch.cuda.device_count() else "forkserver")
+    has_gpu = torch.cuda.device_count() > 0
+    context = multiprocessing.get_context("spawn") if has_gpu else multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=measure, args=(case, theirs))

@@ -3,8 +3,8 @@
     python benchmarks/start_budget.py [CHECKOUT]
 
 With CHECKOUT, another checkout of this repository whose .venv is installed, each row has that one's value behind it;
-both run in turns. Counts depend on the versions of libraries alone, not on the machine: tests/test_start_budget.py
-holds them.
+both run in turns. Counts depend on the versions of libraries alone, not on the machine:
+tests/end_to_end/test_start_budget.py holds them.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def list_drawn(count: int, version: str) -> pa.Table:
         names = [f"{name_of(each)}.jpeg" for each in numbers]
         columns = [names, np.full(len(names), 123_456), [f"123456-{each}" for each in numbers], [""] * len(names)]
         batches.append(pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, FILE, strict=True)], schema=FILE))
-    return with_caption_versions(pa.Table.from_batches(batches), FILE.empty_table(), version)
+    return with_caption_versions(pa.Table.from_batches(batches), FILE.empty_table(), None, version)
 
 
 def row(given: tuple[int, bool]) -> list[str]:

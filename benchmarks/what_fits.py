@@ -76,7 +76,7 @@ class Model:
 
         try:
             budget = MemoryBudget(device.memory_bytes, None, 1 - USABLE)
-            return propose(with_settings({}), with_settings, estimate, budget)[0]
+            return propose(with_settings({}), with_settings, estimate, budget, Report(quiet=True))[0]
         except SettingsError:  # nothing fits
             return None
 

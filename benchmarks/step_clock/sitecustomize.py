@@ -6,6 +6,9 @@ Python imports this module at its start where PYTHONPATH has its folder. It impo
 program that is measured decides when that happens.
 """
 
+# pyright: basic, reportMissingParameterType=false, reportUnknownParameterType=false, reportOptionalMemberAccess=false
+# typing is not imported, either.
+
 import os
 import sys
 import time
@@ -36,7 +39,7 @@ def note(*_):
     """Write the seconds since the epoch, and the CPU seconds of this process and of the one that started it."""
     if not os.path.exists(os.environ["STEP_CLOCK"]):  # noqa: PTH110
         with open(os.environ["STEP_CLOCK"] + ".modules", "w") as file:  # noqa: PTH123
-            file.write("\n".join(sorted(name for name, module in sys.modules.items() if module is not None)))
+            file.write("\n".join(sorted(name for name, module in sys.modules.items() if module)))
     with open(os.environ["STEP_CLOCK"], "a") as file:  # noqa: PTH123  as little as possible is imported
         file.write(f"{time.time()} {time.process_time() + starter_seconds()}\n")
 

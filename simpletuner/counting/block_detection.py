@@ -1,9 +1,8 @@
 """Detect a denoiser's blocks on the meta device, or read them from the block cache; then no torch is needed.
 
-The block cache: one JSON file with the detected blocks of each model.
-
-Each entry has a fingerprint of everything that it was made from. A writer holds the lock, writes a temporary file and
-renames it, so readers need no lock to see a whole file. A problem with this cache never stops a command.
+The cache is one JSON file with the detected blocks of each model, each with a fingerprint of everything that it was
+made from. A writer holds the lock, writes a temporary file and renames it, so readers need no lock to see a whole file.
+A problem with this cache never stops a command.
 """
 
 from __future__ import annotations

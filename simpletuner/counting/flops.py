@@ -1,9 +1,8 @@
 """Count the floating-point operations of a training step on the meta device, where nothing is computed.
 
-What is counted is what torch's FlopCounterMode counts of forward and backward: 2 for each multiply-add of products,
-convolutions and attention. Recomputation of activations is left out, since it is no progress of the model.
-
-Kernels and casts of CUDA on fake tensors of a CPU: a plan is made on a machine without a GPU.
+Counted is what torch's FlopCounterMode counts of forward and backward: 2 for each multiply-add of products,
+convolutions and attention. Recomputation of activations is left out, since it is no progress of the model. Kernels and
+casts of CUDA are replaced by fakes, so that a machine without a GPU counts the same.
 """
 
 from __future__ import annotations

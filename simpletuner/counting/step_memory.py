@@ -1,8 +1,7 @@
-"""Memory of what FSDP2 gathers and reduces, at each point of a backward pass.
+"""Memory of the training phase, on each GPU and in the host's memory, row by row.
 
-The denoiser of a run and its largest samples, traced on fake tensors as its engine would run them.
-
-Memory of the training phase, on each GPU and in the host's memory, row by row.
+The denoiser and its largest samples are traced on fake tensors as the engine of the run would run them; what FSDP2
+gathers and reduces is added at each point of the backward pass.
 """
 
 from __future__ import annotations

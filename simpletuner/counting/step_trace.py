@@ -1,11 +1,10 @@
 """Memory and work of a training step, counted on fake tensors: shapes, dtypes and lifetimes, but no numbers.
 
-Everything that eager torch runs is run, so recomputation, saved tensors and temporaries are those of the real step. Of
-a denoiser with 12 billion parameters this takes seconds and no memory.
+All operations of eager torch run, so recomputation, saved tensors and temporaries are those of the real step. A
+denoiser with 12 billion parameters takes seconds and no memory.
 
-Traces of denoisers with many equal blocks, from traces of the same denoiser with two or three of each kind.
-
-All that a step holds and does is a line in the number of blocks: FLUX has 57 of two kinds, of which 14 are traced.
+A step with many equal blocks is extrapolated from traces with two or three of each kind: all quantities are linear in
+the number of blocks. FLUX has 57 of two kinds, of which 14 are traced.
 """
 
 from __future__ import annotations

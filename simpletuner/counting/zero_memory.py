@@ -5,7 +5,7 @@ P parameters and N ranks, a rank keeps W P of weights, W P of gradients and 4 (1
 divides the last by N, stage 2 also the second, stage 3 also the first. DeepSpeed 0.19 needs more than that: gradients
 become float32 for the step, and buckets and gathered weights pass through buffers. Activations are not included.
 
-tests/zero/test_estimate.py compares these numbers with what DeepSpeed allocates.
+tests/zero/deepspeed/test_estimate.py compares these numbers with what DeepSpeed allocates.
 """
 
 from __future__ import annotations

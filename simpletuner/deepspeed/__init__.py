@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO: requirements, memory estimates, the engine, row shards.
 
-Internal DeepSpeed API in use, checked with 0.19.8; tests/zero/test_internal_api.py looks for each name in the
+Internal DeepSpeed API in use, checked with 0.19.8; tests/zero/deepspeed/test_internal_api.py looks for each name in the
 installed files:
 
 runtime/zero/stage3.py                fp16_groups fp32_partitioned_groups_flat grad_position get_param_id

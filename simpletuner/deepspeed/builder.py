@@ -1,8 +1,7 @@
-"""The state of `simpletuner deepspeed build`: settings and answers so far, the JSON they make, the memory it needs.
+"""State of `simpletuner deepspeed build`: settings and answers so far, the JSON they make, the memory it needs.
 
-Questions of the DeepSpeed builder, in a terminal and on the page: settings, the most important first.
-
-Named DeepSpeed configurations: those shipped with simpletuner, and the user's own in SIMPLETUNER_HOME.
+Its questions, the most important first, are asked in a terminal and on the page. Named configurations are those shipped
+with simpletuner, and the user's own in SIMPLETUNER_HOME.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Translation of a file as the original reads it: unread names, derived values, and features that only it has.
 
-`config import` writes these values out, and counts as lost what has no place here.
-
-Values that the original trains with, whatever its file says or leaves out: of its optimizers and its families.
-
-Facts, read off its optimizer_param.py and each family's model.py. Only `config import` uses them.
+`config import` writes these values out, and counts as lost what has no place here. The values that the original's
+optimizers and families have whatever its file says are read off its optimizer_param.py and each family's model.py.
 """
 
 from __future__ import annotations

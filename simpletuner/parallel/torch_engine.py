@@ -1,4 +1,4 @@
-"""The engine around a torch model; how gradients are reduced and cast is passed in by fsdp2.py and ddp.py."""
+"""The engine around a torch model; how gradients are reduced and cast is passed in by fsdp2.py and parallelize.py."""
 
 from __future__ import annotations
 

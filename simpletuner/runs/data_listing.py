@@ -1,8 +1,7 @@
-"""`data_listings/`: the images of each start with version, caption and bucket, for `dataset diff` and the model card.
+"""`data_listings/`: the images of each start with version, caption and bucket, and the differences between two starts.
 
-A start with the data of an earlier one writes nothing: its line in `settings_history.jsonl` names the same file.
-
-Differences between the data of two starts: images that came, went or changed, captions, buckets.
+`dataset diff` and the model card read them. A start with the data of an earlier one writes nothing: its line in
+`settings_history.jsonl` names the same file.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false

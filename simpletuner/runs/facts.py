@@ -1,7 +1,4 @@
-"""Facts about a run that report and model card show: results, and start, time and energy over all its starts.
-
-No torch.
-"""
+"""Facts about a run that report and model card show: results, start, time and energy over all its starts. No torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Validation images as PNG files, and clips as MP4, as animated WebP and as a picture of three frames.
 
-Images say in their metadata how they were made.
+Their metadata say how they were made.
 """
 
 from __future__ import annotations

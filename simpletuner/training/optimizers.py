@@ -1,7 +1,5 @@
-"""The optimizer, and the schedule of a run: its length in steps, and the learning rate as a function of the step.
-
-A function of the step alone, so that a resumed run cannot differ.
-"""
+"""The optimizer, and the schedule of a run: its length in steps, and the learning rate, a function of the step
+alone, so that a resumed run cannot differ."""
 
 from __future__ import annotations
 

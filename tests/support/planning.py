@@ -71,7 +71,7 @@ def saved_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> N
     """Step twice and save; write, by engine, what was really taken, beside the estimate, by kind.
 
     `disk` is a checkpoint's bytes, `copies` those of its copies in the host's memory, and `moments` what this rank
-    holds of them (not of DeepSpeed, see tests/zero/test_estimate.py).
+    holds of them (not of DeepSpeed, see tests/zero/deepspeed/test_estimate.py).
     """
     with joined_world() as world:
         taken, prepared = {}, None

@@ -3,9 +3,7 @@
 Typer's own completer takes help for rich markup (`[default: 4]` vanishes, long lines break into further candidates),
 and knows neither our tolerant spelling nor values that depend on earlier ones. So only its list of commands is used.
 
-The state of a half-typed command line: which command, what was given to it, and what must come next.
-
-Names of recipes for the tab key.
+A half-typed command line is parsed first: its command, the options given so far, and the kind of word that comes next.
 """
 
 from __future__ import annotations

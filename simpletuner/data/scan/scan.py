@@ -40,7 +40,7 @@ SCANNED = pa.schema(
 )
 """Columns of an image or a video: sizes in px as displayed, 0 with a `problem`; frames, 1 of an image, and how many are
 shown per second, 0 where nothing says it; the lines of its caption file or the captions of
-the table, or why there are none; and the form by which these lines are one text (`caption_forms.py`)."""
+the table, or why there are none; and the form by which these lines are one text (`captions.py`)."""
 NO_ROW = "has no row in the table"
 """The `caption_problem` of an image that does not belong to the dataset, since metadata_backend is a table."""
 

@@ -1,6 +1,6 @@
 """LoRA by peft (Hu et al. 2021, arXiv:2106.09685): which layers are adapted, and the tensors that are trained.
 
-peft adds a pair of matrices to each adapted layer of the denoiser, or what another lora_type has (adapter_types.py).
+peft adds a pair of matrices to each adapted layer of the denoiser, or the tensors of another lora_type.
 Checkpoints and exported files name them as peft does: `<layer>.lora_A.weight` (rank x in) and `<layer>.lora_B.weight`
 (out x rank).
 

@@ -1,11 +1,9 @@
 """Read, save and undo captions in text files. What somebody else has written meanwhile is never overwritten.
 
-The journal of edited captions: each text before and after it was saved, written before the file is.
+The journal, one append-only file for all datasets, has the text before and after each edit, written before the caption
+file is. Undo reads it, so it works after the page has ended, and no text is lost.
 
-One append-only file for all datasets. Undo goes by it, so it works after the page has ended, and whatever else goes
-wrong, the text that somebody has replaced is in it.
-
-The only way from the name of an image in a request to its file.
+`file_in` is the only way from the name of an image in a request to its file.
 """
 
 from __future__ import annotations

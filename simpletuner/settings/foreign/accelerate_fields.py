@@ -151,7 +151,7 @@ PARALLELISM: dict[str, Rule] = {
 RULES: dict[str, Rule] = {
     "compute_environment": Ignores("start simpletuner on the machines themselves", neutral=("local_machine",)),
     "distributed_type": Refuses(f"use one of {', '.join(ENGINES)}", neutral=ENGINES),
-    # -1 is what accelerate 1.15 assumes for a file without it (commands/config/config_args.py).
+    # -1 is what accelerate 1.15 assumes for a file without it (accelerate/commands/config/config_args.py).
     "num_processes": Maps("num_processes", neutral=(-1,)),
     "num_machines": Maps("num_machines"),
     "machine_rank": Maps("machine_rank", export_if=on_many_machines),
@@ -286,7 +286,7 @@ def default_file(environment: Mapping[str, str]) -> Path | None:
     """The file that `accelerate config` wrote, if there is one."""
     home = Path(environment.get("HOME", "~")).expanduser()
     caches = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
-    # As accelerate 1.15 has it in commands/config/config_args.py, YAML first.
+    # As accelerate 1.15 has it in accelerate/commands/config/config_args.py, YAML first.
     folder = Path(environment.get("HF_HOME") or caches / "huggingface").expanduser() / "accelerate"
     return next((path for name in ("yaml", "json") if (path := folder / f"default_config.{name}").is_file()), None)
 

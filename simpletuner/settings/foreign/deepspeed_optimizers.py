@@ -1,6 +1,6 @@
 """The optimizers of DeepSpeed's JSON, by any of their names, and why some of them cannot be used.
 
-What DeepSpeed makes of each name stands in `_configure_basic_optimizer` of deepspeed/runtime/engine.py (0.19). Here it
+What DeepSpeed makes of each name stands in `_configure_basic_optimizer` of runtime/engine.py (0.19). Here it
 shards the same optimizers that the other engines use, so that a run may change from one engine to another.
 """
 

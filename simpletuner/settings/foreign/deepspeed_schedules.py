@@ -1,6 +1,6 @@
 """DeepSpeed's learning rate schedules as ours, and back, as far as one can say the other.
 
-What each does stands in deepspeed/runtime/lr_schedules.py (0.19). Ours is a function of the step alone.
+What each does stands in runtime/lr_schedules.py (0.19). Ours is a function of the step alone.
 """
 
 from __future__ import annotations

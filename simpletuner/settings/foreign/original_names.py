@@ -1,10 +1,7 @@
 """The original's settings: every name that its files have becomes one of ours, asks for nothing, or is refused.
 
-The names are data, in `original_names.py` and `original_refusals.py`; docs/from-the-original.md is made of the same.
-
-Names of families of the original: those that differ here, and why this version does not train the others.
-
-Families that are not listed have the same name here.
+The names are data, in `original_tables.py`; docs/from-the-original.md is made of the same. A family that is not
+listed has the same name here.
 
 The original's names that are refused where they ask for something, by the reason: data of `original.py`.
 

@@ -1,6 +1,6 @@
-"""Look at the datasets of a run as the run would: its own scan, buckets, crops and captions.
+"""Check the datasets of a run as the run would read them: its own scan, buckets, crops and captions.
 
-Count the tokens of captions by the model's own tokenizers, where these are here; its weights are not needed.
+Tokens of captions are counted by the model's own tokenizers, where these are here; its weights are not needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Contact sheets, one PNG per bucket: the cropped parts of its images darkened, the most cropped first.
-
-A contact sheet of samples by their loss, over their captions.
-"""
+"""Contact sheets: one PNG per bucket, the cropped parts of its images darkened, the most cropped first; and one of
+samples by their loss."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Findings in a dataset, each kind with a sentence for people and all names for scripts.
-
-Find images that a dataset holds more than once: the same bytes, or nearly the same pixels.
-"""
+"""Findings in a dataset, each kind with a sentence for people and all names for scripts; duplicates among them:
+images of the same bytes, or of nearly the same pixels."""
 
 # pyright: basic, reportAttributeAccessIssue=false
 

@@ -1,9 +1,7 @@
-"""Measure steps on this machine in place of estimating them: random weights and inputs of the true shapes.
+"""Seconds of an optimizer step: estimated from data sheets, or measured here with random weights of the true shapes.
 
-Seconds of an optimizer step: arithmetic, memory traffic and communication over what a device can do of each.
-
-The fractions are of the data sheet, from measurements of others that docs/plan.md names. None was measured with this
-program: `simpletuner plan --measure` measures instead.
+An estimate adds up arithmetic, memory traffic and communication. The share of a data sheet's figure that is reached is
+taken from measurements of others, named in docs/plan.md; `simpletuner plan --measure` measures instead.
 """
 
 from __future__ import annotations

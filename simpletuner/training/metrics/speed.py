@@ -1,6 +1,4 @@
-"""Speed of a run and estimated time left, saving and validation included.
-
-Throughput of training: TFLOP/s of a device, model FLOPs utilization (MFU), and memory.
+"""Speed of a run: time left, saving and validation included, TFLOP/s, model FLOPs utilization (MFU), and memory.
 
 MFU is the FLOPs of a step over what the device could have computed in its time (Chowdhery et al. 2022,
 arXiv:2204.02311, appendix B). docs/performance.md says what is counted.

@@ -1,10 +1,8 @@
-"""The process that sends a run's metrics and validation images to an online tracker.
+"""The process that sends a run's metrics and validation images to wandb, trackio or swanlab, which only it imports.
 
 Not in the process that trains: wandb 0.27 waits without end for a server that does not answer, whatever `init_timeout`
 says, and neither its threads nor its exit handlers may delay a run. It reads what the run writes anyway, so what was
 missed while it could not send is just what it reads next. It ends when its input does: when the run closes it, or dies.
-
-Libraries of trackers under one interface: wandb, trackio and swanlab, imported in the process that sends alone.
 """
 
 from __future__ import annotations

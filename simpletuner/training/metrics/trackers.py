@@ -1,8 +1,6 @@
 """Trackers: TensorBoard, Weights & Biases, Trackio and SwanLab, with the same names of metrics.
 
-None of them can stop a run: all but TensorBoard have a process of their own.
-
-An online tracker: start and end the process that sends a run's metrics (`tracker_process.py`).
+None of them can stop a run: all but TensorBoard have a process of their own (`tracker_process.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A run's folder in a bucket, object by object under the same names.
+"""A run's folder in a bucket, object by object under the same names; what output_dir lacks of it is fetched at a start.
 
 The manifest of a checkpoint or of a pipeline (sizes and checksums of its files) is uploaded last and removed first, so
 what has one is whole. Checksums are those of the bytes that are sent, and of those that come back.
-
-Fetch from a bucket what output_dir lacks, before the run looks at that.
 """
 
 from __future__ import annotations

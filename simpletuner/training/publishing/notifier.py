@@ -1,11 +1,9 @@
-"""Messages to an address: one after each round of validation, with its images where the service takes them, and one at
-the end of a run.
+"""Messages to an address: after each round of validation, with images where the service takes them, and at the end.
 
-Requests to an address in the formats of services: JSON alone, or with an image as Discord and ntfy take it.
-
-Discord: multipart/form-data of `payload_json` and `files[0]` (docs.discord.com, "Execute Webhook" and "Uploading
-Files"). ntfy: the image as body, the message in headers (docs.ntfy.sh/publish, "Attach local file"). Slack, Mattermost
-and Teams take JSON alone: their webhooks show no image but one that is at a public address.
+Formats: JSON alone, or with an image as Discord and ntfy take it. Discord: multipart/form-data of `payload_json` and
+`files[0]` (docs.discord.com, "Execute Webhook" and "Uploading Files"). ntfy: the image as body, the message in headers
+(docs.ntfy.sh/publish, "Attach local file"). Slack, Mattermost and Teams take JSON alone: their webhooks show no image
+but one that is at a public address.
 """
 
 from __future__ import annotations
@@ -118,7 +116,7 @@ class Notifier:
     """Post from a thread; a failed POST is one warning and never stops a run. Without an address, do nothing."""
 
     def __init__(self, url: str, output: Path, report: Report, wanted: Wanted = "auto") -> None:
-        """`wanted` is a format of `notify_formats.py`, or auto."""
+        """`wanted` is the name of a format, or auto."""
         self.url, self.output, self.report = url, output, report
         self.wanted: Wanted = wanted
         self.worker = SerialWorker("notify", self._warn)

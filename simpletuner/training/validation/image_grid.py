@@ -1,6 +1,6 @@
 """The grid of a round of validation: prompts above, images below one another, with text in any script.
 
-DejaVu Sans, which matplotlib brings, and for what it lacks installed fonts.
+Letters are DejaVu Sans, which matplotlib brings, and installed fonts for those that it lacks.
 """
 
 from __future__ import annotations
