@@ -4,7 +4,8 @@ No collective is held open meanwhile: a chunk may take minutes on one rank, and 
 
 A cache that is filled while training: a record is made when it is first needed, stored, and read from then on.
 
-Each is made by itself, as in `on_demand`, so it is that of a cache filled with a batch size of 1.
+Each is made by itself, since an encoder's output depends in its last bits on the batch: it is the same at every step
+and on any number of ranks, and that of a cache filled with a batch size of 1.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.store.records import KeyParts, RecordLocation, changed_parts, record_keys, short_hash
 from simpletuner.caches.store.shard_index import Source, list_sources, read_indexes
 from simpletuner.caches.store.shards import ShardReader, ShardWriter, read_note, write_note
@@ -36,10 +40,13 @@ from simpletuner.caches.workers import (
     open_writer,
     write_result,
 )
+from simpletuner.errors import DataError
 from simpletuner.system.files.cache_files import index_of
 from simpletuner.system.files.late_files import wait_for_files
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from simpletuner.parallel.world import World
     from simpletuner.report import Report
 
@@ -56,9 +63,7 @@ def fill_cache(
 
     Return a reader that has all records, and by name why some of them could not be made.
     """
-    place = short_hash([job.folder, job.title, job.digest])
-    reader = open_on_all_ranks(job, f"{place}/open", world, stop)
-    known = json.loads(world.from_first(f"{place}/known", lambda: json.dumps(read_note(reader, job.digest)), stop))
+    job, digest, place, reader, known = open_known(job, world, stop)
     if known is not None:
         return reader, known
     # Each rank looks up all: a few seconds of every rank at once, and the queue of chunks is the same on all
@@ -68,8 +73,23 @@ def fill_cache(
         reader, new_broken = fill_missing(job, missing, place, world, report, stop)
         broken |= new_broken
     if world.is_first:
-        write_note(reader, job.digest, broken)
+        write_note(reader, digest, broken)
     return reader, broken
+
+
+def open_known(
+    job: CacheJob[Item, Loaded], world: World, stop: Callable[[], None]
+) -> tuple[CacheJob[Item, Loaded], str, str, ShardReader, dict[str, str] | None]:
+    """Collective: open a cache. Return its job, digest, place in the store, reader, and what an earlier start noted.
+
+    The note says by name why records could not be made, once all others are there.
+    """
+    # Items are listed once, only if a record may be missing, and not kept: ten million captions take 0.9 GB.
+    job, digest = replace(job, items=cache(job.items)), job.digest()
+    place = short_hash([job.folder, job.title, digest])
+    reader = open_on_all_ranks(job, f"{place}/open", world, stop)
+    noted = world.from_first(f"{place}/known", lambda: json.dumps(read_note(reader, digest)), stop)
+    return job, digest, place, reader, json.loads(noted)
 
 
 def fill_missing(
@@ -221,12 +241,72 @@ def open_growing(
     The model is loaded before the engine is built, so that it is known at once if memory does not suffice; unless all
     records are known to be there, which a start that filled the cache has noted.
     """
-    place = short_hash([job.folder, job.title, job.digest])
-    reader = open_on_all_ranks(job, f"{place}/open", world, stop)
-    broken = json.loads(world.from_first(f"{place}/known", lambda: json.dumps(read_note(reader, job.digest)), stop))
+    listed, _, place, reader, broken = open_known(job, world, stop)
     if broken is None:
         load_model()
         # Only images can be broken. All are looked up only where some are known to be, which the index says at once.
-        broken = look_up(reader, job.requests())[1] if reader.index.reasons else {}
+        broken = look_up(reader, listed.requests())[1] if reader.index.reasons else {}
     world.store_barrier(f"{place}/read", stop)  # what is read at the start must be the same for all
     return GrowingCache(job, reader, writers.enter_context(open_writer(job, world.rank))), broken
+
+
+Way = Literal["filled", "growing", "on demand"]
+"""Records are all made before training, or stored when they are first needed, or made at each reading."""
+
+
+def way_of(disable: bool, ondemand: bool) -> Way:
+    """Return how records are made, by the settings `..._cache_disable` and `..._cache_ondemand`."""
+    return "on demand" if disable else "growing" if ondemand else "filled"
+
+
+class RecordSource(Generic[Item, Loaded]):
+    """The records of a job's items, from a cache or from `encoder`; a growing one is written until `writers` closes."""
+
+    def __init__(
+        self, job: CacheJob[Item, Loaded], way: Way, encoder: Encoder[Any], world: World, writers: ExitStack
+    ) -> None:
+        self.job, self.way, self.encoder, self.world, self.writers = job, way, encoder, world, writers
+        self.reader: ShardReader | None = None
+        self.growing: GrowingCache[Item, Loaded] | None = None
+        self._last = threading.local()
+
+    def fill(self, report: Report, stop: Callable[[], None]) -> dict[str, str]:
+        """Collective: make what is missing, unless that is done while training.
+
+        Return the names of items whose files are known to be impossible to decode, with the reason.
+        """
+        broken: dict[str, str] = {}
+        if self.way == "on demand":
+            self.encoder.load_early()
+        elif self.way == "growing":
+            self.growing, broken = open_growing(self.job, self.world, stop, self.writers, self.encoder.load_early)
+        else:
+            self.reader, broken = fill_cache(self.job, self.world, report, stop)
+        return broken
+
+    def record(self, item: Item) -> dict[str, Tensor]:
+        """Return an item's tensors, without a batch axis; one that is missing is made in this thread.
+
+        Raises DataError where its file turns out to be damaged.
+        """
+        made = self._made(item)
+        if isinstance(made, str):
+            # Not left out now: with another image in its place, batches would depend on that moment.
+            hint = "run the same command again: it is left out then"
+            if self.way == "on demand":
+                hint = "leave out vae_cache_disable and text_cache_disable: it is then left out before training"
+            raise DataError(f"{self.job.request(item).name} cannot be decoded: {made}", f"remove it, or {hint}")
+        return dict(made)
+
+    def _made(self, item: Item) -> Made:
+        if self.growing is not None:
+            return self.growing.read(item)
+        if self.reader is not None:
+            request = self.job.request(item)
+            location = self.reader.find(request.name, request.parts)
+            assert location is not None, f"{request.name} is not in {self.job.folder} after filling it"
+            return self.reader.read(location)
+        # A sample's latents and its first frame are asked for one after the other.
+        if getattr(self._last, "item", None) is not item:
+            (self._last.made,), self._last.item = self.job.make([self.job.load(item)]), item
+        return self._last.made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,16 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.fill import GrowingCache, fill_cache, open_growing
+from simpletuner.caches.fill import RecordSource, way_of
 from simpletuner.caches.store.mirror import Mirror
-from simpletuner.caches.store.records import KeyParts, folder_fingerprint, latents_parts, short_hash
-from simpletuner.caches.store.shards import ShardReader
+from simpletuner.caches.store.records import folder_fingerprint, latents_parts, short_hash
 from simpletuner.caches.workers import CacheJob, CacheRequest, Made
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.images.images import ALL_BLACK, DECODE_ERRORS, DOUBT, resize_and_crop
 from simpletuner.data.samples.conditioning_files import Mask
 from simpletuner.data.samples.samples import DatasetSamples, References, Sample
-from simpletuner.errors import DataError, SettingsError
+from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.vae import Vae
 from simpletuner.parallel.world import World
@@ -39,8 +38,8 @@ CLIP_BYTES = 2 << 30
 """Memory of a rank for clips that wait for the VAE: one of 81 frames of 832x480 px is 0.4 GB of float32."""
 
 
-class LatentsCache:
-    """The latents of one dataset's samples, in one folder."""
+class LatentsSource(RecordSource[Sample, Tensor | str]):
+    """The latents of one dataset's samples."""
 
     def __init__(
         self,
@@ -52,45 +51,41 @@ class LatentsCache:
         writers: ExitStack,
         mirror: Mirror | None = None,
     ) -> None:
-        self.folder, self.samples, self.vae, self.world, self.mirror = folder, samples, vae, world, mirror
-        self.writers = writers
+        dataset, self.vae = samples.dataset, vae
         # By content, not by path: a base model that was moved or downloaded again leaves the cache valid.
-        self.fingerprint, self.dtype = folder_fingerprint([family.folder / "vae"]), latents_dtype(family.settings)
-        self.facts = dict(family.cache_facts)
-        self.encodes_first_frame = family.encodes_first_frame and samples.dataset.is_i2v
+        fingerprint, dtype = folder_fingerprint([family.folder / "vae"]), latents_dtype(family.settings)
+        facts = dict(family.cache_facts)
+        self.encodes_first_frame = family.encodes_first_frame and dataset.is_i2v
         if self.encodes_first_frame:
-            self.facts["first frame"] = "encoded once more, before grey ones"
+            facts["first frame"] = "encoded once more, before grey ones"
         self.stored_dtype = DTYPES[family.settings.data.vae_cache_dtype]
-        self.reader: ShardReader | None = None
         self.doubtful: dict[str, str] = {}
         """Remarks on the colours of samples that this rank has decoded, by their names."""
-        self.growing: GrowingCache[Sample, Tensor | str] | None = None
 
-    def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> dict[str, str]:
-        """Collective: encode what is missing, unless it is encoded while training.
+        def request(sample: Sample) -> CacheRequest:
+            # Grouped by target size, since only images of one shape can share a batch.
+            parts = latents_parts(sample, fingerprint, dtype) | facts
+            return CacheRequest(sample.id, parts, str(sample.geometry.target))
 
-        Return the samples that are known to be impossible to decode, with the reason.
-        """
         job = CacheJob(
-            title="references" if isinstance(self.samples, References) else f"{self.samples.dataset.noun}s",
-            folder=self.folder,
-            digest=short_hash(
-                [self.samples.checksum("name", "version"), self.fingerprint, self.dtype, *self.facts.values()]
-            ),
+            title="references" if isinstance(samples, References) else f"{dataset.noun}s",
+            folder=folder,
+            digest=lambda: short_hash([samples.checksum("name", "version"), fingerprint, dtype, *facts.values()]),
             # A clip is a batch by itself: the VAE takes as much memory for its frames as for so many images.
-            chunk=1 if self.samples.dataset.clips else chunk,
-            items=lambda: self.samples,
-            request=self.request,
+            chunk=1 if dataset.clips else dataset.vae_batch_size,
+            items=lambda: samples,
+            request=request,
             load=partial(decode_image, doubtful=self.doubtful),
             make=self._encode,
-            threads=decoding_threads(self.samples, self.world),
-            compress=self.samples.dataset.compress_cache,
-            mirror=self.mirror,
+            threads=decoding_threads(samples, world),
+            compress=dataset.compress_cache,
+            mirror=mirror,
         )
-        if self.samples.dataset.vae_cache_ondemand:
-            self.growing, broken = open_growing(job, self.world, stop, self.writers, self.vae.load_early)
-        else:
-            self.reader, broken = fill_cache(job, self.world, report, stop)
+        super().__init__(job, way_of(dataset.vae_cache_disable, dataset.vae_cache_ondemand), vae, world, writers)
+
+    def fill(self, report: Report, stop: Callable[[], None]) -> dict[str, str]:
+        broken = super().fill(report, stop)
+        if self.way == "filled":
             self.warn_about_doubtful(report)
         return broken
 
@@ -105,50 +100,25 @@ class LatentsCache:
                 "change them, or see whether they look right: `simpletuner dataset check --output=FOLDER` names all",
             )
 
-    def requests(self) -> Iterator[CacheRequest]:
-        return map(self.request, self.samples)
-
-    def request(self, sample: Sample) -> CacheRequest:
-        """Request for a sample, grouped by target size: only images of one shape can share a batch."""
-        return CacheRequest(sample.id, self._parts(sample), str(sample.geometry.target))
-
     def read(self, sample: Sample) -> Tensor:
-        """Return a sample's latents (C, H, W), or (C, F, H, W) of a clip, float32.
-
-        Raises DataError where the image turns out to be damaged.
-        """
-        return self._record(sample)["latents"].float()
+        """Return a sample's latents (C, H, W), or (C, F, H, W) of a clip, float32."""
+        return self.record(sample)["latents"].float()
 
     def read_mask(self, sample: Sample) -> Tensor | None:
         """Return a sample's mask of the loss (1, H, W), float32, if it has one."""
-        return self._record(sample)["mask"].float() if sample.mask else None
+        return self.record(sample)["mask"].float() if sample.mask else None
 
     def read_first_frame(self, sample: Sample) -> Tensor:
         """Encoded first frame of a clip (C, F, H, W), float32, with one latent frame: F = 1."""
-        record = self._record(sample)
+        record = self.record(sample)
         return (record["first_frame"] if self.encodes_first_frame else record["latents"][:, :1]).float()
-
-    def _record(self, sample: Sample) -> Mapping[str, Tensor]:
-        if self.growing is not None:
-            # Missing records are encoded here, in a thread that prepares batches.
-            made = self.growing.read(sample)
-            if isinstance(made, str):
-                raise undecodable(sample, made, "remove it, or run the same command again: it is left out then")
-            return made
-        assert self.reader is not None
-        location = self.reader.find(sample.id, self._parts(sample))
-        assert location is not None, f"{sample.id} is not in {self.folder} after filling it"
-        return self.reader.read(location)
-
-    def _parts(self, sample: Sample) -> KeyParts:
-        return latents_parts(sample, self.fingerprint, self.dtype) | self.facts
 
     def _encode(self, decoded: Sequence[Tensor | str]) -> list[Made]:
         good = [pixels for pixels in decoded if isinstance(pixels, Tensor)]
         records: Iterator[Made] = iter(())
         if good:
             with self.vae.use() as vae:
-                # All of one size: `request` groups the chunk by target.
+                # All of one size: a request names its target as the group.
                 latents, masks = encode(vae, torch.stack(good))
                 first = encode_first_frame(vae, torch.stack(good)) if self.encodes_first_frame else None
             found = {"latents": latents.to(self.stored_dtype)} | ({} if masks is None else {"mask": masks.cpu()})
@@ -156,11 +126,6 @@ class LatentsCache:
                 found["first_frame"] = first.to(self.stored_dtype)
             records = iter([{name: each[number] for name, each in found.items()} for number in range(len(good))])
         return [each if isinstance(each, str) else next(records) for each in decoded]
-
-
-def undecodable(sample: Sample, reason: str, hint: str) -> DataError:
-    """Error that ends training: replacing the image would make batches depend on the moment it failed."""
-    return DataError(f"{sample.id} cannot be decoded: {reason}", hint)
 
 
 def latents_dtype(settings: Settings) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.latents import DTYPES, LatentsCache
-from simpletuner.caches.on_demand import LatentsOnDemand, TextOnDemand
+from simpletuner.caches.fill import RecordSource, way_of
+from simpletuner.caches.latents import LatentsSource
 from simpletuner.caches.store.mirror import open_mirror
-from simpletuner.caches.texts import PairedTexts, TextCache
+from simpletuner.caches.texts import PairedTexts, TextSource
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.embeds import TextEmbeds
 from simpletuner.data.config.places import latents_folder, paired_folder, text_folder
@@ -23,9 +24,6 @@ from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.world import World
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import Data
-
-LatentsSource = LatentsCache | LatentsOnDemand
-TextSource = TextCache | TextOnDemand
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Sources:
         """Return the embedding of a sample's caption, without a batch axis."""
         if sample.dataset in self.paired:
             return self.paired[sample.dataset].read(sample, caption)
-        return self.texts[sample.dataset].read(caption)
+        return self.texts[sample.dataset].record(caption)
 
     def no_caption(self, sample: Sample) -> Conditioning:
         """Return the embedding for a dropped caption, without a batch axis."""
@@ -55,7 +53,7 @@ class Sources:
 
     @cached_property
     def _no_caption(self) -> Conditioning:
-        return without_caption(self.family, self.prompts.read(""))
+        return without_caption(self.family, self.prompts.record(""))
 
     @property
     def all_texts(self) -> list[TextSource]:
@@ -65,14 +63,16 @@ class Sources:
         return list({id(each): each for each in (self.prompts, *self.texts.values())}.values())
 
     @property
-    def caches(self) -> list[LatentsCache | TextCache | PairedTexts]:
+    def caches(self) -> list[RecordSource[Any, Any]]:
+        """Sources whose records are stored."""
         every = (*self.all_texts, *self.paired.values(), *self.latents.values())
-        return [each for each in every if isinstance(each, LatentsCache | TextCache | PairedTexts)]
+        return [each for each in every if each.way != "on demand"]
 
     @property
     def concurrent_reads(self) -> int:
         """Best number of concurrent reads: more than one where records come from a bucket."""
-        return max((each.mirror.storage.concurrent_reads for each in self.caches if each.mirror), default=1)
+        mirrors = [each.job.mirror for each in self.caches]
+        return max((each.storage.concurrent_reads for each in mirrors if each), default=1)
 
 
 def open_sources(
@@ -95,31 +95,29 @@ def open_sources(
     vae = Encoder(lambda: family.vae(world.device), world.device, any(map(encodes_beside, datasets)))
 
     def latents_of(part: DatasetSamples | References) -> LatentsSource:
-        if part.dataset.vae_cache_disable:
-            return LatentsOnDemand(vae, DTYPES[data.vae_cache_dtype], family.encodes_first_frame)
         folder = latents_folder(part.dataset, settings)
-        return LatentsCache(folder, part, vae, family, world, writers, open_mirror(part.dataset.latents_bucket, folder))
+        mirror = None if part.dataset.vae_cache_disable else open_mirror(part.dataset.latents_bucket, folder)
+        return LatentsSource(folder, part, vae, family, world, writers, mirror)
 
     # Datasets that name the same cache share one object, which is filled once and held open once.
     @cache
-    def cache_of(number: int, grows: bool) -> TextCache:
+    def cache_of(number: int, disable: bool, grows: bool) -> TextSource:
         embeds = texts[number]
         using = [part for part in plain if uses(part.dataset, embeds, texts)]
         own = [part for part in using if part.dataset.text_cache_ondemand == grows]
         # Validation prompts are cached with the default's captions, once, not in each cache.
         own_prompts = prompts if number == 0 and holds_prompts(settings, grows) else []
-        folder, compress = text_folder(embeds, settings), embeds.compress_cache
-        mirror, stack = open_mirror(embeds, folder), writers if grows else None
-        return TextCache(folder, own, own_prompts, encoder, family, world, dtype, compress, mirror, stack)
+        folder, way, compress = text_folder(embeds, settings), way_of(disable, grows), embeds.compress_cache
+        mirror = None if disable else open_mirror(embeds, folder)
+        return TextSource(folder, own, own_prompts, encoder, family, world, dtype, compress, mirror, way, writers)
 
     def text_of(given: ImageDataset | Data) -> TextSource:
         if given.text_cache_disable:
-            return on_demand
+            return cache_of(0, True, False)
         named = given.text_embeds if isinstance(given, ImageDataset) else None
-        return cache_of(number_of[named or texts[0].id], given.text_cache_ondemand)
+        return cache_of(number_of[named or texts[0].id], False, given.text_cache_ondemand)
 
     plain = [part for part in samples.parts if not reads_images(family, part)]
-    on_demand = TextOnDemand(encoder, family)
     number_of = {each.id: number for number, each in enumerate(texts)}
     return Sources(
         latents={each.dataset.id: latents_of(each) for part in samples.parts for each in (part, *references_of(part))},
@@ -148,7 +146,7 @@ def open_paired(
             dataset = part.dataset
             embeds = by_id[dataset.text_embeds or texts[0].id]
             folder, compress = paired_folder(embeds, dataset, settings), embeds.compress_cache
-            mirror = open_mirror(embeds.of_pairs(dataset), folder)
+            mirror = None if dataset.text_cache_disable else open_mirror(embeds.of_pairs(dataset), folder)
             paired[dataset.id] = PairedTexts(folder, part, encoder, family, world, dtype, compress, mirror, writers)
     return paired
 

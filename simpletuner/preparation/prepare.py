@@ -213,18 +213,16 @@ def prepare(
     sources = open_sources(settings, plan.samples, plan.texts, prompts, family, session.world, writers)
     # Text encoders are freed before the VAE is loaded, so a GPU holds one of them at a time.
     for each in sources.all_texts:
-        each.fill(settings.data.text_encoder_batch_size, report, stop)
+        each.fill(report, stop)
     broken: dict[str, str] = {}
     for paired in sources.paired.values():
         broken |= paired.fill(report, stop)
     sampled = encode_sampled(sampled, family, sources)
     sources.encoder.free()
     for part in plan.samples.parts:
-        broken |= sources.latents[part.dataset.id].fill(part.dataset.vae_batch_size, report, stop)
+        broken |= sources.latents[part.dataset.id].fill(report, stop)
         for references in references_of(part):
-            dataset = references.dataset
-            found = sources.latents[dataset.id].fill(dataset.vae_batch_size, report, stop)
-            broken |= references.samples_of(found)
+            broken |= references.samples_of(sources.latents[references.dataset.id].fill(report, stop))
     sources.vae.free()
     report_left_out(Discovery(broken=broken), report)
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
@@ -259,7 +257,7 @@ def encode_sampled(sampled: Sequence[SampledPrompt], family: ModelFamily, source
 
     def read(each: SampledPrompt, text: str) -> Conditioning:
         if not family.reads_references:
-            return sources.prompts.read(text)
+            return sources.prompts.record(text)
         with sources.encoder.use() as encoder:
             return {name: value[0] for name, value in encoder.encode([text], each.references).items()}
 

@@ -109,9 +109,9 @@ def test_each_sample_s_captions_are_read_with_its_references_and_cached(family, 
 @pytest.mark.parametrize("way", ["text_cache_disable", "text_cache_ondemand"])
 def test_texts_made_while_training_are_those_of_the_cache(way, family, references, tmp_path):
     with filled(tmp_path, family, samples_of(tmp_path)) as (cache, _, _):
-        expected = [cache.read(sample, "a red circle")["prompt_embeds"] for sample in cache.samples]
+        expected = [cache.read(sample, "a red circle")["prompt_embeds"] for sample in cache.job.items()]
     shutil.rmtree(tmp_path / "cache")
     with filled(tmp_path, family, samples_of(tmp_path, **{way: True})) as (cache, broken, _):
-        found = [cache.read(sample, "a red circle")["prompt_embeds"] for sample in cache.samples]
+        found = [cache.read(sample, "a red circle")["prompt_embeds"] for sample in cache.job.items()]
         assert not broken and all(map(torch.equal, found, expected))
         assert (tmp_path / "cache").exists() == (way == "text_cache_ondemand")

@@ -81,7 +81,8 @@ def needed_by(loaded: Loaded) -> Needed:
         sources = open_sources(session.settings, plan.samples, plan.texts, prompts, family, world, ExitStack())
     needed: dict[Path, Iterable[CacheRequest]] = {}
     for cache in sources.caches:
-        needed[cache.folder.resolve()] = chain(needed.get(cache.folder.resolve(), ()), cache.requests())
+        folder = cache.job.folder.resolve()
+        needed[folder] = chain(needed.get(folder, ()), cache.job.requests())
     return needed
 
 

@@ -41,7 +41,7 @@ def job(
         return [{"t": torch.tensor([float(item.name[1:]), len(items)])} for item in items]
 
     digest = short_hash([[item.name, item.parts] for item in items])
-    return CacheJob("images", folder, digest, chunk, lambda: items, lambda item: item, lambda item: item, make)
+    return CacheJob("images", folder, lambda: digest, chunk, lambda: items, lambda item: item, lambda item: item, make)
 
 
 def filled(*given, world: World | None = None, report: Report | None = None, stop=GO_ON, **more) -> ShardReader:
@@ -156,7 +156,7 @@ def test_items_are_loaded_while_earlier_ones_are_encoded_and_no_rank_takes_more_
         return [{"t": torch.zeros(1)} for _ in chunk]
 
     one_group = [replace(item, group="") for item in items]
-    ahead = CacheJob("latents", tmp_path, "d", 2, lambda: one_group, lambda item: item, load, make, threads=4)
+    ahead = CacheJob("latents", tmp_path, lambda: "d", 2, lambda: one_group, lambda item: item, load, make, threads=4)
     reader, _ = fill_cache(ahead, alone(), Report(quiet=True), GO_ON)
     assert names_in(reader) == set(made) and len(made) == 24
     two = World(0, 2, 0, torch.device("cpu"), dist.HashStore())

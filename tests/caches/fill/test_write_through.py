@@ -14,9 +14,11 @@ import torch.distributed as dist
 from patience import PATIENCE
 
 from simpletuner.caches import workers as recent
-from simpletuner.caches.fill import GrowingCache, fill_cache, open_growing
+from simpletuner.caches.encoders import Encoder
+from simpletuner.caches.fill import GrowingCache, RecordSource, Way, fill_cache, open_growing
 from simpletuner.caches.store.shards import ShardReader, ShardWriter
 from simpletuner.caches.workers import CacheJob, CacheRequest, Made
+from simpletuner.errors import DataError
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.system.files.cache_files import index_of
@@ -43,7 +45,9 @@ class Maker:
 
     def job(self, folder: Path) -> CacheJob[CacheRequest, CacheRequest]:
         items = wanted()
-        return CacheJob("latents", folder, "digest", 2, lambda: items, lambda item: item, lambda item: item, self.make)
+        return CacheJob(
+            "latents", folder, lambda: "digest", 2, lambda: items, lambda item: item, lambda item: item, self.make
+        )
 
     def make(self, items: Sequence[CacheRequest]) -> list[Made]:
         self.made += [item.name for item in items]
@@ -122,3 +126,22 @@ def test_what_cannot_be_made_is_known_at_the_next_start_and_a_complete_cache_nee
         complete, broken = grown(tmp_path, maker, writers)
         assert broken == {"r7": "no image"} and maker.loaded == 2
         assert numbers(complete, items) == [*range(7), *range(8, COUNT)] and len(maker.made) == made
+
+
+def test_records_are_equal_however_they_are_made_and_what_cannot_be_made_is_an_error_with_a_way_on(tmp_path):
+    ways: tuple[Way, ...] = ("filled", "growing", "on demand")
+    for way in ways:
+        maker, items = Maker(broken="r7"), wanted()
+        encoder, folder = Encoder(lambda: None, torch.device("cpu")), tmp_path / way
+        with ExitStack() as writers:
+            source = RecordSource(maker.job(folder), way, encoder, alone(), writers)
+            assert source.fill(Report(quiet=True), GO_ON) == ({"r7": "no image"} if way == "filled" else {})
+            assert len(maker.made) == (COUNT if way == "filled" else 0)
+            read = [float(source.record(item)["t"][0]) for item in items if item.name != "r7" for _ in range(2)]
+            assert read == [number for number in range(COUNT) if number != 7 for _ in range(2)]
+            assert len(maker.made) == (COUNT if way == "filled" else COUNT - 1), "a second reading makes nothing"
+            if way != "filled":
+                with pytest.raises(DataError, match="r7 cannot be decoded: no image") as raised:
+                    source.record(items[7])
+                assert ("leave out vae_cache_disable" in str(raised.value.hint)) == (way == "on demand")
+        assert folder.exists() == (way != "on demand")

@@ -157,7 +157,7 @@ def full_job(mirror: Mirror, make: Callable[[CacheRequest], None]) -> CacheJob[C
         return [{"t": torch.full((NUMBERS,), float(item.name))} for item in items]
 
     requests = [CacheRequest(str(number), PARTS) for number in range(COUNT)]
-    return CacheJob("latents", mirror.folder, "d", 4, lambda: requests, same, same, make_all, mirror=mirror)
+    return CacheJob("latents", mirror.folder, lambda: "d", 4, lambda: requests, same, same, make_all, mirror=mirror)
 
 
 def alone() -> World:
