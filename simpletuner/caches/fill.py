@@ -255,7 +255,7 @@ Way = Literal["filled", "growing", "on demand"]
 
 
 def way_of(disable: bool, ondemand: bool) -> Way:
-    """Return how records are made, by the settings `..._cache_disable` and `..._cache_ondemand`."""
+    """Way of making records, by the settings `..._cache_disable` and `..._cache_ondemand`."""
     return "on demand" if disable else "growing" if ondemand else "filled"
 
 
@@ -285,7 +285,7 @@ class RecordSource(Generic[Item, Loaded]):
         return broken
 
     def record(self, item: Item) -> dict[str, Tensor]:
-        """Return an item's tensors, without a batch axis; one that is missing is made in this thread.
+        """Tensors of an item, without a batch axis; missing ones are made in this thread.
 
         Raises DataError where its file turns out to be damaged.
         """

@@ -54,6 +54,16 @@ def load_preset(family: str) -> Preset | None:
     return Preset(**content, flavours=flavours, tiny=tiny and Tiny(**{"pipeline": content["pipelines"][0]} | tiny))
 
 
+def preset_of(model: Model) -> Preset | None:
+    """Return the preset of a model's family; None for a user's own, also for one with the name of a built-in family."""
+    return None if is_own(model) else load_preset(model.model_family)
+
+
+def is_own(model: Model) -> bool:
+    """Return whether the settings name the class of the family."""
+    return model.model_family in (model.model_families or {})
+
+
 @cache
 def preset_names() -> frozenset[str]:
     return frozenset(path.stem for path in PRESETS.glob("*.toml"))
@@ -113,10 +123,8 @@ def revision_of(model: Model) -> str | None:
 
 def published_shift(model: Model) -> float:
     """Return the shift of noise levels of the chosen flavour, or of its family; 0 for a user's own family."""
-    if model.model_family in (model.model_families or {}):
-        return 0
-    preset, flavour = load_preset(model.model_family), flavour_of(model)
-    return (flavour.flow_shift if flavour else 0) or (preset.flow_shift if preset else 0)
+    preset, flavour = preset_of(model), flavour_of(model)
+    return ((flavour.flow_shift if flavour else 0) or preset.flow_shift) if preset else 0
 
 
 def heads_of(preset: Preset, config: Mapping[str, Any]) -> int:
@@ -145,7 +153,7 @@ def tiny_architecture(model: Model) -> Architecture | None:
     """The denoiser of a built-in family's tiny model, where settings mean that."""
     if model.model_flavour != TINY or model.pretrained_model_name_or_path:
         return None
-    preset = load_preset(model.model_family)
+    preset = preset_of(model)
     if preset is None or preset.tiny is None:
         return None
     config = preset.tiny.component("unet" if "unet" in preset.tiny.components else "transformer")
@@ -161,8 +169,7 @@ def check_model(model: Model) -> None:
         names = [*presets(), AUTO, *(model.model_families or {})]
         name, like = shorten(model.model_family), nearest(model.model_family, names)
         raise SettingsError(f"Unknown model_family {name}{like}", hint)
-    own = model.model_family in (model.model_families or {})
-    known = [*flavours_of(model.model_family), *[TINY] * (own or has_tiny(model.model_family))]
+    known = [*flavours_of(model.model_family), *[TINY] * (is_own(model) or has_tiny(model.model_family))]
     if model.model_flavour and model.model_flavour not in known:
         near = nearest(model.model_flavour, known)
         is_tiny = model.model_flavour == TINY

@@ -20,7 +20,7 @@ from simpletuner.models.catalog.registry import (
     check_trainable,
     flavour_of,
     heads_of,
-    load_preset,
+    preset_of,
     presets,
     published_shift,
 )
@@ -89,14 +89,10 @@ def check_with_model(settings: Settings, origins: Mapping[str, Any]) -> None:
         raise join_errors(errors)
 
 
-def published_preset(model: Model) -> Preset | None:
-    return None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
-
-
 def check_lora_loads(settings: Settings) -> None:
     """Raise SettingsError for a LoRA that no pipeline could load."""
     model = settings.model
-    preset = published_preset(model)
+    preset = preset_of(model)
     if model.model_type == "lora" and preset and not preset.loads_lora:
         able = [name for name, each in presets().items() if each.loads_lora and each.family_class]
         message = f"model_type=lora: diffusers' pipeline of {model.model_family} cannot load a LoRA"
@@ -107,7 +103,7 @@ def check_lora_loads(settings: Settings) -> None:
 def check_export_format(settings: Settings) -> None:
     """Raise SettingsError for forms of a LoRA that the family does not have."""
     model = settings.model
-    preset = published_preset(model)
+    preset = preset_of(model)
     known = [DIFFUSERS, *(preset.lora_formats if preset else ())]
     if model.model_type == "lora" and (unknown := set(settings.lora.export_format.split(",")) - {*known}):
         message = f"export_format={','.join(sorted(unknown))} is not for model_family={model.model_family}"
@@ -137,8 +133,8 @@ def check_context_parallel(settings: Settings) -> None:
     What only the model's own config can tell is found by `check_engine`, before anything is encoded.
     """
     model, parallel = settings.model, settings.parallel
-    preset = load_preset(model.model_family)
-    if parallel.context_parallel_size == 1 or preset is None or model.model_family in (model.model_families or {}):
+    preset = preset_of(model)
+    if parallel.context_parallel_size == 1 or preset is None:
         return
     if preset.unsplittable:
         splittable = [name for name, each in presets().items() if each.heads]
@@ -206,16 +202,14 @@ def check_trains_clips(model: Model, dataset: str) -> None:
 
 def frame_step(model: Model) -> int:
     """Return by how much the frames of clips differ; 0 for a family of images, and for one without a preset."""
-    preset = load_preset(model.model_family)
-    return preset.frame_step if preset and model.model_family not in (model.model_families or {}) else 0
+    preset = preset_of(model)
+    return preset.frame_step if preset else 0
 
 
 def clip_fps(model: Model) -> float:
     """Return the frames per second of a model's clips, 0 where they are not known."""
-    preset, flavour = load_preset(model.model_family), flavour_of(model)
-    if preset is None or model.model_family in (model.model_families or {}):
-        return 0
-    return (flavour.fps if flavour else 0) or preset.fps
+    preset, flavour = preset_of(model), flavour_of(model)
+    return ((flavour.fps if flavour else 0) or preset.fps) if preset else 0
 
 
 def check_prompt_sizes(settings: Settings, prompts: Iterable[ValidationPrompt]) -> None:
@@ -256,9 +250,9 @@ def check_frames(name: str, value: str, frames: int, setting: str, model: Model)
 
 def image_multiple(model: Model) -> int:
     """Alignment of image sides, in px."""
-    preset = load_preset(model.model_family)
+    preset = preset_of(model)
     # Of a user's own family only what its VAE does is known, which makes 1 of 8 px in all that are published.
-    return preset.image_multiple if preset and model.model_family not in (model.model_families or {}) else 8
+    return preset.image_multiple if preset else 8
 
 
 CHECKS: dict[Callable[[Settings], None], tuple[str, ...]] = {
@@ -276,9 +270,9 @@ CHECKS: dict[Callable[[Settings], None], tuple[str, ...]] = {
 def settings_without_effect(loaded: Loaded) -> Iterator[tuple[str, bool]]:
     """Yield a sentence for each setting that was changed and has no effect in its family, and whether it does harm."""
     settings, family = loaded.settings, loaded.settings.model.model_family
-    preset = load_preset(family)
+    preset = preset_of(settings.model)
     # Of a user's own family nothing is known before it is imported; opening it checks its objective.
-    if preset is None or family in (settings.model.model_families or {}):
+    if preset is None:
         return
     for name, scope in SCOPES.items():
         value = getattr(getattr(settings, SECTION_OF[name]), name)
@@ -293,7 +287,7 @@ def family_defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
     if settings.objective.flow_schedule_shift is not None or settings.objective.flow_schedule_auto_shift or not shift:
         return {}
     name = f"{settings.model.model_family} {settings.model.model_flavour}".strip()
-    preset = load_preset(settings.model.model_family)
+    preset = preset_of(settings.model)
     clips = "; clips: that of their own tokens" if preset and preset.clip_shift else ""
     return {"flow_schedule_shift": (shift, f"that of {name}'s published scheduler at 1024 px{clips}")}
 
@@ -321,7 +315,7 @@ def check_folder(model: Model) -> None:
     Of a user's own family only its class knows which pipelines it opens.
     """
     folder = Path(model.pretrained_model_name_or_path).expanduser()
-    preset = None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
+    preset = preset_of(model)
     if not model.pretrained_model_name_or_path or not folder.is_dir() or preset is None:
         return
     from simpletuner.models.folder.weights import read_index

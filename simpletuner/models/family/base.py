@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.prefetch import FIRST_FRAME, named_references
 from simpletuner.errors import SettingsError
-from simpletuner.models.catalog.registry import class_path_of, import_object, load_preset
+from simpletuner.models.catalog.registry import class_path_of, import_object, preset_of
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.objectives import EVERY_SIGMA, Objective, keep_float32
 from simpletuner.models.family.pipeline_folder import PipelineFolder
@@ -316,7 +316,7 @@ def family_class(model: Model) -> type[ModelFamily]:
             f"model_families: {model.model_family} = {path}: {cls.__name__} does not define {', '.join(missing)}",
             "docs/families.md has a complete family",
         )
-    preset = None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
+    preset = preset_of(model)
     if preset is not None and preset.is_automatic:
         # One class for all of them, each of which opens its own pipelines alone.
         return type(cls.__name__, (cls,), {"pipelines": tuple(preset.pipelines), "denoiser_name": preset.denoiser})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.catalog.registry import AUTO
-from simpletuner.models.family.schedulers import ShiftOfShape, preset_of, training_shift, why_no_flow
+from simpletuner.models.family.schedulers import ShiftOfShape, published_preset, training_shift, why_no_flow
 from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def flow_matching(family: ModelFamily, /) -> FlowMatching:
     if samples_by_diffusion(own) or (not has_flow_sigmas(own) and "sigma_data" in own.config):
         raise wrong_target(family, own, "flow matching")
     # auto has a proof of its own, and a class of the user's may call its denoiser with other times.
-    preset = preset_of(family)
+    preset = published_preset(family)
     if preset and preset.has_class and model.model_family != AUTO and (why := why_no_flow(own)):
         raise EnvironmentNotReady(
             f"{family.folder} samples with {describe(own)}, which {why}: model_family={model.model_family} would train "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.models.catalog.preset import Preset
-from simpletuner.models.catalog.registry import AUTO, load_preset, presets, published_shift
+from simpletuner.models.catalog.registry import AUTO, is_own, preset_of, presets, published_shift
 from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def training_shift(family: ModelFamily) -> float | ShiftOfShape:
     preset counts them: one of 121 frames has up to thirteen times the tokens of an image, and is sampled at levels
     above 0.9. Of a pipeline that no preset knows, images too have that of their own tokens.
     """
-    own, sampled, preset = family.settings.objective, sampling_shift(family), preset_of(family)
+    own, sampled, preset = family.settings.objective, sampling_shift(family), published_preset(family)
     if own.flow_schedule_shift is not None:
         return own.flow_schedule_shift
     image = image_shift(family, preset, sampled) if preset and not own.flow_schedule_auto_shift else 0
@@ -68,14 +68,12 @@ def training_shift(family: ModelFamily) -> float | ShiftOfShape:
     return shift
 
 
-def preset_of(family: ModelFamily) -> Preset | None:
+def published_preset(family: ModelFamily) -> Preset | None:
     """Preset of a family; for model_family=auto of the built-in family with the same pipeline."""
     model, pipeline = family.settings.model, family.index.get("_class_name")
-    if model.model_family in (model.model_families or {}):
-        return None
-    if model.model_family == AUTO:
+    if model.model_family == AUTO and not is_own(model):
         return next((each for each in presets().values() if pipeline in each.pipelines), None)
-    return load_preset(model.model_family)
+    return preset_of(model)
 
 
 def image_shift(family: ModelFamily, preset: Preset, sampled: ShiftOfShape) -> float:

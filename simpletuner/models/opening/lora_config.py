@@ -22,8 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
-from simpletuner.models.catalog.preset import Preset
-from simpletuner.models.catalog.registry import load_preset
+from simpletuner.models.catalog.registry import preset_of
 from simpletuner.models.family.adapter import Adapter, peft_config
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.single_file.conversion import unet_name
@@ -186,10 +185,6 @@ def formats_of(model: Model) -> Mapping[str, str]:
     """Return with what the names of a family's LoRAs begin, by the program that reads them."""
     preset = preset_of(model)
     return preset.lora_formats if preset else {}
-
-
-def preset_of(model: Model) -> Preset | None:
-    return None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
 
 
 def other_formats(settings: Settings) -> Iterator[tuple[str, str]]:

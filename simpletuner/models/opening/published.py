@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from simpletuner.models.catalog.preset import Architecture
-from simpletuner.models.catalog.registry import flavour_of, load_preset
+from simpletuner.models.catalog.registry import flavour_of, preset_of
 from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.folder.diffusers_io import build_on_meta
 from simpletuner.settings.declared.sections import Settings
@@ -17,7 +17,7 @@ def open_without_weights(architecture: Architecture, settings: Settings, folder:
 
     Nothing that needs weights works: no encoders, no VAE, no denoiser off the meta device.
     """
-    cls, preset = family_class(settings.model), load_preset(settings.model.model_family)
+    cls, preset = family_class(settings.model), preset_of(settings.model)
     flavour = flavour_of(settings.model)
     name = (flavour.denoiser if flavour else "") or cls.denoiser_name
     denoiser = build_on_meta({**architecture.config, "_class_name": architecture.class_name}, include_buffers=True)

@@ -18,7 +18,7 @@ import torch
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.preset import Tiny
-from simpletuner.models.catalog.registry import import_object, load_preset
+from simpletuner.models.catalog.registry import import_object, preset_of
 from simpletuner.models.family.base import family_class
 from simpletuner.models.folder.diffusers_io import choose_accelerator
 from simpletuner.models.tiny.encoders import ENCODERS, build_encoder, load_vae, load_video_vae
@@ -33,7 +33,7 @@ SEED = 0
 def build_tiny(model: Model, folder: Path) -> None:
     """Write a family's tiny pipeline, with the same weights each time. Raises SettingsError if it has none."""
     choose_accelerator()
-    if (preset := load_preset(model.model_family)) is not None and preset.tiny is not None:
+    if (preset := preset_of(model)) is not None and preset.tiny is not None:
         pipeline = build_preset(preset.tiny)
     else:
         pipeline = build_own(model)

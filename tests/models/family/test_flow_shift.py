@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from simpletuner.importing.original import DIFFUSION
-from simpletuner.models.catalog.registry import TINY, presets, published_shift
+from simpletuner.models.catalog.registry import TINY, presets, published_shift, tiny_architecture
 from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.family.objectives import FlowMatching, logit_normal, shifted
 from simpletuner.models.family.sampling import SamplingParams
@@ -61,7 +61,7 @@ def test_flavours_whose_schedulers_differ_have_their_own():
     }
     assert list(found.values()) == [1.0, 3.158, 6.0, 5.0]
     own = Model(model_family="flux", model_families={"flux": "package.module:Flux"})
-    assert published_shift(own) == 0
+    assert published_shift(own) == 0 and tiny_architecture(own.model_copy(update={"model_flavour": "tiny"})) is None
     assert all((presets()[key].flow_shift > 0) == (key in FLOWS) for key in presets() if presets()[key].has_class)
 
 
