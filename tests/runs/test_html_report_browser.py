@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from browser import chromium
-from training.test_html_report import EVIL, FACTS, write_round, write_rows
+from runs.test_html_report import EVIL, FACTS, write_round, write_rows
 
 from simpletuner.report import Report
 from simpletuner.runs.report import HtmlReport
