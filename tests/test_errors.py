@@ -22,7 +22,7 @@ from diffusers import AutoencoderKL
 from safetensors import safe_open
 from simpletuner.errors import explain_system_errors, EnvironmentNotReady
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.models.folder.malformed import opening
+from simpletuner.models.folder.malformed import translate_load_errors
 from simpletuner.parallel.world import joined_world
 
 def decode(): bytearray(1 << 40)
@@ -30,7 +30,7 @@ def tensor(): torch.empty(1 << 40)
 def mapping(): safe_open(weights, framework="pt")
 def library(): AutoencoderKL.from_pretrained(weights.parent)
 def reading():
-    with opening(weights): decode()
+    with translate_load_errors(weights): decode()
 def checkpoint():
     with joined_world({}, use_cpu=True):
         read_tensors([weights], {"decoder.conv_in.bias": torch.empty(32)}, "a checkpoint")

@@ -195,7 +195,7 @@ def why_missing(folder: Path, names: Iterable[str], parts_of: Callable[[str], Ke
 LOCKS = 64
 
 
-class GrowingCache(Generic[Item, Loaded]):
+class WriteThroughCache(Generic[Item, Loaded]):
     """Read the records of a job's items, from any thread; `writer` stores those that were missing."""
 
     def __init__(self, job: CacheJob[Item, Loaded], reader: ShardReader, writer: ShardWriter) -> None:
@@ -229,13 +229,13 @@ class GrowingCache(Generic[Item, Loaded]):
             return location
 
 
-def open_growing(
+def open_write_through(
     job: CacheJob[Item, Loaded],
     world: World,
     stop: Callable[[], None],
     writers: ExitStack,
     load_model: Callable[[], None],
-) -> tuple[GrowingCache[Item, Loaded], dict[str, str]]:
+) -> tuple[WriteThroughCache[Item, Loaded], dict[str, str]]:
     """Collective: open a cache that is written until `writers` is closed, and say which records cannot be made.
 
     The model is loaded before the engine is built, so that it is known at once if memory does not suffice; unless all
@@ -247,27 +247,27 @@ def open_growing(
         # Only images can be broken. All are looked up only where some are known to be, which the index says at once.
         broken = look_up(reader, listed.requests())[1] if reader.index.reasons else {}
     world.store_barrier(f"{place}/read", stop)  # what is read at the start must be the same for all
-    return GrowingCache(job, reader, writers.enter_context(open_writer(job, world.rank))), broken
+    return WriteThroughCache(job, reader, writers.enter_context(open_writer(job, world.rank))), broken
 
 
-Way = Literal["filled", "growing", "on demand"]
-"""Records are all made before training, or stored when they are first needed, or made at each reading."""
+Way = Literal["filled", "write-through", "on demand"]
+"""Records are made before training, or at their first use and stored, or at each use."""
 
 
 def way_of(disable: bool, ondemand: bool) -> Way:
     """Way of making records, by the settings `..._cache_disable` and `..._cache_ondemand`."""
-    return "on demand" if disable else "growing" if ondemand else "filled"
+    return "on demand" if disable else "write-through" if ondemand else "filled"
 
 
 class RecordSource(Generic[Item, Loaded]):
-    """The records of a job's items, from a cache or from `encoder`; a growing one is written until `writers` closes."""
+    """Records of a job's items, from a cache or `encoder`; a write-through cache is written until `writers` closes."""
 
     def __init__(
         self, job: CacheJob[Item, Loaded], way: Way, encoder: Encoder[Any], world: World, writers: ExitStack
     ) -> None:
         self.job, self.way, self.encoder, self.world, self.writers = job, way, encoder, world, writers
         self.reader: ShardReader | None = None
-        self.growing: GrowingCache[Item, Loaded] | None = None
+        self.write_through: WriteThroughCache[Item, Loaded] | None = None
         self._last = threading.local()
 
     def fill(self, report: Report, stop: Callable[[], None]) -> dict[str, str]:
@@ -278,8 +278,10 @@ class RecordSource(Generic[Item, Loaded]):
         broken: dict[str, str] = {}
         if self.way == "on demand":
             self.encoder.load_early()
-        elif self.way == "growing":
-            self.growing, broken = open_growing(self.job, self.world, stop, self.writers, self.encoder.load_early)
+        elif self.way == "write-through":
+            self.write_through, broken = open_write_through(
+                self.job, self.world, stop, self.writers, self.encoder.load_early
+            )
         else:
             self.reader, broken = fill_cache(self.job, self.world, report, stop)
         return broken
@@ -299,8 +301,8 @@ class RecordSource(Generic[Item, Loaded]):
         return dict(made)
 
     def _made(self, item: Item) -> Made:
-        if self.growing is not None:
-            return self.growing.read(item)
+        if self.write_through is not None:
+            return self.write_through.read(item)
         if self.reader is not None:
             request = self.job.request(item)
             location = self.reader.find(request.name, request.parts)

@@ -92,7 +92,7 @@ def open_sources(
     beside = any(each.text_cache_disable or each.text_cache_ondemand for each in (data, *datasets))
     encoder = Encoder(lambda: family.text_encoder(world.device, dtype), world.device, beside)
     # One VAE and one set of text encoders for all datasets; each is loaded at its first use.
-    vae = Encoder(lambda: family.vae(world.device), world.device, any(map(encodes_beside, datasets)))
+    vae = Encoder(lambda: family.vae(world.device), world.device, any(map(encodes_during_training, datasets)))
 
     def latents_of(part: DatasetSamples | References) -> LatentsSource:
         folder = latents_folder(part.dataset, settings)
@@ -101,13 +101,13 @@ def open_sources(
 
     # Datasets that name the same cache share one object, which is filled once and held open once.
     @cache
-    def cache_of(number: int, disable: bool, grows: bool) -> TextSource:
+    def cache_of(number: int, disable: bool, ondemand: bool) -> TextSource:
         embeds = texts[number]
         using = [part for part in plain if uses(part.dataset, embeds, texts)]
-        own = [part for part in using if part.dataset.text_cache_ondemand == grows]
+        own = [part for part in using if part.dataset.text_cache_ondemand == ondemand]
         # Validation prompts are cached with the default's captions, once, not in each cache.
-        own_prompts = prompts if number == 0 and holds_prompts(settings, grows) else []
-        folder, way, compress = text_folder(embeds, settings), way_of(disable, grows), embeds.compress_cache
+        own_prompts = prompts if number == 0 and holds_prompts(settings, ondemand) else []
+        folder, way, compress = text_folder(embeds, settings), way_of(disable, ondemand), embeds.compress_cache
         mirror = None if disable else open_mirror(embeds, folder)
         return TextSource(folder, own, own_prompts, encoder, family, world, dtype, compress, mirror, way, writers)
 
@@ -162,13 +162,13 @@ def without_caption(family: ModelFamily, empty: Conditioning) -> Conditioning:
     return {name: value[0] for name, value in found.items()}
 
 
-def encodes_beside(dataset: ImageDataset) -> bool:
+def encodes_during_training(dataset: ImageDataset) -> bool:
     return dataset.vae_cache_disable or dataset.vae_cache_ondemand
 
 
-def holds_prompts(settings: Settings, grows: bool) -> bool:
-    """True if the prompts are in the cache with this value of `grows`."""
-    return not settings.data.text_cache_disable and settings.data.text_cache_ondemand == grows
+def holds_prompts(settings: Settings, ondemand: bool) -> bool:
+    """True if the prompts are in the write-through cache (`ondemand`), or in the filled one."""
+    return not settings.data.text_cache_disable and settings.data.text_cache_ondemand == ondemand
 
 
 def used_texts(texts: Sequence[TextEmbeds], datasets: Sequence[ImageDataset], settings: Settings) -> list[TextEmbeds]:

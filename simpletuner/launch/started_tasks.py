@@ -97,8 +97,8 @@ def rank_variables(launch: Launch, environment: Mapping[str, str]) -> dict[str, 
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(task.count),
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or meeting_address(task, launch),
-        "MASTER_PORT": environment.get("MASTER_PORT") or meeting_port(task, launch),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or rendezvous_address(task, launch),
+        "MASTER_PORT": environment.get("MASTER_PORT") or rendezvous_port(task, launch),
         **{name: str(value) for name, value in known.items() if value is not None},
     }
 
@@ -123,7 +123,7 @@ def number_among(task: Task, hint: str) -> int:
     return task.rank
 
 
-def meeting_address(task: Task, launch: Launch) -> str:
+def rendezvous_address(task: Task, launch: Launch) -> str:
     if launch.main_process_ip:
         return launch.main_process_ip
     if task.local_count == task.count:
@@ -149,7 +149,7 @@ def reachable(node: str) -> str:
     return node
 
 
-def meeting_port(task: Task, launch: Launch) -> str:
+def rendezvous_port(task: Task, launch: Launch) -> str:
     """Return main_process_port if it is set, else a port of the job's own: two jobs may share a machine."""
     is_set = launch.main_process_port != Launch.model_fields["main_process_port"].default
     if is_set or not task.job:

@@ -46,7 +46,7 @@ LINGER_SECONDS = 1.0
 """Seconds that machine 0 keeps serving the store after a disagreement, so that all machines can read why."""
 EXIT_SECONDS = 15
 """Seconds for ranks to exit after another's failure: it may still write its report, and they theirs."""
-BEREFT_SECONDS = 4
+DEAD_PEER_EXIT_SECONDS = 4
 """The same when another one is known to be dead. What a survivor does then needs the dead one, too: a collective, whose
 wait SIGTERM does not end, or a checkpoint, which all ranks write and which counts only when all have."""
 
@@ -215,7 +215,7 @@ def exit_seconds(termination: Termination) -> float:
     """Seconds that ranks get to exit."""
     if termination.signal_number:
         return SAVE_ON_SIGNAL_SECONDS
-    return BEREFT_SECONDS if termination.killed else EXIT_SECONDS
+    return DEAD_PEER_EXIT_SECONDS if termination.killed else EXIT_SECONDS
 
 
 def exit_with_reason(termination: Termination, run: SupervisedRun) -> NoReturn:

@@ -19,7 +19,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import AUTO
 from simpletuner.models.catalog.support import check_clips
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.folder.malformed import opening, read_config
+from simpletuner.models.folder.malformed import read_config, translate_load_errors
 from simpletuner.models.opening.loading import fetch_files, local_folder
 from simpletuner.models.single_file.source import named_file
 from simpletuner.parallel.world import World
@@ -96,7 +96,7 @@ def step_of_vae(model: Model) -> int:
     is_file = named_file(model) is not None
     folder = model.single_file_config if is_file else local_folder(model) or fetch_files(model, [VAE_CONFIG])
     assert folder is not None
-    with opening(folder / VAE_CONFIG):
+    with translate_load_errors(folder / VAE_CONFIG):
         return frame_step_of(read_config(folder / VAE_CONFIG))
 
 

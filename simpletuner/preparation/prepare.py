@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from simpletuner.caches.latents import decoding_threads
-from simpletuner.caches.sources import Sources, encodes_beside, open_sources, used_texts, without_caption
+from simpletuner.caches.sources import Sources, encodes_during_training, open_sources, used_texts, without_caption
 from simpletuner.data.config.dataset_parts import NO_LIMIT, Window
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.datasets import load_datasets
@@ -230,7 +230,9 @@ def prepare(
         whole = plan.samples.without(broken)
         remade = make_plan(settings, plan.datasets, plan.texts, whole)
         plan = share_memory(remade, "plan without broken images", session.world, stop)
-    on_demand = [decoding_threads(part, session.world) for part in plan.samples.parts if encodes_beside(part.dataset)]
+    on_demand = [
+        decoding_threads(part, session.world) for part in plan.samples.parts if encodes_during_training(part.dataset)
+    ]
     at_once = sources.concurrent_reads
     reader = SampleReader(
         samples=plan.samples,

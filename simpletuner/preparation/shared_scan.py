@@ -38,7 +38,7 @@ from simpletuner.data.scan.scan_cache import (
     write_table,
 )
 from simpletuner.data.scan.stale_file_watcher import FileCheck
-from simpletuner.data.scan.table_join import Described, describe_files, files_to_read, with_described
+from simpletuner.data.scan.table_join import TableDescription, describe_files, files_to_read, with_described
 from simpletuner.data.storage.storage import LocalStorage, Storage, open_storage
 from simpletuner.data.tables.table_files import table_of
 from simpletuner.errors import DataError, EnvironmentNotReady
@@ -183,7 +183,7 @@ class SharedScan:
         table = table_of(self.dataset, self.storage)
         return not table or self._open(path.name)[1].get("table", "").startswith(table.settings_id())
 
-    def _describe(self, files: FileList) -> Described | None:
+    def _describe(self, files: FileList) -> TableDescription | None:
         """Read the table, if there is one. Raises DataError where it cannot be read."""
         if table := table_of(self.dataset, self.storage):
             table = table.with_own_columns()
@@ -194,7 +194,7 @@ class SharedScan:
         # Other columns are those of another version.
         return [path for path in intact_files(self.folder, self._kind("scan")) if open_table(path)[0].schema == SCANNED]
 
-    def _task(self, files: FileList, described: Callable[[], Described | None]) -> dict[str, Any]:
+    def _task(self, files: FileList, described: Callable[[], TableDescription | None]) -> dict[str, Any]:
         """Write down which files are to be read, unless a kept scan is that of the same files."""
         for path in self._kept():
             table, others = open_table(path)
@@ -244,7 +244,7 @@ class SharedScan:
         if batches:
             yield pa.Table.from_batches(batches)
 
-    def _merge(self, files: FileList, described: Callable[[], Described | None], ranks: int) -> str:
+    def _merge(self, files: FileList, described: Callable[[], TableDescription | None], ranks: int) -> str:
         """Put what the first `ranks` have scanned, and what was known, into the order of the files; return its name."""
         # Ranks of other machines wrote these, and a network file system may show new files late, or not list them.
         texts = [self.world.store.get(f"{self.place}/parts/{rank}") for rank in range(ranks)]

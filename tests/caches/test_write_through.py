@@ -15,7 +15,7 @@ from patience import PATIENCE
 
 from simpletuner.caches import workers as recent
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.fill import GrowingCache, RecordSource, Way, fill_cache, open_growing
+from simpletuner.caches.fill import RecordSource, Way, WriteThroughCache, fill_cache, open_write_through
 from simpletuner.caches.store.shards import ShardReader, ShardWriter
 from simpletuner.caches.workers import CacheJob, CacheRequest, Made
 from simpletuner.errors import DataError
@@ -26,7 +26,7 @@ from simpletuner.system.processes.signals import StopRequest
 
 GO_ON = StopRequest().check
 COUNT = 40
-Cache = GrowingCache[CacheRequest, CacheRequest]
+Cache = WriteThroughCache[CacheRequest, CacheRequest]
 
 
 def alone() -> World:
@@ -61,7 +61,7 @@ class Maker:
 
 
 def grown(folder: Path, maker: Maker, writers: ExitStack) -> tuple[Cache, dict[str, str]]:
-    return open_growing(maker.job(folder), alone(), GO_ON, writers, maker.load)
+    return open_write_through(maker.job(folder), alone(), GO_ON, writers, maker.load)
 
 
 def numbers(cache: Cache, items: Sequence[CacheRequest]) -> list[float]:
@@ -97,7 +97,7 @@ def test_many_threads_make_each_record_once_and_a_second_rank_reads_what_the_fir
 def test_a_killed_run_leaves_all_that_it_has_made_to_the_next_one_and_to_one_that_fills(tmp_path):
     maker, items = Maker(), wanted()
     writer = ShardWriter(tmp_path, 0)  # never closed
-    cache = GrowingCache(maker.job(tmp_path), ShardReader(tmp_path), writer)
+    cache = WriteThroughCache(maker.job(tmp_path), ShardReader(tmp_path), writer)
     assert numbers(cache, items[:5]) == [0, 1, 2, 3, 4]
     index = index_of(next(tmp_path.glob("*.shard")))
     index.write_bytes(index.read_bytes()[:-9])
@@ -129,7 +129,7 @@ def test_what_cannot_be_made_is_known_at_the_next_start_and_a_complete_cache_nee
 
 
 def test_records_are_equal_however_they_are_made_and_what_cannot_be_made_is_an_error_with_a_way_on(tmp_path):
-    ways: tuple[Way, ...] = ("filled", "growing", "on demand")
+    ways: tuple[Way, ...] = ("filled", "write-through", "on demand")
     for way in ways:
         maker, items = Maker(broken="r7"), wanted()
         encoder, folder = Encoder(lambda: None, torch.device("cpu")), tmp_path / way

@@ -14,7 +14,7 @@ from foreign import FOREIGN, build_foreign
 from modular import TINY, TRAINED, build_modular
 from safetensors.torch import load_file
 
-from simpletuner.models.automatic.seams import ALWAYS, FRAMES
+from simpletuner.models.automatic.hooks import ALWAYS, FRAMES
 from simpletuner.models.catalog.registry import presets
 
 REFUSED = ("AllegroPipeline",)

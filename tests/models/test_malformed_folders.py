@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.catalog.registry import presets
-from simpletuner.models.folder.malformed import CHECK_COPY, opening
+from simpletuner.models.folder.malformed import CHECK_COPY, translate_load_errors
 from simpletuner.models.opening.completeness import warn_of_eight_bits, warn_of_unread
 from simpletuner.models.opening.loading import load_family
 from simpletuner.models.opening.unused_packages import has_quantized_part
@@ -329,7 +329,10 @@ def test_a_pipeline_that_was_saved_with_a_lora_loaded_is_not_a_damaged_copy(sdxl
 
 
 def test_a_package_that_a_component_needs_is_not_a_damaged_copy(tmp_path):
-    with pytest.raises(EnvironmentNotReady, match="cannot be opened: it requires x") as caught, opening(tmp_path):
+    with (
+        pytest.raises(EnvironmentNotReady, match="cannot be opened: it requires x") as caught,
+        translate_load_errors(tmp_path),
+    ):
         raise ImportError("it requires x")
     assert caught.value.hint == "install the package that it needs"
 

@@ -57,14 +57,14 @@ def permuted(numbers: np.ndarray, size: int, key: int) -> np.ndarray:
     """Return the items at consecutive `numbers` (uint64) of an endless row of permutations of [0, size)."""
     parts, positions = np.divmod(numbers, np.uint64(size))
     if size > SORTED_SIZE:
-        return permuted_by_network(positions, size, mix(parts + np.uint64(key)))
+        return feistel_permute(positions, size, mix(parts + np.uint64(key)))
     first, last = int(parts[0]), int(parts[-1])
     keys = mix(np.arange(first, last + 1, dtype=np.uint64) + np.uint64(key))
     orders = np.argsort(mix(keys[:, None] + np.arange(size, dtype=np.uint64)), axis=1)
     return orders.ravel()[int(positions[0]) :][: len(numbers)]
 
 
-def permuted_by_network(positions: np.ndarray, size: int, keys: Keys) -> np.ndarray:
+def feistel_permute(positions: np.ndarray, size: int, keys: Keys) -> np.ndarray:
     """Permute positions by a Feistel network over a grid of at least `size` cells.
 
     Results beyond `size` go through it again until they are in range (cycle walking), so that it stays a
@@ -72,14 +72,14 @@ def permuted_by_network(positions: np.ndarray, size: int, keys: Keys) -> np.ndar
     """
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
-    items = shift_in_turns(positions, rows, columns, keys)
+    items = feistel_rounds(positions, rows, columns, keys)
     # The grid has fewer than `rows` spare cells: above 4,096 items less than 1.6 % go through it again.
     while len(beyond := np.flatnonzero(items >= size)):
-        items[beyond] = shift_in_turns(items[beyond], rows, columns, keys[beyond])
+        items[beyond] = feistel_rounds(items[beyond], rows, columns, keys[beyond])
     return items
 
 
-def shift_in_turns(cells: np.ndarray, rows: int, columns: int, keys: Keys) -> np.ndarray:
+def feistel_rounds(cells: np.ndarray, rows: int, columns: int, keys: Keys) -> np.ndarray:
     """Shift one coordinate of each cell, cyclically, by a hash of the other one; then the other one, and so on."""
     coordinates, lengths = list(np.divmod(cells, np.uint64(columns))), (np.uint64(rows), np.uint64(columns))
     for number in range(ROUNDS):

@@ -109,7 +109,7 @@ def formats_of(found: Discovery) -> str:
 
 
 @dataclass(frozen=True)
-class Affected:
+class AffectedImages:
     """The samples that a warning is about: how many, and the most extreme one."""
 
     count: int
@@ -117,7 +117,7 @@ class Affected:
     worst: Sample
 
     @classmethod
-    def of(cls, samples: Samples, degree: Callable[[Sizes], np.ndarray], above: float) -> Affected | None:
+    def of(cls, samples: Samples, degree: Callable[[Sizes], np.ndarray], above: float) -> AffectedImages | None:
         """Collect the samples whose size has more than a degree; None if there are none."""
         count, worst = 0, (above, -1, -1)
         for number, part in enumerate(samples.parts):
@@ -131,7 +131,7 @@ class Affected:
 
 
 def warn_enlarged(samples: Samples) -> Iterator[str]:
-    if affected := Affected.of(samples, enlargements, MIN_ENLARGEMENT):
+    if affected := AffectedImages.of(samples, enlargements, MIN_ENLARGEMENT):
         geometry = affected.worst.geometry
         yield (
             f"{count_noun(affected.count, 'image')} of {len(samples):,} enlarged more than {MIN_ENLARGEMENT:g} times, "
@@ -151,7 +151,7 @@ def extremeness(sizes: Sizes) -> np.ndarray:
 
 
 def warn_extreme_aspect(samples: Samples) -> Iterator[str]:
-    if affected := Affected.of(samples, extremeness, EXTREME_ASPECT):
+    if affected := AffectedImages.of(samples, extremeness, EXTREME_ASPECT):
         geometry = affected.worst.geometry
         yield (
             f"{count_noun(affected.count, 'image')} with one side more than {EXTREME_ASPECT:g} times the other: "

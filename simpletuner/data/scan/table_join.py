@@ -32,7 +32,7 @@ SUFFIXES_OF_FIVE = sorted(suffix for suffix in BY_PILLOW | BY_PLUGIN | VIDEO_SUF
 
 
 @dataclass(frozen=True)
-class Described:
+class TableDescription:
     """Facts of a table about the files of a list, in their order."""
 
     has_row: np.ndarray
@@ -54,7 +54,7 @@ class Described:
         return self.sizes[0] > 0
 
 
-def describe_files(table: TableFile, rows: pa.Table, names: pa.ChunkedArray) -> Described:
+def describe_files(table: TableFile, rows: pa.Table, names: pa.ChunkedArray) -> TableDescription:
     """Find the row of each file among the `rows` (ROW) of a table, whose columns are named."""
     # By Arrow, for all files at once: a look-up in Python per row would take minutes for ten million.
     found = find_rows(names, rows["identifier"], table.settings.identifier_includes_extension)
@@ -65,7 +65,7 @@ def describe_files(table: TableFile, rows: pa.Table, names: pa.ChunkedArray) -> 
     sizes[:, has_row] = own
     frames, fps = (np.where(has_row, rows[name].to_numpy()[index], 0) if len(rows) else index for name in LENGTHS)
     captions = take(rows["captions"], found, has_row)
-    described = Described(has_row, sizes, frames, fps, captions, table.gives_sizes)
+    described = TableDescription(has_row, sizes, frames, fps, captions, table.gives_sizes)
     again, unmatched = unused_rows(rows["identifier"], index[has_row])
     described.remarks.extend(remarks_on(table.dataset, names, again, unmatched, described))
     return replace(
@@ -144,7 +144,7 @@ def remarks_on(
     names: pa.ChunkedArray,
     again: pa.ChunkedArray,
     unmatched: pa.ChunkedArray,
-    described: Described,
+    described: TableDescription,
 ) -> Iterator[str]:
     """Yield a sentence for each kind of row or file that does not fit."""
     yield from remark(dataset, again, "{} of {} for an image that has one: the first one counts", "row")
@@ -169,7 +169,7 @@ def remark(dataset: ImageDataset, names: pa.ChunkedArray, sentence: str, noun: s
         yield f"dataset `{dataset.id}`: {said}:" + "".join(f"\n  {line}" for line in (*lines, *more))
 
 
-def files_to_read(files: pa.Table, described: Described | None) -> pa.Table:
+def files_to_read(files: pa.Table, described: TableDescription | None) -> pa.Table:
     """Return the files that must be read, since the table does not say enough of them."""
     if not described or not described.gives_sizes:
         return files
@@ -178,7 +178,7 @@ def files_to_read(files: pa.Table, described: Described | None) -> pa.Table:
 
 
 def with_described(
-    dataset: ImageDataset, files: pa.Table, scanned: pa.Table, described: Described
+    dataset: ImageDataset, files: pa.Table, scanned: pa.Table, described: TableDescription
 ) -> tuple[pa.Table, list[str]]:
     """Return the rows (SCANNED) of all files, and what is wrong with the table.
 

@@ -23,13 +23,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from simpletuner.errors import SettingsError
+from simpletuner.models.automatic.hooks import HookedPipeline
 from simpletuner.models.automatic.pipeline_run import refused
 from simpletuner.models.automatic.prediction import Predictor
-from simpletuner.models.automatic.seams import EnteredPipeline
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.family.vae import Vae, cell_of_model
 from simpletuner.models.folder.diffusers_io import TEXT_PARTS, build_on_meta, diffusers_class, require_packages
-from simpletuner.models.folder.malformed import opening
+from simpletuner.models.folder.malformed import translate_load_errors
 from simpletuner.models.folder.weights import MODULAR_INDEX, index_file, is_null, read_index, weights_files
 from simpletuner.private_api.of_torch import outside_modes, tree_leaves, tree_map_only
 from simpletuner.settings.values.shape import Shape
@@ -58,8 +58,8 @@ def denoiser_of(folder: Path) -> str:
     return found[0]
 
 
-def open_pipeline(family: AutomaticFamily, device: torch.device, text: torch.dtype | None, vae: Any) -> EnteredPipeline:
-    """Open a pipeline to be entered: with text encoders in a dtype, or with none; its denoiser is on the meta device.
+def open_pipeline(family: AutomaticFamily, device: torch.device, text: torch.dtype | None, vae: Any) -> HookedPipeline:
+    """Open a pipeline to be hooked: with text encoders in a dtype, or with none; its denoiser is on the meta device.
 
     Without `vae` that one is, too.
     """
@@ -83,12 +83,12 @@ def open_pipeline(family: AutomaticFamily, device: torch.device, text: torch.dty
             family.folder, dtype=text or torch.float32, use_safetensors=True, variant=variant, **parts
         )
 
-    with opening(family.folder):
-        entered = EnteredPipeline(family.pipeline_class, load, family.denoiser_name, device)
+    with translate_load_errors(family.folder):
+        hooked = HookedPipeline(family.pipeline_class, load, family.denoiser_name, device)
     for name in index:
-        if name.startswith("text_encoder") and isinstance(part := getattr(entered.pipeline, name, None), nn.Module):
+        if name.startswith("text_encoder") and isinstance(part := getattr(hooked.pipeline, name, None), nn.Module):
             part.requires_grad_(False).to(device)
-    return entered
+    return hooked
 
 
 def load_shared(family: AutomaticFamily, device: torch.device) -> nn.Module:

@@ -1,7 +1,7 @@
 """model_family=auto: any pipeline of diffusers that turns a prompt into an image, if it passes its proof.
 
 No part of a pipeline's call is copied or guessed: each prediction, encoding and sample is a run of it
-(`seams.py`). What has to be known besides is studied and proven at every start.
+(`hooks.py`). What has to be known besides is studied and proven at every start.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ class AutomaticFamily(ModelFamily):
         """
         (first, *others), settings = smallest_of(shapes), self.settings
         vae = AutomaticVae(self, device, lambda model: None)
-        entered = open_pipeline(self, device, compute_dtype(settings), vae.model)
-        self.frame_rate = entered.frame_rate
+        hooked = open_pipeline(self, device, compute_dtype(settings), vae.model)
+        self.frame_rate = hooked.frame_rate
         module = load_shared(self, device).requires_grad_(False)
         longest = {} if self.max_length is None else {"max_sequence_length": self.max_length}
         self.checks = []
-        study = Study(entered, module, first, settings.objective.flux_guidance_value, longest, self.checks)
+        study = Study(hooked, module, first, settings.objective.flux_guidance_value, longest, self.checks)
         found = study.find()
-        vae.predictor = Predictor(entered, found)
+        vae.predictor = Predictor(hooked, found)
         proof = Proof(study, found, vae)
         found = proof.prove()
         for shape in others:
@@ -123,10 +123,10 @@ class AutomaticFamily(ModelFamily):
         module.requires_grad_(True)
         unused = proof.unused_parameters(lambda: module.named_parameters(remove_duplicate=False))
         for shape in shapes:
-            if why := study.why_not(shape, found):
+            if why := study.shape_error(shape, found):
                 raise study.refused(why)
         for shape in sampled:
-            if why := study.why_not(shape, found):
+            if why := study.shape_error(shape, found):
                 raise SettingsError(f"{study.name} does not sample {shape} px: {why}", OTHER_SHAPE)
         kinds = " and ".join("clips" if shape.frames > 1 else "images" for shape in (first, *others))
         kinds = f", proven on {kinds}" if found.layout.frames is not None else ""
@@ -180,11 +180,11 @@ class AutomaticFamily(ModelFamily):
             for name in records[0]
         }
 
-    def encode_caption(self, entered: Any, caption: str) -> Conditioning:
+    def encode_caption(self, hooked: Any, caption: str) -> Conditioning:
         found, name = self.found, self.pipeline_class.__name__
         if caption or found.guidance is None or not found.guidance.negative:
-            return found.text.record(entered.encode([caption], found.shape, **found.arguments), name)
-        return found.text.record_of(encode_no_caption(entered, found.guidance, found.shape, found))
+            return found.text.record(hooked.encode([caption], found.shape, **found.arguments), name)
+        return found.text.record_of(encode_no_caption(hooked, found.guidance, found.shape, found))
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         if noised_BCHW.is_meta or isinstance(noised_BCHW, FakeTensor):
@@ -212,11 +212,11 @@ class AutomaticFamily(ModelFamily):
         """Return the shift that the pipeline itself computes, by a shape in latent cells."""
         predictor, layout = self.predictor(torch.device("cpu")), self.found.layout
         text = self.found.text.example(torch.device("cpu"))
-        entry = PipelineRun(text=text, time=torch.zeros(1), denoise=predictor.blank)
-        predictor.entered.run(entry, ["x"], layout.in_px(layout.axes(shape)), **self.found.arguments)
-        if entry.mu is None:
+        run = PipelineRun(text=text, time=torch.zeros(1), denoise=predictor.blank)
+        predictor.hooked.run(run, ["x"], layout.in_px(layout.axes(shape)), **self.found.arguments)
+        if run.mu is None:
             raise refused(self.pipeline_class.__name__, "it gives no shift to a scheduler that has none of its own")
-        return entry.mu
+        return run.mu
 
     def input_shapes(
         self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False
@@ -233,21 +233,21 @@ class AutomaticFamily(ModelFamily):
         found, device = self.found, positive["prompt_embeds"].device
         predictor = Predictor(open_pipeline(self, device, None, vae.model), found)
         seen: list[Tensor] = []
-        entry = PipelineRun(denoise=self.denoise(model, positive["prompt_embeds"].dtype), decode=capture(seen))
+        run = PipelineRun(denoise=self.denoise(model, positive["prompt_embeds"].dtype), decode=capture(seen))
         leaves, other = (found.text.leaves(each, 0) for each in (positive, negative))
         guidance = None if found.embeds_guidance or sampling.guidance <= 1 else found.guidance
         if guidance is None:
-            entry.text, arguments = found.text.build(leaves), dict(found.arguments)
+            run.text, arguments = found.text.build(leaves), dict(found.arguments)
             if found.embeds_guidance:
                 arguments["guidance_scale"] = sampling.guidance
         else:
-            entry.text = guidance.build(*([each[number] for number in found.text.names] for each in (leaves, other)))
+            run.text = guidance.build(*([each[number] for number in found.text.names] for each in (leaves, other)))
             arguments = guided_arguments(found, sampling.guidance) | {"negative_prompt": ["x"]}
         arguments |= {"output_type": "pt", "num_inference_steps": sampling.steps}
         # On the CPU, where a seed draws the same noise whatever the device is.
         arguments["generator"] = torch.Generator().manual_seed(sampling.seed)
         with torch.no_grad():
-            predictor.entered.run(entry, ["x"], sampling.shape, guidance is not None, **arguments)
+            predictor.hooked.run(run, ["x"], sampling.shape, guidance is not None, **arguments)
         return vae.normalize(seen[0])
 
 

@@ -1,4 +1,4 @@
-"""Modular pipelines of diffusers with the interface of a DiffusionPipeline, so that they are entered at the same seams.
+"""Modular pipelines of diffusers with the interface of a DiffusionPipeline, so that the same hooks fit.
 
 Blocks that need a tokenizer or a text encoder, and all before them, are `encode_prompt`; `__call__` runs the others.
 """

@@ -1,4 +1,4 @@
-"""A run of a pipeline: values that the seams hand in and see, and the refusal of one that shows something else."""
+"""A run of a pipeline: values that hooks supply and record, and the refusal of one that shows something else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, Ty
 """Raised by code that is given what it was not written for."""
 
 
-class Ended(BaseException):
+class StopCall(BaseException):
     """Ends a pipeline's call, which has shown all that was asked of it. No error, which modular pipelines would log."""
 
 
@@ -39,7 +39,7 @@ def without_package(pipeline: str, error: NameError) -> SimpleTunerError:
 
 @dataclass
 class PipelineRun:
-    """Values that the seams hand in during one run, and what they see."""
+    """Values that hooks supply and record during one run."""
 
     text: Sequence[Any] | None = None
     """Returned by `encode_prompt`, one for each of its calls; None: it really encodes."""
@@ -68,7 +68,7 @@ class PipelineRun:
 class StandIn:
     """Stand-in for a component: its class and attributes, but calls of our own."""
 
-    dtype = torch.float32
+    dtype = torch.float32  # it computes in float32, whatever the module does
 
     def __init__(self, module: Any, **methods: Callable[..., Any]) -> None:
         self.module = module

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from simpletuner.models.automatic.findings import Findings, GuidedText, latents_among
-from simpletuner.models.automatic.pipeline_run import Ended, PipelineRun, refused
-from simpletuner.models.automatic.seams import EnteredPipeline
+from simpletuner.models.automatic.hooks import HookedPipeline
+from simpletuner.models.automatic.pipeline_run import PipelineRun, StopCall, refused
 from simpletuner.models.automatic.text import all_equal, collate_texts
 from simpletuner.private_api.of_torch import tree_flatten
 from simpletuner.settings.values.shape import Shape
@@ -48,7 +48,7 @@ class VaeMap:
 class Predictor:
     """Predictions by one pipeline on one device. Latents are in the shape of the noise that it draws."""
 
-    entered: EnteredPipeline
+    hooked: HookedPipeline
     found: Findings
     orders: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
@@ -60,12 +60,12 @@ class Predictor:
             each = zip(noised.split(1), timesteps.split(1), texts, strict=True)
             return torch.cat([self.predict(denoise, one, time, [text]) for one, time, text in each])
         text = found.text.build(texts[0]) if found.axes is None else collate_texts(found.text, found.axes, texts)
-        entry = PipelineRun(text=text, noise=noised, time=found.schedule.time(timesteps).to(device), denoise=denoise)
-        self.entered.run(entry, ["x"] * len(noised), found.layout.in_px(noised.shape[1:]), **found.arguments)
-        prediction, sample = self._handed(entry)
-        if prediction.shape != sample.shape or len(entry.calls) != 1:
+        run = PipelineRun(text=text, noise=noised, time=found.schedule.time(timesteps).to(device), denoise=denoise)
+        self.hooked.run(run, ["x"] * len(noised), found.layout.in_px(noised.shape[1:]), **found.arguments)
+        prediction, sample = self._handed(run)
+        if prediction.shape != sample.shape or len(run.calls) != 1:
             raise refused(
-                self.entered.cls.__name__,
+                self.hooked.cls.__name__,
                 f"its scheduler gets a prediction {tuple(prediction.shape)} for latents {tuple(sample.shape)}",
             )
         return found.sign * self.from_step(prediction, tuple(noised.shape[1:]))
@@ -90,7 +90,7 @@ class Predictor:
 
     def vae_map(self, shape: Shape) -> VaeMap:
         """Map from latents to the VAE's input, for an image of a shape in px."""
-        axes, device = self.found.layout.axes_for(shape), self.entered.device
+        axes, device = self.found.layout.axes_for(shape), self.hooked.device
         if axes not in self.maps:
             zeros, ones = torch.zeros(1, *axes, device=device), torch.ones(1, *axes, device=device)
             shift, unit, low, high = (self.for_vae(noise) for noise in (zeros, ones, *digits(axes, device)))
@@ -103,9 +103,9 @@ class Predictor:
     def for_vae(self, latents: Tensor) -> Tensor:
         """Input of `vae.decode` for the latents (1, ...) at the end of a pipeline's loop."""
         seen: list[Tensor] = []
-        entry = self._blank(latents, lambda _, sample: Stepped((sample,)), capture(seen))
-        if not seen or entry.handed is None:
-            raise refused(self.entered.cls.__name__, "it does not decode by `vae.decode`")
+        run = self._blank(latents, lambda _, sample: Stepped((sample,)), capture(seen))
+        if not seen or run.handed is None:
+            raise refused(self.hooked.cls.__name__, "it does not decode by `vae.decode`")
         return seen[0].double()
 
     def from_vae(self, latents: Tensor, shape: Shape) -> Tensor:
@@ -127,25 +127,25 @@ class Predictor:
 
     @torch.no_grad()
     def _blank(self, noise: Tensor, at_step: Any = None, decode: Any = None) -> PipelineRun:
-        found, device = self.found, self.entered.device
+        found, device = self.found, self.hooked.device
         time, text = found.schedule.example().to(device), found.text.example(device)
-        entry = PipelineRun(text=text, noise=noise, time=time, denoise=self.blank, at_step=at_step, decode=decode)
+        run = PipelineRun(text=text, noise=noise, time=time, denoise=self.blank, at_step=at_step, decode=decode)
         output = {"output_type": "latent" if decode is None else "pt"}
-        self.entered.run(entry, ["x"], found.layout.in_px(noise.shape[1:]), **found.arguments, **output)
-        self._handed(entry)
-        return entry
+        self.hooked.run(run, ["x"], found.layout.in_px(noise.shape[1:]), **found.arguments, **output)
+        self._handed(run)
+        return run
 
-    def _handed(self, entry: PipelineRun) -> tuple[Tensor, Tensor]:
-        if entry.handed is None:
-            raise refused(self.entered.cls.__name__, "it never calls its scheduler's `step`")
-        return entry.handed
+    def _handed(self, run: PipelineRun) -> tuple[Tensor, Tensor]:
+        if run.handed is None:
+            raise refused(self.hooked.cls.__name__, "it never calls its scheduler's `step`")
+        return run.handed
 
     def _permutation(self, low: Tensor, high: Tensor, shape: tuple[int, ...]) -> Tensor:
         where = (low.double().round() + DIGIT * high.double().round()).flatten().long()
         count = torch.Size(shape).numel()
         if not torch.equal(where.sort().values, torch.arange(count, device=where.device)):
             raise refused(
-                self.entered.cls.__name__, f"of {count} elements of latents {len(where)} come out, or are mixed"
+                self.hooked.cls.__name__, f"of {count} elements of latents {len(where)} come out, or are mixed"
             )
         return where
 
@@ -159,7 +159,7 @@ def digits(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor
 def capture(seen: list[Tensor]) -> Callable[[Tensor], Any]:
     def decode(latents: Tensor) -> Any:
         seen.append(latents)
-        raise Ended
+        raise StopCall
 
     return decode
 
@@ -174,18 +174,18 @@ def guided_arguments(found: Findings, scale: float) -> dict[str, Any]:
     return found.arguments | {"guidance_scale": scale, "true_cfg_scale": scale}
 
 
-def encode_guided(entered: EnteredPipeline, prompt: str, negative: str | None, shape: Shape, found: Findings) -> Any:
+def encode_guided(hooked: HookedPipeline, prompt: str, negative: str | None, shape: Shape, found: Findings) -> Any:
     """Return the leaves of the text for a prompt and a negative one, with guidance on, and their structure."""
     given = {} if negative is None else {"negative_prompt": [negative]}
-    return tree_flatten(entered.encode([prompt], shape, guided=True, **guided_arguments(found, GUIDED), **given))
+    return tree_flatten(hooked.encode([prompt], shape, guided=True, **guided_arguments(found, GUIDED), **given))
 
 
-def find_guided_text(entered: EnteredPipeline, shape: Shape, found: Findings, captions: Sequence[str]) -> Findings:
+def find_guided_text(hooked: HookedPipeline, shape: Shape, found: Findings, captions: Sequence[str]) -> Findings:
     """Find by three captions which part of a guided run's text is of the prompt, and which of the negative prompt."""
     count = len(found.text.names)
     prompt, other, negative = captions
     own, other_prompt, other_negative = (
-        encode_guided(entered, *both, shape, found) for both in ((prompt, negative), (other, negative), (prompt, other))
+        encode_guided(hooked, *both, shape, found) for both in ((prompt, negative), (other, negative), (prompt, other))
     )
     if not own[1] == other_prompt[1] == other_negative[1]:
         return replace(found, unguided="its text has no fixed structure")
@@ -195,17 +195,17 @@ def find_guided_text(entered: EnteredPipeline, shape: Shape, found: Findings, ca
     ]
     positive, negated = (tuple(sorted(each)) for each in changed)
     # A pipeline without negative prompts (FLUX.2 klein) guides away from a text of its own.
-    expected = count if "negative_prompt" in entered.parameters else 0
+    expected = count if "negative_prompt" in hooked.parameters else 0
     if len(positive) != count or len(negated) != expected or {*positive} & {*negated}:
         return replace(found, unguided="its text for guidance is not that of two captions")
     return replace(found, guidance=GuidedText(own[1], tuple(own[0]), positive, negated))
 
 
-def encode_no_caption(entered: EnteredPipeline, guidance: GuidedText, shape: Shape, found: Findings) -> list[Tensor]:
+def encode_no_caption(hooked: HookedPipeline, guidance: GuidedText, shape: Shape, found: Findings) -> list[Tensor]:
     """Return the text of no negative prompt where a pipeline takes zeros for it (SDXL), else of an empty one."""
     chosen: list[Tensor] = []
     for negative in (None, ""):
-        leaves, structure = encode_guided(entered, "a photo", negative, shape, found)
+        leaves, structure = encode_guided(hooked, "a photo", negative, shape, found)
         given = [leaves[number] for number in guidance.negative] if structure == guidance.structure else []
         # Blocks of SD3 return None for no negative prompt.
         chosen = given if all(isinstance(leaf, Tensor) for leaf in given) else []

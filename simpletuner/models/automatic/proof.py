@@ -47,7 +47,7 @@ class Proof:
         self.found = replace(self.found, sign=self.find_sign(clean))
         self.predictor = self._predictor(self.found)
         self.check_later_steps()
-        reason = self.found.unbatched or self.why_not_together()
+        reason = self.found.unbatched or self.batching_error()
         if reason:
             self.found = replace(self.found, axes=None, unbatched=reason)
         self.note("batch", f"one call for each sample, since {reason}" if reason else "two samples share a call")
@@ -105,7 +105,7 @@ class Proof:
             return stepped
 
         noise = random(clean.shape[1:], 1)
-        # Kept for `at_step`: finding it runs the pipeline, which cannot be entered while its loop runs.
+        # Kept for `at_step`: finding it runs the pipeline, which cannot be called while its loop runs.
         self.predictor.order(tuple(clean.shape[1:]), self.device)
         output = self.loop(PipelineRun(noise=noise, denoise=self.predictor.blank, at_step=at_step), "pt")
         ended = self.predictor.from_step(ends[-1].float(), tuple(clean.shape[1:])).cpu()
@@ -138,17 +138,17 @@ class Proof:
             seen.append((scheduler.timesteps[len(seen)].reshape(1), shown.clone(), output.clone()))
             return own(output, timestep, sample, *args, **kw)
 
-        entry = PipelineRun(noise=random(self.axes, 2), denoise=self.denoise, at_step=at_step)
-        self.loop(entry, "latent")
+        run = PipelineRun(noise=random(self.axes, 2), denoise=self.denoise, at_step=at_step)
+        self.loop(run, "latent")
         most = 0.0
         for step in range(1, len(seen)):
             time, shown, output = seen[step]
             latents = self.predictor.from_step(shown, self.axes).float()
             single = PipelineRun(text=self.study.encoded[0], noise=latents, time=time, denoise=self.denoise)
-            self.study.entered.run(single, ["x"], self.study.shape, **self.found.arguments)
+            self.study.hooked.run(single, ["x"], self.study.shape, **self.found.arguments)
             assert single.handed is not None
             if (off := distance(single.handed[0], output)) > CLOSE or not output.isfinite().all():
-                inputs = differing(entry.calls[step], single.calls[0]) or "the prediction"
+                inputs = differing(run.calls[step], single.calls[0]) or "the prediction"
                 raise self.study.refused(
                     f"what its denoiser is given depends on the number of the step ({inputs} differs by {off:.2g} at "
                     f"step {step + 1}), so a single call does not tell it"
@@ -156,7 +156,7 @@ class Proof:
             most = max(most, off)
         self.note("later step", "each is the single call of training", most, CLOSE)
 
-    def why_not_together(self) -> str:
+    def batching_error(self) -> str:
         """Reason why two samples in one call differ from each alone; empty if they do not."""
         texts = [self.text(number) for number in (0, 1)]
         noised = random(self.axes, 3, count=2).to(self.device)
@@ -198,25 +198,25 @@ class Proof:
 
     @property
     def device(self) -> torch.device:
-        return self.study.entered.device
+        return self.study.hooked.device
 
     def denoise(self, given: dict[str, Any]) -> Any:
         return self.study.module(**given)
 
-    def loop(self, entry: PipelineRun, output_type: str) -> tuple[Any, ...]:
+    def loop(self, run: PipelineRun, output_type: str) -> tuple[Any, ...]:
         """Run the pipeline's own loop."""
-        entry.text = self.study.encoded[0]
+        run.text = self.study.encoded[0]
         arguments = {**self.found.arguments, "output_type": output_type, "num_inference_steps": STEPS}
         # Ancestral schedulers draw while they step.
         arguments["generator"] = torch.Generator().manual_seed(5)
         with torch.no_grad():
-            output = self.study.entered.run(entry, ["x"], self.study.shape, **arguments)
-        if output is None or len(entry.calls) < 2:
-            raise self.study.refused(f"its loop of {STEPS} steps calls its denoiser {len(entry.calls)} times")
+            output = self.study.hooked.run(run, ["x"], self.study.shape, **arguments)
+        if output is None or len(run.calls) < 2:
+            raise self.study.refused(f"its loop of {STEPS} steps calls its denoiser {len(run.calls)} times")
         return output
 
     def _predictor(self, found: Findings) -> Predictor:
-        return Predictor(self.study.entered, found)
+        return Predictor(self.study.hooked, found)
 
 
 def moving_ramp(shape: Shape) -> Tensor:

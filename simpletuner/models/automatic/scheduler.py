@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from simpletuner.models.automatic.pipeline_run import Ended, PipelineRun, refused
+from simpletuner.models.automatic.pipeline_run import PipelineRun, StopCall, refused
 from simpletuner.models.family.objectives import samples_by_diffusion, velocity
 from simpletuner.models.family.schedulers import STEPS, noise_levels, with_steps
 
@@ -70,7 +70,7 @@ def exact_prediction(scheduler: Any, sample: Tensor, timestep: Any, clean: Tenso
     return velocity(clean, noise, alpha.reshape(1))
 
 
-def one_step(real: Any, entry: Callable[[], PipelineRun]) -> Any:
+def one_step(real: Any, current: Callable[[], PipelineRun]) -> Any:
     """Single-step scheduler of the class of `real`, since some pipelines check the class."""
     cls = type(real)
     own: dict[str, Any] = {"init_noise_sigma": 1.0}
@@ -88,14 +88,14 @@ def one_step(real: Any, entry: Callable[[], PipelineRun]) -> Any:
         timesteps: Any = None,
         **kwargs: Any,
     ) -> None:
-        entry().mu = mu
+        current().mu = mu
         scheduler.num_inference_steps = 1
 
     def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
-        entry().handed = model_output, sample
-        at_step = entry().at_step
+        current().handed = model_output, sample
+        at_step = current().at_step
         if at_step is None:
-            raise Ended
+            raise StopCall
         return at_step(model_output, sample)
 
     # On the instance: the type stays that of the real one.

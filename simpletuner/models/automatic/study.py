@@ -14,10 +14,10 @@ from torch import Tensor
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.findings import Check, Findings, Layout, Output, latents_among
+from simpletuner.models.automatic.hooks import FRAMES, HookedPipeline, stop
 from simpletuner.models.automatic.pipeline_run import REFUSED, PipelineRun, refused, tensors_of
 from simpletuner.models.automatic.prediction import find_guided_text
 from simpletuner.models.automatic.scheduler import NoiseSchedule, study_schedule
-from simpletuner.models.automatic.seams import FRAMES, EnteredPipeline, stop
 from simpletuner.models.automatic.text import TextLayout, batch_axes, same, same_texts
 from simpletuner.models.family.vae import frames_of_cell
 from simpletuner.settings.values.shape import Shape
@@ -38,7 +38,7 @@ NO_CLIPS = f"its call has none of {', '.join(FRAMES)}, so it makes no clips"
 class Study:
     """Runs of one pipeline with all its components, at one shape in px."""
 
-    entered: EnteredPipeline
+    hooked: HookedPipeline
     module: Callable[..., Any]
     """The denoiser, with weights."""
     shape: Shape
@@ -52,34 +52,34 @@ class Study:
 
     @property
     def name(self) -> str:
-        return self.entered.cls.__name__
+        return self.hooked.cls.__name__
 
     def refused(self, why: str) -> SettingsError:
         return refused(self.name, why)
 
     def find(self) -> Findings:
         """Raises SettingsError with the first reason why the pipeline cannot be trained."""
-        schedule = study_schedule(self.entered.real_scheduler, self.name)
+        schedule = study_schedule(self.hooked.real_scheduler, self.name)
         reasons: list[str] = []
         # Guidance is off at 1 in most pipelines, at 0 in some (Z-Image), and others have no such argument.
         for scale in (1.0, 0.0, None):
             off = {} if scale is None else {"guidance_scale": scale, "true_cfg_scale": scale}
-            arguments = {name: value for name, value in (self.given | off).items() if name in self.entered.parameters}
+            arguments = {name: value for name, value in (self.given | off).items() if name in self.hooked.parameters}
             try:
-                found = self.find_with(schedule, arguments)
+                found = self.probe(schedule, arguments)
             except SettingsError as error:
                 reasons.append(error.message)
                 continue
-            by = type(self.entered.real_scheduler).__name__
+            by = type(self.hooked.real_scheduler).__name__
             self.checks.append(Check("objective", f"{schedule.objective} by {by}"))
             self.checks.append(Check("inputs", describe_inputs(found)))
             found = self.find_batches(self.find_embedded_guidance(found))
-            return find_guided_text(self.entered, self.shape, found, CAPTIONS[:3])
+            return find_guided_text(self.hooked, self.shape, found, CAPTIONS[:3])
         raise SettingsError(reasons[0], self.refused("").hint)
 
-    def find_with(self, schedule: NoiseSchedule, arguments: dict[str, Any]) -> Findings:
+    def probe(self, schedule: NoiseSchedule, arguments: dict[str, Any]) -> Findings:
         """Study the pipeline with arguments that may turn guidance off."""
-        self.encoded = [self.entered.encode([caption], self.shape, **arguments) for caption in CAPTIONS]
+        self.encoded = [self.hooked.encode([caption], self.shape, **arguments) for caption in CAPTIONS]
         text = TextLayout.of(self.encoded, self.name)
         layout = self.find_layout(arguments)
         self.check_text(arguments)
@@ -91,35 +91,35 @@ class Study:
             output.append(self.module(**given))
             return output[-1]
 
-        entry = self.run(first, noise, time, arguments, denoise=predict)
-        if len(entry.calls) != 1:
-            raise self.refused(f"it calls its denoiser {len(entry.calls)} times in one step")
+        run = self.run(first, noise, time, arguments, denoise=predict)
+        if len(run.calls) != 1:
+            raise self.refused(f"it calls its denoiser {len(run.calls)} times in one step")
         changed = self.run(first, noise + 1, time, arguments).calls[0]
         others = [self.run(each, noise, time, arguments).calls[0] for each in self.encoded[1:]]
-        name = self.find_latents(tensors_of(entry.calls[0]), tensors_of(changed), noise)
-        given = tensors_of(entry.calls[0])
+        name = self.find_latents(tensors_of(run.calls[0]), tensors_of(changed), noise)
+        given = tensors_of(run.calls[0])
         fixed = {
             each.partition("[")[0]
             for each, tensor in given.items()
             if tensor.is_floating_point()
             and all(same(tensor, tensors_of(other).get(each)) for other in (changed, *others))
         }
-        outputs = Output.of(output[0], latents_among(entry.calls[0], name), self.name)
+        outputs = Output.of(output[0], latents_among(run.calls[0], name), self.name)
         return Findings(self.shape, schedule, text, layout, arguments, name, frozenset(fixed), outputs)
 
     def run(
         self, text: Any, noise: Tensor, time: Tensor, arguments: dict[str, Any], denoise: Any = None
     ) -> PipelineRun:
         """Make one prediction; without `denoise` its inputs alone are recorded."""
-        entry = PipelineRun(text=text, noise=noise.to(self.entered.device), time=time.to(self.entered.device))
-        entry.denoise = denoise or stop
+        run = PipelineRun(text=text, noise=noise.to(self.hooked.device), time=time.to(self.hooked.device))
+        run.denoise = denoise or stop
         with torch.no_grad():
-            self.entered.run(entry, ["x"], self.shape, **arguments)
-        if not entry.calls:
+            self.hooked.run(run, ["x"], self.shape, **arguments)
+        if not run.calls:
             raise self.refused("it never calls its denoiser")
-        if not entry.drawn:
+        if not run.drawn:
             raise self.refused("it draws no noise by randn_tensor, so it could not be given noised latents")
-        return entry
+        return run
 
     def find_latents(self, given: dict[str, Tensor], changed: dict[str, Tensor], noise: Tensor) -> str:
         names = [name for name, tensor in given.items() if not same(tensor, changed.get(name))]
@@ -135,7 +135,7 @@ class Study:
         """Find the axes of the noise by drawing it at several shapes, and that the pipeline keeps to them."""
         (frames, height, width), text = self.shape, self.encoded[0]
         shapes = (self.shape, Shape(frames, height, width * 2), Shape(frames, height * 2, width))
-        square, wide, high = (self.entered.noise_shape(text, shape, **arguments) for shape in shapes)
+        square, wide, high = (self.hooked.noise_shape(text, shape, **arguments) for shape in shapes)
         columns, rows = changed_axes(square, wide), changed_axes(square, high)
         if len(columns) != 1 or len(rows) != 1 or wide[columns[0]] != 2 * square[columns[0]]:
             raise self.refused(
@@ -153,12 +153,12 @@ class Study:
     def find_frames(self, drawn: tuple[int, ...], arguments: dict[str, Any]) -> int | None:
         """Find the axis of frames in noise without batch, and check that the pipeline keeps their number."""
         frames = self.shape.frames
-        if not {*FRAMES} & {*self.entered.parameters}:
+        if not {*FRAMES} & {*self.hooked.parameters}:
             if frames > 1:
                 raise self.refused(NO_CLIPS)
             return None
         longer = self.shape._replace(frames=frames + self.step)
-        other = self.entered.noise_shape(self.encoded[0], longer, **arguments)
+        other = self.hooked.noise_shape(self.encoded[0], longer, **arguments)
         axes, cells = changed_axes(drawn, other), (frames - 1) // self.step + 1
         if len(axes) != 1 or (drawn[axes[0]], other[axes[0]]) != (cells, cells + 1):
             raise self.refused(
@@ -167,14 +167,14 @@ class Study:
             )
         return axes[0] - 1
 
-    def why_not(self, shape: Shape, found: Findings) -> str:
+    def shape_error(self, shape: Shape, found: Findings) -> str:
         """Reason why the pipeline draws noise of another shape than is trained; empty if it does not."""
         if shape.frames > 1 and found.layout.frames is None:
             return NO_CLIPS
         if (shape.frames - 1) % self.step:
             return f"its clips have a multiple of {self.step} and one more frame, not {shape.frames}"
         drawn, wanted = (
-            self.entered.noise_shape(self.encoded[0], shape, **found.arguments),
+            self.hooked.noise_shape(self.encoded[0], shape, **found.arguments),
             found.layout.axes_for(shape),
         )
         return f"it draws noise of shape {drawn[1:]} for {shape} px, not {wanted}" if drawn[1:] != wanted else ""
@@ -182,18 +182,18 @@ class Study:
     @property
     def step(self) -> int:
         """Frames that one latent cell covers, as the VAE says."""
-        return frames_of_cell(self.entered.stand_ins["vae"].module)
+        return frames_of_cell(self.hooked.stand_ins["vae"].module)
 
     def check_text(self, arguments: dict[str, Any]) -> None:
         """Raise SettingsError where a text depends on the shape: it is cached once for all of them."""
         other = Shape(self.shape.frames + self.step, self.shape.height, self.shape.width * 2)
-        if not same_texts(self.encoded[0], self.entered.encode([CAPTIONS[0]], other, **arguments)):
+        if not same_texts(self.encoded[0], self.hooked.encode([CAPTIONS[0]], other, **arguments)):
             raise self.refused("what its encode_prompt returns depends on the size, or on the number of frames")
 
     def find_embedded_guidance(self, found: Findings) -> Findings:
         """Take the setting for the guidance scale where it is an input, and the denoiser is still called once."""
         noise, time = random(found.layout.shape, 0), found.schedule.example()
-        if "guidance_scale" not in self.entered.parameters:
+        if "guidance_scale" not in self.hooked.parameters:
             return found
         arguments = found.arguments | {"guidance_scale": self.guidance}
         plain, scaled = (
@@ -206,9 +206,9 @@ class Study:
 
     def find_batches(self, found: Findings) -> Findings:
         arguments, texts = found.arguments, [CAPTIONS[0]]
-        one = self.entered.encode(texts, self.shape, **arguments)
+        one = self.hooked.encode(texts, self.shape, **arguments)
         try:
-            two = self.entered.encode(texts * 2, self.shape, **arguments)
+            two = self.hooked.encode(texts * 2, self.shape, **arguments)
         except SettingsError as error:  # one prompt per call (FLUX.3), which only costs speed
             return replace(found, unbatched=error.message.partition(f"{REFUSED}: ")[2])
         axes, why = batch_axes(one, two)

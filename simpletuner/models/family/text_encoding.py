@@ -18,7 +18,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, is_out_of_memory
-from simpletuner.models.folder.malformed import CHECK_COPY, opening, reason
+from simpletuner.models.folder.malformed import CHECK_COPY, reason, translate_load_errors
 
 if TYPE_CHECKING:
     from simpletuner.models.family.base import ModelFamily
@@ -80,7 +80,7 @@ class TextEncoder:
 
     def __init__(self, family: ModelFamily, device: torch.device, dtype: torch.dtype) -> None:
         self.family = family
-        with opening(family.folder):
+        with translate_load_errors(family.folder):
             self.pipeline = family.load_pipeline(vae=None, dtype=dtype, with_text=True).to(device)
         clean_texts(self.pipeline)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import flavour_of, flavours_of, load_preset
 from simpletuner.models.folder.diffusers_io import cast_always, diffusers_class
-from simpletuner.models.folder.malformed import opening, read_json
+from simpletuner.models.folder.malformed import read_json, translate_load_errors
 from simpletuner.models.folder.weights import weights_files
 from simpletuner.settings.declared.sections import Model
 from simpletuner.settings.values.shape import Shape
@@ -62,7 +62,7 @@ def load_frozen(
     Its weights stay in host memory, page-locked, and each block is copied to the GPU when it runs: beside a denoiser
     that is being trained there may be no room for another one of its size.
     """
-    with opening(folder):
+    with translate_load_errors(folder):
         weights_files(folder, variant)
         cls = diffusers_class(read_json(folder / "config.json")["_class_name"])
         model = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True, variant=variant)

@@ -39,7 +39,7 @@ CHECK_COPY = "copy or download the model again, or check pretrained_model_name_o
 
 
 @contextmanager
-def opening(component: Path) -> Iterator[None]:
+def translate_load_errors(component: Path) -> Iterator[None]:
     """Turn whatever a library raises within the block into an EnvironmentNotReady that names the component."""
     try:
         yield

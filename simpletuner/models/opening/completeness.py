@@ -28,7 +28,7 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.launch.node_info import versions
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import ENCODING_PARTS, component_class, require_packages
-from simpletuner.models.folder.malformed import CHECK_COPY, opening, read_config
+from simpletuner.models.folder.malformed import CHECK_COPY, read_config, translate_load_errors
 from simpletuner.models.folder.weights import any_weights_files, is_null, variant_of, weights_files
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.cache_files import user_home
@@ -50,21 +50,21 @@ DIFFERENT_CAPTIONS = ("a red circle", "two blue stars on a hill")
 
 def check_complete(family: ModelFamily) -> None:
     """Raise an EnvironmentNotReady that names the component and what is missing or damaged in it."""
-    with opening(family.folder / "scheduler"):
+    with translate_load_errors(family.folder / "scheduler"):
         family.objective()
     check_denoiser_weights(family)
     for name in filter(None, ("vae", family.other_denoiser)):
-        with opening(family.folder / name):
+        with translate_load_errors(family.folder / name):
             check_model(family.folder / name, component_class(family.index, name, family.folder), None)
     for name in text_parts(family):
-        with opening(family.folder / name):
+        with translate_load_errors(family.folder / name):
             check_text_part(family, name)
 
 
 def check_denoiser_weights(family: ModelFamily) -> None:
     """Compare names and shapes in the denoiser's weight files with its config."""
     folder = family.folder / family.denoiser_name
-    with opening(folder):
+    with translate_load_errors(folder):
         found = shapes_in(family)
         wanted = {name: tuple(tensor.shape) for name, tensor in family.meta_denoiser.state_dict().items()}
         refuse_missing(folder, wanted.keys() - found.keys(), found.keys() - wanted.keys())
@@ -80,7 +80,7 @@ def shapes_in(family: ModelFamily) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the denoiser's weights by name, from the headers of their files."""
     found: dict[str, tuple[int, ...]] = {}
     for path in weights_files(family.folder / family.denoiser_name, family.settings.model.variant):
-        with opening(path), safe_open(path, framework="pt") as file:
+        with translate_load_errors(path), safe_open(path, framework="pt") as file:
             found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return found
 
@@ -108,7 +108,7 @@ def warn_of_eight_bits(family: ModelFamily) -> str:
     """Return a warning of weights that are stored in float8, from which training starts as they are; empty if none."""
     kinds: Counter[str] = Counter()
     for path in weights_files(family.folder / family.denoiser_name, family.settings.model.variant):
-        with opening(path), safe_open(path, framework="pt") as file:
+        with translate_load_errors(path), safe_open(path, framework="pt") as file:
             kinds.update(file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118
     if not (small := {kind: count for kind, count in kinds.items() if kind.startswith(FLOAT8)}):
         return ""

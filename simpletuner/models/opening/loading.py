@@ -8,7 +8,7 @@ from pathlib import Path
 from simpletuner.errors import EnvironmentNotReady, SettingsError, explain_system_errors
 from simpletuner.models.catalog.registry import TINY, check_pipeline, flavour_of, revision_of, suggest_base
 from simpletuner.models.family.base import ModelFamily, family_class
-from simpletuner.models.folder.malformed import CHECK_COPY, opening
+from simpletuner.models.folder.malformed import CHECK_COPY, translate_load_errors
 from simpletuner.models.folder.named_code import refuse_code
 from simpletuner.models.folder.weights import (
     COMPONENT_SUFFIXES,
@@ -61,7 +61,7 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None], skip
     if world.size > 1:
         world.barrier()  # what is wrong with the folder ends all ranks alike, none while another still asks its store
     folder = folder or download(model)  # on the other ranks: from the hub's cache, if they share it with the first
-    with opening(folder):
+    with translate_load_errors(folder):
         refuse_special_files(folder)
         refuse_pickles(folder)
         refuse_code(folder)
@@ -81,7 +81,7 @@ def convert_once(path: Path, model: Model, cls: type[ModelFamily], folder: Path)
     if not is_converted(folder, source_of(path, config)):
         hidden = unfinished_path(folder)
         remove(hidden)
-        with explain_system_errors(folder), opening(path):
+        with explain_system_errors(folder), translate_load_errors(path):
             refuse_code(config)
             convert(path, config, hidden, cls.denoiser_in(config))
         replace_folder(hidden, folder)

@@ -67,9 +67,9 @@ def read_header(path: Path) -> tuple[list[str], str]:
     """
     from safetensors import safe_open
 
-    from simpletuner.models.folder.malformed import opening
+    from simpletuner.models.folder.malformed import translate_load_errors
 
-    with opening(path), safe_open(path, framework="np") as file:
+    with translate_load_errors(path), safe_open(path, framework="np") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         if not slices:
             raise ValueError("it holds no tensors")

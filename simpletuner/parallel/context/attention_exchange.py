@@ -108,7 +108,7 @@ class SplitAttention:
     ) -> Tensor:
         """scaled_dot_product_attention of this rank's tokens; each tensor is (B, heads, tokens, D). Collective."""
         assert query.shape == key.shape == value.shape and not is_causal and dropout_p == 0, "not split attention"
-        attend = self.with_all_keys if self.strategy == "allgather" else self.with_some_heads
+        attend = self.allgather_attention if self.strategy == "allgather" else self.ulysses_attention
         return attend(query, key, value, attn_mask, options)
 
     def lengths(self) -> list[int]:
@@ -116,7 +116,7 @@ class SplitAttention:
         parts = [part_lengths(each, self.group.size) for each in self.streams]
         return [sum(of_rank) for of_rank in zip(*parts, strict=True)]
 
-    def with_all_keys(
+    def allgather_attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
         # Queries stay where they are, and so does the output: one all-gather forward, one reduce-scatter
@@ -129,7 +129,7 @@ class SplitAttention:
                 mask = mask.split(self.lengths(), dim=-2)[self.group.rank].contiguous()
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
-    def with_some_heads(
+    def ulysses_attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
         # DeepSpeed Ulysses (Jacobs et al. 2023, arXiv:2309.14509): all-to-all from some tokens of all heads

@@ -27,7 +27,7 @@ from simpletuner.errors import DataError, SettingsError, SimpleTunerError
 from simpletuner.models.catalog.support import clip_fps
 from simpletuner.models.family.base import family_class
 from simpletuner.models.folder.diffusers_io import component_class
-from simpletuner.models.folder.malformed import opening
+from simpletuner.models.folder.malformed import translate_load_errors
 from simpletuner.models.opening.loading import folder_at_hand
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World, joined_world
@@ -68,7 +68,7 @@ def token_limits(settings: Settings) -> list[TokenLimit]:
     folder = folder_at_hand(settings) if settings.model.model_family else None
     if folder is None:
         return []
-    with opening(folder):
+    with translate_load_errors(folder):
         family = family_class(settings.model).open(folder, settings)
         names = [name for name in family.index if name.startswith("tokenizer") and any(family.index[name] or ())]
         limits: dict[tuple[str, int], TokenLimit] = {}

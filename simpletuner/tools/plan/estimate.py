@@ -19,7 +19,7 @@ from simpletuner.models.catalog.architecture import architecture_of, copied_byte
 from simpletuner.models.catalog.registry import TINY
 from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.folder.diffusers_io import libraries_silenced
-from simpletuner.models.folder.malformed import opening
+from simpletuner.models.folder.malformed import translate_load_errors
 from simpletuner.models.folder.weights import index_file
 from simpletuner.models.opening.loading import local_folder
 from simpletuner.models.opening.published import open_without_weights
@@ -113,7 +113,7 @@ def opened_family(settings: Settings, report: Report) -> Iterator[ModelFamily]:
 def family_without_weights(settings: Settings, report: Report) -> Iterator[ModelFamily]:
     model = settings.model
     if (folder := local_folder(model)) is not None and index_file(folder).is_file():
-        with opening(folder):
+        with translate_load_errors(folder):
             family = family_class(model).open(folder, settings)
         yield family
         return

@@ -17,7 +17,7 @@ from patience import PATIENCE
 from real_mounts import or_skipped, sshfs_views
 from s3_server import BUCKET, Fault, Proxy, s3_proxy, s3_server
 
-from simpletuner.caches.fill import fill_cache, open_growing
+from simpletuner.caches.fill import fill_cache, open_write_through
 from simpletuner.caches.store import mirror as mirrors
 from simpletuner.caches.store.mirror import Mirror, open_mirror
 from simpletuner.caches.store.shard_index import list_sources
@@ -168,7 +168,7 @@ def test_a_cache_that_grows_while_training_is_in_the_bucket_at_the_end_and_its_l
     mirror, made = mirror_at(proxy, tmp_path / "here", "growing", limit_gb=0.002), list[str]()
     job = full_job(mirror, lambda item: made.append(item.name))
     with ExitStack() as writers:
-        cache, _ = open_growing(job, alone(), lambda: None, writers, lambda: None)
+        cache, _ = open_write_through(job, alone(), lambda: None, writers, lambda: None)
         for _ in range(2):
             read = [cache.read(item) for item in job.items()]
             assert [float(each["t"].mean()) for each in read if not isinstance(each, str)] == [*range(COUNT)]

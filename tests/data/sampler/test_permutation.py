@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from simpletuner.data.sampler.epoch_order import SORTED_SIZE, hash_key, mix, permuted, permuted_by_network
+from simpletuner.data.sampler.epoch_order import SORTED_SIZE, feistel_permute, hash_key, mix, permuted
 
 DRAWS = 40_000
 
@@ -57,7 +57,7 @@ def test_items_and_pairs_of_many_are_uniform_and_independent_over_keys(size):
     keys, columns = mix(numbers(0, DRAWS)), -(-size // (int((size - 1) ** 0.5) + 1))
 
     def items(position: int) -> np.ndarray:
-        return permuted_by_network(np.full(DRAWS, position, np.uint64), size, keys) / size
+        return feistel_permute(np.full(DRAWS, position, np.uint64), size, keys) / size
 
     first = items(0)
     assert abs(surprise(first, cells=50)) < 4 and abs(surprise(items(size - 1), cells=50)) < 4

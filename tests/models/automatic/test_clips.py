@@ -14,7 +14,7 @@ from simpletuner.counting.step_trace import trace_vae
 from simpletuner.data.prefetch import stack_conditioning
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
-from simpletuner.models.automatic.seams import ALWAYS, FRAMES
+from simpletuner.models.automatic.hooks import ALWAYS, FRAMES
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.folder.diffusers_io import build_on_meta
 from simpletuner.preparation.plan import step_of_vae
@@ -64,7 +64,7 @@ def expect_same_samples(family: AutomaticFamily, shape: Shape) -> torch.Tensor:
     )
 
     ours = vae.decode(family.sample(denoiser, vae, SamplingParams(shape, 2, 1.0, seed=7), text, text)) / 2 + 0.5
-    known = family.predictor(CPU).entered.parameters
+    known = family.predictor(CPU).hooked.parameters
     given = dict.fromkeys(FRAMES, shape.frames) | ALWAYS | family.found.arguments | {"use_kv_cache": True}
     given |= {"width": 64, "height": 64, "num_inference_steps": 2, "generator": torch.Generator().manual_seed(7)}
     if guider := getattr(pipeline, "guider", None):

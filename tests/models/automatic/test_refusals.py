@@ -20,8 +20,8 @@ from models.test_inputs import CPU
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
+from simpletuner.models.automatic.hooks import ALWAYS
 from simpletuner.models.automatic.pipeline_run import without_package
-from simpletuner.models.automatic.seams import ALWAYS
 from simpletuner.models.families.ltxvideo import LTXVideo
 from simpletuner.settings.declared.sections import Model, Settings
 

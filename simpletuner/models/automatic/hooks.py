@@ -1,4 +1,4 @@
-"""Entry into a pipeline's own `__call__` at four seams, so that one run of it is one call of the denoiser.
+"""Hooks at four places of a pipeline's own `__call__`, so that one run of it is one call of the denoiser.
 
 1. `encode_prompt` replays what it returned when a caption was cached.
 2. `randn_tensor` hands in the noised latents: packing, patches and extra axes are the pipeline's.
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from simpletuner.models.automatic.pipeline_run import (
     FOREIGN_ERRORS,
-    Ended,
     PipelineRun,
     StandIn,
+    StopCall,
     first_line,
     refused,
     without_package,
@@ -61,15 +61,15 @@ GUIDERS = ("guider", "ocr_guider")
 """Components that guide in place of an argument (HunyuanVideo 1.5)."""
 
 
-class EnteredPipeline:
-    """A pipeline of diffusers whose call is entered. Not for several threads at once.
+class HookedPipeline:
+    """A pipeline of diffusers with hooks in its call. Not for several threads at once.
 
     `load` gets the class to open, a subclass of the pipeline's. The denoiser's and the VAE's attributes are read, so
     both are there, if only on the meta device.
     """
 
     def __init__(self, cls: Any, load: Callable[[Any], Any], denoiser: str, device: torch.device) -> None:
-        self.device, self.denoiser, self.entry = device, denoiser, PipelineRun()
+        self.device, self.denoiser, self.current = device, denoiser, PipelineRun()
         self.cls, self.running = cls, False
         if not hasattr(cls, "encode_prompt"):
             raise refused(cls.__name__, "it has no encode_prompt, whose embeddings could be cached")
@@ -82,22 +82,22 @@ class EnteredPipeline:
         self.module = getattr(self.pipeline, denoiser)
         self.names = list(inspect.signature(type(self.module).forward).parameters)[1:]
         self.real_scheduler = self.pipeline.scheduler
-        self.one_step = one_step(self.real_scheduler, lambda: self.entry)
+        self.one_step = one_step(self.real_scheduler, lambda: self.current)
         self.stand_ins = {denoiser: StandIn(self.module, call=self._call_denoiser)}
         if (vae := getattr(self.pipeline, "vae", None)) is not None:
             self.stand_ins["vae"] = StandIn(vae, decode=self._decode)
 
     def run(
-        self, entry: PipelineRun, prompts: Sequence[str], shape: Shape, guided: bool = False, **arguments: Any
+        self, run: PipelineRun, prompts: Sequence[str], shape: Shape, guided: bool = False, **arguments: Any
     ) -> tuple[Any, ...] | None:
-        """Run the pipeline for images of a shape in px, and return its output; None where a seam ended it."""
+        """Run the pipeline for images of a shape in px, and return its output; None if a hook ended it."""
         given = {"prompt": list(prompts), "width": shape.width, "height": shape.height, "output_type": "latent"}
         given |= {**dict.fromkeys(FRAMES, shape.frames), **dict.fromkeys(RATES, self.frame_rate)}
         given |= {"num_inference_steps": 4, **ALWAYS, **arguments}
-        assert not self.running, "a seam entered the pipeline once more"
-        self.entry, self.running = entry, True
+        assert not self.running, "a hook called the pipeline again"
+        self.current, self.running = run, True
         # Not by setattr, which would look up each component's class for the pipeline's config.
-        own = {**self.stand_ins, "scheduler": self._scheduler(entry)}
+        own = {**self.stand_ins, "scheduler": self._scheduler(run)}
         before = {name: self.pipeline.__dict__[name] for name in own}
         guiders = [] if guided else [each for name in GUIDERS if (each := getattr(self.pipeline, name, None))]
         guiders = [each for each in guiders if each._enabled]
@@ -108,7 +108,7 @@ class EnteredPipeline:
             return self.run_call(
                 self.pipeline, **{name: value for name, value in given.items() if name in self.parameters}
             )
-        except Ended:
+        except StopCall:
             return None
         # A RuntimeError like those below, but it says nothing of the pipeline.
         except torch.OutOfMemoryError:
@@ -123,77 +123,77 @@ class EnteredPipeline:
             for each in guiders:
                 each.enable()
             self.pipeline.__dict__.update(before)
-            self.entry, self.running = PipelineRun(), False
+            self.current, self.running = PipelineRun(), False
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], shape: Shape, guided: bool = False, **arguments: Any) -> list[Any]:
         """Results of each call of encode_prompt, for captions."""
-        entry = PipelineRun(stop_at_noise=True, time=torch.zeros(1, device=self.device), denoise=stop)
-        self.run(entry, prompts, shape, guided, **arguments)
-        if not entry.encoded:
+        run = PipelineRun(stop_at_noise=True, time=torch.zeros(1, device=self.device), denoise=stop)
+        self.run(run, prompts, shape, guided, **arguments)
+        if not run.encoded:
             raise refused(self.cls.__name__, "it draws noise before it calls encode_prompt, or never calls it")
-        return entry.encoded
+        return run.encoded
 
     @torch.no_grad()
     def noise_shape(self, text: Any, shape: Shape, **arguments: Any) -> tuple[int, ...]:
         """Return the shape of the noise that is drawn for an image of a shape in px."""
-        entry = PipelineRun(text=text, stop_at_noise=True, time=torch.zeros(1, device=self.device), denoise=stop)
-        self.run(entry, ["x"], shape, **arguments)
-        if not entry.drawn:
+        run = PipelineRun(text=text, stop_at_noise=True, time=torch.zeros(1, device=self.device), denoise=stop)
+        self.run(run, ["x"], shape, **arguments)
+        if not run.drawn:
             raise refused(self.cls.__name__, "it draws no noise by randn_tensor, so it cannot be given noised latents")
-        return entry.drawn[0]
+        return run.drawn[0]
 
-    # The seams.
+    # The hooks.
 
     def _encode(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        entry = self.entry
-        if entry.text is not None and len(entry.encoded) == len(entry.text):
+        run = self.current
+        if run.text is not None and len(run.encoded) == len(run.text):
             raise refused(self.cls.__name__, "it calls encode_prompt more often than when a caption was cached")
-        if entry.text is not None:
-            encoded = entry.text[len(entry.encoded)]
+        if run.text is not None:
+            encoded = run.text[len(run.encoded)]
         else:
             with torch.no_grad():
                 encoded = real(*args, **kwargs)
-        entry.encoded.append(encoded)
+        run.encoded.append(encoded)
         # The pipeline computes in float32, as a class does; text encoders may be in bf16.
         return tree_map_only(Tensor, lambda each: each.float() if each.is_floating_point() else each, encoded)
 
     def _randn_tensor(self, shape: Any, *args: Any, **kwargs: Any) -> Tensor:
-        entry = self.entry
-        if entry.calls:
+        run = self.current
+        if run.calls:
             return draw(shape, *args, **kwargs)
-        entry.drawn.append(tuple(shape))
-        if len(entry.drawn) > 1:
-            first, other = entry.drawn[:2]
+        run.drawn.append(tuple(shape))
+        if len(run.drawn) > 1:
+            first, other = run.drawn[:2]
             raise refused(self.cls.__name__, f"it draws noise twice before the denoiser is called, {first} and {other}")
-        if entry.stop_at_noise:
-            raise Ended
-        if entry.noise is None:
+        if run.stop_at_noise:
+            raise StopCall
+        if run.noise is None:
             return draw(shape, *args, **kwargs)
-        if tuple(entry.noise.shape) != tuple(shape):
-            wanted = tuple(entry.noise.shape)
+        if tuple(run.noise.shape) != tuple(shape):
+            wanted = tuple(run.noise.shape)
             raise refused(self.cls.__name__, f"it draws noise of shape {tuple(shape)} where {wanted} was expected")
-        return entry.noise
+        return run.noise
 
     def _call_denoiser(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        self.entry.calls.append(given)
-        return self.module(**given) if self.entry.denoise is None else self.entry.denoise(given)
+        self.current.calls.append(given)
+        return self.module(**given) if self.current.denoise is None else self.current.denoise(given)
 
     def _decode(self, latents: Tensor, *args: Any, **kwargs: Any) -> Any:
         vae = self.stand_ins["vae"].module
-        if self.entry.decode is not None:
-            return self.entry.decode(latents)
+        if self.current.decode is not None:
+            return self.current.decode(latents)
         return vae.decode(latents.to(vae.dtype), *args, **kwargs)
 
-    def _scheduler(self, entry: PipelineRun) -> Any:
-        if entry.time is not None:
+    def _scheduler(self, run: PipelineRun) -> Any:
+        if run.time is not None:
             # A loop takes one item per step; with an axis before, that is the times of all samples.
-            self.one_step.timesteps = entry.time if len(entry.time) == 1 else entry.time[None]
+            self.one_step.timesteps = run.time if len(run.time) == 1 else run.time[None]
             return self.one_step
         scheduler = type(self.real_scheduler).from_config(self.real_scheduler.config)
-        if entry.at_step is not None:
-            own, at_step = scheduler.step, entry.at_step
+        if run.at_step is not None:
+            own, at_step = scheduler.step, run.at_step
             scheduler.step = lambda *args, **kwargs: at_step(scheduler, own, *args, **kwargs)
         return scheduler
 
@@ -232,7 +232,7 @@ def frame_rate_of(cls: Any) -> float:
 
 def stop(given: dict[str, Any]) -> Any:
     """End a run at the denoiser's call, whose inputs it has shown."""
-    raise Ended
+    raise StopCall
 
 
 def drawing_functions(cls: Any) -> Iterator[tuple[str, Any]]:
