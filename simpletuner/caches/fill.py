@@ -1,11 +1,11 @@
-"""Compute what is missing in a cache on all ranks at once: they take chunks from one queue and write their own shards.
+"""Records of a cache: made on all ranks before training, at their first use, or at each use.
 
-No collective is held open meanwhile: a chunk may take minutes on one rank, and NCCL gives up after ten.
+Before training, ranks take chunks from one queue and write their own shards. No collective is held open: a
+chunk may take minutes on one rank, and NCCL gives up after ten.
 
-A cache that is filled while training: a record is made when it is first needed, stored, and read from then on.
-
-Each is made by itself, since an encoder's output depends in its last bits on the batch: it is the same at every step
-and on any number of ranks, and that of a cache filled with a batch size of 1.
+During training each record is made by itself, since an encoder's output depends in its last bits on the
+batch: it is the same at every step and on any number of ranks, and equals that of a cache filled with a batch
+size of 1.
 """
 
 from __future__ import annotations

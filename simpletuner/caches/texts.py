@@ -1,6 +1,6 @@
-"""The cache of text embeddings: each caption encoded once, by all ranks.
+"""Text embeddings: each caption encoded once, by all ranks.
 
-Embeddings of captions by text encoders that read the references of a sample, too: one record per sample.
+For text encoders that also read the references of a sample, there is one record per sample.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Make missing records: chunks from one queue of all ranks, items loaded by threads while earlier ones are encoded.
+"""Make missing records: chunks from one queue of all ranks, items loaded by threads while earlier ones are
+encoded.
 
-A chunk that a rank has taken and not written when it ends is made at the next start.
-
-Records that the ranks of a run have added to a cache folder since its index was read.
-
-Each rank reads the lines that the others append to their indexes, so it need not make what they have made. Where NFS
-shows them late, a record is made twice, with the same content.
-
-The contents of a cache: the records that a run needs, and the functions that make missing ones.
+A chunk that a rank has taken and not written when it ends is made at the next start. During training each
+rank reads the lines that the others append to their indexes, so it need not repeat their work. If NFS shows
+them late, a record is made twice, with the same content.
 """
 
 from __future__ import annotations

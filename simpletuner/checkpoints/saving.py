@@ -1,7 +1,4 @@
-"""Save a run's state on all ranks together.
-
-Save checkpoints in a thread, from copies in host memory, while training goes on.
-"""
+"""Save a run's state on all ranks together, or in a thread from copies in host memory while training goes on."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Read named tensors from safetensors, whichever ranks wrote them.
+"""Read named tensors from safetensors, written by any number of ranks, and plan the rows that each rank
+writes.
 
-In memory a tensor of a checkpoint is whole (any shape, the same on all ranks), or a DTensor that is sharded by rows
-over all ranks, or over those of each copy: Shard(0), so that rank r of k holds rows [r * ceil(n / k),
-(r + 1) * ceil(n / k)) of the n rows of dim 0. Names are those of the denoiser's state_dict.
-
-Assignment of each tensor's rows to the ranks that write them: all ranks make the same plan, without
-communication.
+In memory a tensor of a checkpoint is whole (any shape, the same on all ranks), or a DTensor sharded by rows
+over all ranks, or over the ranks of each copy: Shard(0), so that rank r of k holds rows [r * ceil(n / k), (r
++ 1) * ceil(n / k)) of the n rows of dim 0. Names are those of the denoiser's state_dict. All ranks make the
+same plan, without communication.
 """
 
 from __future__ import annotations

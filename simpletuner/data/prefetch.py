@@ -1,6 +1,6 @@
-"""Make one rank's batches from the global order, some steps ahead of training, in threads.
+"""Make one rank's batches from the global order in threads, some steps ahead of training.
 
-Latents of reference images, as they stand among the conditioning of a sample.
+Latents of reference images are part of a sample's conditioning.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Rendezvous of machines, or of ranks: all register and compare their configuration before any of them starts to work.
+"""Rendezvous of machines, or of ranks: all register and compare their configuration before any of them starts
+to work.
 
-Number 0 registers first, and every other one compares its configuration with it before registering. So once all have
-registered, all are equal. Who finds a difference publishes it, and everyone who waits exits with that sentence.
-
-The TCP store that machine 0 serves: launchers rendezvous through it, and their ranks use it afterwards.
+Number 0 registers first; the others compare their configuration with it before registering, so once all have
+registered, all are equal. Whoever finds a difference publishes it, and all waiting processes exit with that
+sentence. Machine 0 serves the TCP store for launchers, and afterwards for their ranks.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Find ranks that are stopped or hang, by what they do rather than by how long a phase takes (Linux).
+"""Find stopped or hanging ranks by their activity, not by the duration of a phase (Linux).
 
-A rank makes progress while its phase advances, or while it or a child process uses CPU or disk. A rank that does none
-of these for a while is stalled if its heartbeat has stopped as well (it was stopped by a signal, a debugger, a frozen
-container), or if other ranks are further on and wait for it. Ranks that wait are idle too, but they are ahead.
+A rank makes progress while its phase advances, or while it or a child process uses CPU or disk. A rank
+without progress for a while is stalled if its heartbeat has stopped as well (a signal, a debugger, a frozen
+container), or if other ranks are further on and wait for it. Ranks that wait are idle too, but they are
+ahead.
 
-torch's flight recorder: the last collectives of each rank, in the folder of a run that hung. No torch at import.
-
-torch writes them where a collective of NCCL times out, after 10 minutes. The launcher finds most hangs earlier, and
-asks the ranks for them before it ends them: only a rank that is stopped cannot answer.
+torch's flight recorder writes the last collectives of each rank into the run's folder when a collective of
+NCCL times out, after 10 minutes. The launcher finds most hangs earlier, and asks the ranks for them before
+ending them: only a stopped rank cannot answer. No torch at import.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`srun` and `mpirun` start the same command several times and say in variables of their own which one each is.
+"""Tasks of `srun` and `mpirun`: both start the same command several times, with their own variables for each
+rank.
 
-They do not say `RANK`: without a translation, each task would be a run of its own. One gets output_dir, or all train
-alone in silence.
+They do not set `RANK`. Without a translation every task would start its own run: one would get output_dir,
+and all would train alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The key-value store through which launchers, ranks and the nodes of `nfs check` coordinate; signed messages in it.
+"""Key-value store for launchers, ranks and the nodes of `nfs check`, with signed messages.
 
-There are two stores: torch's, which machine 0 serves over TCP, and a shared folder (`tools/nfs/workspace.py`).
-
-torch's store has no authentication. So whatever is read is validated: it must be JSON of the expected form, and carry a
-signature (HMAC-SHA256 over run, key and text) if this machine has a secret. Everything else counts as absent.
+There are two stores: torch's, served by machine 0 over TCP, and a shared folder (`tools/nfs/workspace.py`).
+torch's has no authentication. So every message is validated: JSON of the expected form, and, if this machine
+has a secret, a signature (HMAC-SHA256 over run, key and text). Everything else counts as absent.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Known GPUs: what they compute, hold and move at most, by their vendors' data sheets. No torch.
+"""Data sheets of GPUs, and the bytes that a run keeps on each, in memory and on disk. No torch.
 
-Arithmetic is dense bf16 with float32 accumulation; where a sheet gives numbers with sparsity, half of it.
-
-Bytes that a run keeps on each GPU, in memory and on disk, by what they are for. No torch.
-
-P are the parameters that are trained, N the ranks that share them. Activations are counted elsewhere
-(counting/step_trace.py), and so are DeepSpeed's bytes (counting/zero_memory.py).
+Arithmetic is dense bf16 with float32 accumulation; sheets with sparsity count half. P are the trained
+parameters, N the ranks that share them. Activations are counted in counting/step_trace.py, and DeepSpeed's
+bytes in counting/zero_memory.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Prepare a denoiser on the meta device for training: split the sequence, recompute, compile, shard, in this order.
+"""Prepare a denoiser on the meta device for training: split the sequence, recompute, compile, shard, in this
+order.
 
-torch.compile in place (`module.compile`): parameter names do not change, as they would in a wrapper.
-
-Every rank holds the whole model: one rank alone, or DDP, which averages gradients over the ranks.
+torch.compile works in place (`module.compile`), so parameter names do not change, as they would in a wrapper.
+Without sharding every rank holds the whole model: one rank alone, or DDP, which averages gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine around a torch model; how gradients are reduced and cast is passed in by fsdp2.py and parallelize.py."""
+"""Engine around a torch model; fsdp2.py and parallelize.py pass in how gradients are reduced and cast."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""A cached record: where it is, what it was made from, its key in the merged index, and its tensors.
+"""Cached records: location, key in named parts, and conversion of tensors to bytes.
 
-Tensors to the bytes of a record and back: safetensors without the rows of zeros that pad a text.
-
-Rows of zeros at the end of a matrix are not stored; the metadata has the number of rows.
-
-Compress records with zstd. A compressed record begins with a number that no safetensors record begins with.
-
-Keys of cached records, in named parts, so that a cache miss can say what changed.
+Keys have named parts, so that a cache miss can name the difference. Tensors are stored as safetensors without
+the rows of zeros at the end of a padded text; metadata has the number of rows. With zstd, a record begins
+with a number that no safetensors record begins with.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false

@@ -1,12 +1,11 @@
-"""The index of one shard: a JSON line per record, appended after the record itself.
+"""Indexes of shards: a JSON line per record, appended after the record; and a merged binary index of a cache
+folder.
 
-A binary index of all records of a cache folder, merged from the indexes of its shards.
-
-The shards' own indexes stay the truth: writers append to them, and this one is made of them. Its rows are sorted by key
-and memory-mapped, so a cache of a million records opens in milliseconds, and the ranks of a machine share the memory.
-The header names the size and time of each file that it was made from, which shows whether it is current; a checksum
-covers all of it. Where it is missing, damaged or out of date, who opens the cache merges again, reading only new shards
-if those that it knows are as they were. In a read-only folder the result stays in memory.
+The shards' own indexes stay the truth: writers append to them, and the merged one is derived. Its rows are
+sorted by key and memory-mapped, so a cache of a million records opens in milliseconds, and the ranks of a
+machine share the memory. The header has the size and time of each source file, to detect that it is out of
+date; a checksum covers all of it. If it is missing, damaged or out of date, it is merged again, reading only
+new shards if the known ones are unchanged. In a read-only folder the result stays in memory.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """A store of tensor records in append-only shard files: one writer per rank, no locks, random reads by mmap.
 
-A shard is a sequence of safetensors records, each of which may be compressed; its index has one JSON line per record.
-The line is written after the record, so a writer killed at any moment leaves at most a record that no line names. A new
-writer opens new shards and never touches old ones. A line has a checksum over itself and the record's bytes; a damaged
-record is retracted by a line in a new index, so that the next start makes it again.
+A shard is a sequence of safetensors records, compressed or not; its index has one JSON line per record. The
+line is written after the record, so a writer killed at any moment leaves at most a record without a line. A
+new writer opens new shards and never touches old ones. A line has a checksum over itself and the record's
+bytes; a line in a new index retracts a damaged record, so that the next start makes it again.
 
-A note in a cache folder: which requests it is known to have all records of, so that a warm start looks up none.
-
-It holds for the shards that it names by a hash of their sizes and times, and for one version of simpletuner. One more
-record, a retracted one or a deleted shard makes it void, as a wrong checksum does.
+A note in a cache folder lists requests with all their records, so that a warm start looks up none. It holds
+for shards with the same hash of sizes and times, and for one version of simpletuner; one more record, a
+retracted one or a deleted shard makes it void, as does a wrong checksum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Read the dataset file as it is written: its entries with their lines, so that a mistake in one names its place.
+"""Read the dataset file as written: entries with their lines, so that mistakes name their place.
 
-Keys and values of the original tool's dataset file that are not supported, and what to do instead.
-
-The other keys are the fields of a dataset (`datasets.py`), which check their values themselves.
+Keys and values of the original's dataset file that are not supported are answered here. All other keys are
+fields of a dataset (`datasets.py`), which check their values themselves.
 """
 
 from __future__ import annotations

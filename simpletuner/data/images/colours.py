@@ -1,8 +1,8 @@
-"""Colours that no ICC profile tells: PNG's cICP, gAMA and cHRM, nclx of AVIF and HEIC, TIFF's tags, Adobe RGB by EXIF.
+"""Conversion of pixels to sRGB: ICC profiles, and colours given without one.
 
-Each becomes an ICC profile, which `colour_profiles` converts from. What is coded for HDR screens has none.
-
-ICC profiles: pixels in Adobe RGB, Display P3, CMYK or a profile of greys become sRGB, as browsers show them.
+Pixels in Adobe RGB, Display P3, CMYK or a grey profile become sRGB, as in browsers. PNG's cICP, gAMA and
+cHRM, nclx of AVIF and HEIC, TIFF's tags and Adobe RGB by EXIF become ICC profiles first; HDR encodings have
+none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Read image files: sizes from headers only, pixels in any mode that cameras and web pages produce.
+"""Read image files: sizes from headers only, pixels in any mode that cameras and web pages produce, and loss
+masks.
 
-Files are binary streams that can seek, so that a store need not be a folder.
-
-Masks of the loss as grey images, and what in them says something else than a mask.
+Files are binary streams that can seek, so a store need not be a folder. Masks become grey images, with a
+remark on content that is unusual for a mask.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Read videos: facts from headers, and the frames of a clip as images. A film is never in memory as a whole.
+"""Read videos: facts from headers, and the frames of clips as images. A film is never in memory as a whole.
 
-Frame `i` is what is shown `i / rate` seconds after the beginning, at the mean rate, or begins within half a mean frame
-after it: so films of variable rate keep their speed, and in others it is simply the frame with that number, also where
-a container rounds times.
+Frame `i` is the frame shown `i / rate` seconds after the beginning, at the mean rate, or one that begins
+within half a mean frame after it. So films of variable rate keep their speed, and in all others frames have
+their own numbers, even if a container rounds times.
 
-Clips of videos: how many frames, at which distance, and where they are cut out.
-
-Arrays have one number per video; all lengths count frames.
+Clips are chosen for whole columns of videos: arrays hold one number per video, and lengths count frames.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The global order of samples: a seed and a state decide every global batch, whatever the number of ranks.
+"""Global order of samples: seed and state determine every global batch, for any number of ranks.
 
-Each bucket is an endless stream of epochs, in which repeats of a sample are spread (`epoch_order.py`). Batches are cut
-from the streams in turn. A sample that the batch already holds waits for the next batch, so a batch holds duplicates
-only where it has to. What does not fill a batch at the end of an epoch opens the next epoch, so no sample is lost or
-shown twice as often.
+Each bucket is an endless stream of epochs, with the repeats of a sample spread over each epoch
+(`epoch_order.py`). Batches are cut from the streams in turn. A sample that the batch already holds waits for
+the next batch, so a batch holds duplicates only if unavoidable. The rest of a bucket that does not fill a
+batch at the end of an epoch opens the next epoch, so no sample is lost or shown twice as often.
 
-Nothing here grows with the data: an order is computed where it is needed, and a state says how far each bucket is.
-
-The buckets at each step and epoch, where datasets come and go.
+Nothing here grows with the data: orders are computed where needed, and a state holds the position in each
+bucket. A schedule of buckets lets datasets begin and end at a step or epoch.
 """
 
 from __future__ import annotations

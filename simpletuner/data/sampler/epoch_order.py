@@ -1,13 +1,10 @@
-"""The order of one bucket in one epoch, computed block by block: an epoch costs nothing to begin, and any position
-is reached at once.
+"""Order of one bucket in one epoch, computed block by block: an epoch costs nothing to begin, and any
+position is reached at once.
 
-Keyed permutations of [0, size): the position of any item is computed alone, whatever the size.
-
-Choices fixed for each image by a hash of its name, so that images which come or go change few of them.
-
-The randomness of one sample in one step: a function of (seed, sample, step, occurrence) and of nothing else.
-
-So no rank, thread or batch size can change what a sample is trained with, and a resumed run repeats it bit for bit.
+- Keyed permutations of [0, size): the position of any item is computed alone, for any size.
+- Choices by a hash of an image's name, so that added or removed images change few of them.
+- Randomness of a sample in a step, a function of (seed, sample, step, occurrence) only: ranks, threads and
+  batch sizes cannot change it, and a resumed run repeats it bit for bit.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false

@@ -1,6 +1,6 @@
-"""Warnings about the images and clips that were found: one line per kind, with a count and an example.
+"""Warnings about images and clips: one line per kind, with a count and an example.
 
-Small datasets are looked at before torch is imported and ranks are started.
+Small datasets are checked before torch is imported and ranks are started.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false

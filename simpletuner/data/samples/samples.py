@@ -1,11 +1,9 @@
-"""The samples of a run as columns: a `Sample` is made from its row when it is asked for.
+"""Samples of a run as columns; a `Sample` is made from its row on access.
 
-Rows lie in Arrow record batches, memory-mapped from a kept scan, which all ranks share. Beside them a sample takes 8
-bytes: its row, and which of the sizes that occur it has (`preparation/shared_download.py`: once per machine).
-
-Images held out of training, to measure the loss on: datasets of type eval, and a share of the others.
-
-The reference images of a dataset's samples as samples of their own, which are cached like others.
+Rows lie in Arrow record batches, memory-mapped from a kept scan that all ranks share. A sample takes 8 bytes
+more: its row, and the index of its size (`preparation/shared_download.py`: once per machine). Held-out
+samples are datasets of type eval, and a share of the others. Reference images are samples of their own,
+cached like others.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false

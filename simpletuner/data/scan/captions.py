@@ -1,13 +1,11 @@
-"""Read the captions of an image. What cannot be read for certain is refused: a guess would be trained on.
+"""Read the captions of an image. Files that cannot be read for certain are refused: a guess would be trained
+on.
 
-Forms of a caption file of several lines: alternatives, one a line, or one text that has lines of its own.
+A file of several lines holds alternatives, one a line, or one text. Language models write paragraphs,
+Markdown, JSON or YAML, and editors wrap lines; split at its lines, such a text would be trained as captions
+like `{` and `---`. One file may be ambiguous, so all files of a dataset decide together.
 
-What language models write has paragraphs, Markdown, JSON or YAML, and editors wrap lines; split at its lines, such a
-text would be trained as captions like `{` and `---`. One file may be ambiguous, so all of a dataset decide together.
-
-Variants of a caption: the text that rules leave, and its parts in other orders.
-
-The decision for a dataset whether the lines of its caption files are alternatives, or each file is one caption.
+Rules and shuffling then make the variants of a caption.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false

@@ -1,6 +1,6 @@
-"""The image files of a dataset, as columns: what listing its store returns, before any file is opened.
+"""Image files of a dataset as columns: the listing of its store, before any file is opened.
 
-Folders of frames as rows of a list of files: one for each folder that holds images and no videos.
+A folder of frames is one row: it holds images and no videos.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false

@@ -1,9 +1,9 @@
-"""Arrow files whose names hold their checksums, so that what a killed process or a bad disk has left is not read.
+"""Scans kept in Arrow files, with checksums in their names: files cut short by a kill or a bad disk are not
+read.
 
-Comparison of a folder with a kept scan by the modification times of its directories, not of its files.
-
-A file that is added, renamed or removed changes the time of its folder. So a start looks at ten thousand folders, not
-at ten million files, which takes a minute. A file that is rewritten in its place changes no folder:
+A folder is compared with its kept scan by the modification times of directories, not of files. Adding,
+renaming or removing a file changes its directory's time, so a start looks at ten thousand folders instead of
+ten million files, which takes a minute. Rewriting a file in place changes no directory:
 `stale_file_watcher.py` looks for such files while the run trains.
 """
 

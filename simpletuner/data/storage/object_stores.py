@@ -1,9 +1,8 @@
-"""obstore's store for the bucket of a dataset or of a cache, with its credentials.
+"""obstore stores for the buckets of datasets and caches, with their credentials.
 
-Those of the dataset come first and are given to obstore as a provider: its own settings would mix them with what the
-environment has, such as the session token of another key.
-
-Credentials for S3: those of the dataset, else what boto3 finds in the environment and in the profiles of ~/.aws.
+A dataset's own credentials come first, as a provider: obstore's settings would mix them with the
+environment's, such as the session token of another key. For S3, boto3 finds the others, in the environment
+and in the profiles of ~/.aws.
 """
 
 from __future__ import annotations

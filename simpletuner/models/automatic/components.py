@@ -1,11 +1,9 @@
-"""Components of a pipeline folder as a study, training and sampling need them.
+"""Components of a pipeline folder for the study, training and sampling.
 
-Copies of a modular pipeline's blocks, through which gradients flow and which are given their noise.
-
-Nothing here changes a module of diffusers: blocks get subclasses, with copies of functions that have globals of their
-own.
-
-Calls of a denoiser without memory: a pipeline reads numbers, so its inputs are recorded on the CPU.
+- Opening a pipeline with its text encoders, VAE and denoiser.
+- Copies of a modular pipeline's blocks that let gradients flow and receive their noise. Nothing here changes
+  a module of diffusers: blocks get subclasses, with copies of functions that have their own globals.
+- Calls of a denoiser without memory: a pipeline reads numbers, so its inputs are recorded on the CPU.
 """
 
 from __future__ import annotations

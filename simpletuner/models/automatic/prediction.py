@@ -1,6 +1,6 @@
-"""Predictions, latents of the VAE and sampled images by a pipeline that was studied.
+"""Predictions, VAE latents and sampled images by a studied pipeline.
 
-Guidance while sampling: which of a run's text is of the prompt, and which of the negative prompt.
+For guidance, the embeddings of the prompt and of the negative prompt are told apart.
 """
 
 from __future__ import annotations

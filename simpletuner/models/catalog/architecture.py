@@ -1,6 +1,6 @@
-"""The denoiser that settings name, without building or downloading it: diffusers' class and its config; no torch.
+"""The denoiser that settings name, without building or downloading it: diffusers' class and config. No torch.
 
-Count a denoiser's parameters from the headers of its weights, or take the published number; no torch.
+Parameters are counted from the headers of its weights, or taken from the published number.
 """
 
 from __future__ import annotations

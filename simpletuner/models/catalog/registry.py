@@ -1,11 +1,9 @@
-"""The known model families, by name only: no torch here, so that help and mistakes are answered at once.
+"""Known model families by name. No torch, so that help and mistakes are answered at once.
 
-Each built-in family is one file, `presets/<family>.toml`: the import path of its class, and its published checkpoints.
-
-Licences of published weights: whether they allow commercial use, and where their texts are.
-
-A preset's `license` is the name on the checkpoint's card, https://huggingface.co/<hub>, by that card, its publisher's
-repository or a catalogue of licences; where none of them was at hand it has none. The texts decide, not these words.
+A built-in family is one file, `presets/<family>.toml`: the import path of its class, and its published
+checkpoints. A preset's `license` is the name on the checkpoint's card, https://huggingface.co/<hub>, from
+that card, its publisher's repository or a catalogue of licences; it is missing if none was at hand.
+Commercial use is decided by the licence texts, not by the words here.
 """
 
 from __future__ import annotations

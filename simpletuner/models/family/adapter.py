@@ -1,13 +1,11 @@
-"""LoRA by peft (Hu et al. 2021, arXiv:2106.09685): which layers are adapted, and the tensors that are trained.
+"""LoRA and other adapters by peft: adapted layers, trained tensors, first values.
 
-peft adds a pair of matrices to each adapted layer of the denoiser, or the tensors of another lora_type.
-Checkpoints and exported files name them as peft does: `<layer>.lora_A.weight` (rank x in) and `<layer>.lora_B.weight`
-(out x rank).
+LoRA (Hu et al. 2021, arXiv:2106.09685) adds a pair of matrices to each adapted layer of the denoiser.
+Checkpoints and exported files use peft's names: `<layer>.lora_A.weight` (rank x in) and
+`<layer>.lora_B.weight` (out x rank).
 
-Kinds of adapters, all of peft's: their configs, the names of their tensors, and their first values.
-
-DoRA: Liu et al. 2024 (arXiv:2402.09353). LoHa: Hyeon-Woo et al. 2021 (arXiv:2108.06098) as LyCORIS has it. LoKr: Yeh et
-al. 2023 (arXiv:2309.14859). OFT: Qiu et al. 2023 (arXiv:2306.07280), by Cayley's map as a series.
+DoRA: Liu et al. 2024 (arXiv:2402.09353). LoHa: Hyeon-Woo et al. 2021 (arXiv:2108.06098) as in LyCORIS. LoKr:
+Yeh et al. 2023 (arXiv:2309.14859). OFT: Qiu et al. 2023 (arXiv:2306.07280), by Cayley's map as a series.
 """
 
 from __future__ import annotations

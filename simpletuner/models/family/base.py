@@ -1,9 +1,7 @@
-"""The base class of model families: everything the rest of the program asks of a model.
+"""Base class of model families, the interface of the rest of the program to a model.
 
-A subclass states what differs: which pipeline of diffusers it is, how captions are encoded, how the denoiser is called.
-Loading, caching, sampling and export are the same for all. `docs/families.md` shows how to add a family.
-
-The class of a family, by the name in the settings.
+A subclass states the differences: diffusers' pipeline, encoding of captions, call of the denoiser. Loading,
+caching, sampling and export are the same for all. `docs/families.md` shows how to add a family.
 """
 
 from __future__ import annotations

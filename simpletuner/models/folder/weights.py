@@ -1,8 +1,7 @@
-"""Weights files in a pipeline folder: safetensors of one variant. A pickle is never read, whatever its name.
+"""Weight files of a pipeline folder: safetensors of one variant. A pickle is never read, whatever its name.
 
-The index of a pipeline folder: model_index.json, or modular_model_index.json where it is alone.
-
-The dtypes of the safetensors format that this package writes and reads, by their names in its headers.
+The index of a folder is model_index.json, or modular_model_index.json if it is alone. Dtypes are those of
+safetensors headers that this package writes and reads.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Check a base model's folder before anything is encoded: what it lacks, libraries would replace at random.
+"""Check a base model's folder before anything is encoded: libraries would replace missing parts at random.
 
-transformers and diffusers initialize weights that a file does not hold, and a tokenizer without its vocabulary maps
-every caption to the same ids. Models are loaded onto the meta device, so their own code decides which names are missing
-(renamed, tied and ignored weights included) while only the headers of the weights are read: 20 ms for a model.
+transformers and diffusers initialize weights that a file does not hold, and a tokenizer without its
+vocabulary maps every caption to the same ids. Models are loaded onto the meta device, so their own code
+decides which names are missing (including renamed, tied and ignored weights), and only headers are read: 20
+ms for a model.
 
-Files in the user's home that say which base models were found complete, so that later starts skip the check.
-
-Most of the check's time imports the classes of text encoders, which a start with warm caches does not need.
+A complete base model is noted in the user's home, so that later starts skip the check: it mostly imports the
+classes of text encoders, which a start with warm caches does not need.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The config of a LoRA: diffusers' metadata in its file, or peft's adapter_config.json beside it.
+"""Configs and layouts of LoRAs: diffusers' metadata, peft's adapter_config.json, ComfyUI, sd-scripts and
+musubi-tuner.
 
-LoRAs in the layouts of other programs: ComfyUI's, and that of kohya's sd-scripts and musubi-tuner.
-
-A preset says with what a program's names begin (`lora_formats`). After `transformer.` come diffusers' names; after
-`diffusion_model.` those of the original model; after `lora_unet_` these with underscores, and each layer has its alpha.
+A preset has the prefix of each program's names (`lora_formats`). `transformer.` is followed by diffusers'
+names, `diffusion_model.` by the original model's, `lora_unet_` by these with underscores, and each layer with
+its alpha.
 """
 
 from __future__ import annotations

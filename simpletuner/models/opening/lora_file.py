@@ -1,8 +1,8 @@
-"""A LoRA as diffusers' `load_lora_weights` reads it: one safetensors file, with rank and alpha in its metadata.
+"""Read and write LoRA files.
 
-Diffusers reads DoRA alike, and LoKr by the denoiser's `load_lora_adapter`. LoHa and OFT are folders of peft's.
-
-LoRAs of any program, layer by layer: their names for the layers of a denoiser, and their scales.
+Ours are read by diffusers' `load_lora_weights`: one safetensors file, with rank and alpha in its metadata.
+DoRA is read alike, LoKr by the denoiser's `load_lora_adapter`; LoHa and OFT are peft's folders. LoRAs of
+other programs are mapped layer by layer: names of the denoiser's layers, and scales.
 """
 
 from __future__ import annotations

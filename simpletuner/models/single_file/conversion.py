@@ -1,10 +1,8 @@
-"""Read a model in one file, in its original layout, by diffusers, and keep it as a pipeline folder.
+"""Models in one file of the original layout: read by diffusers and kept as a pipeline folder, or written.
 
-The original single-file layout of Stable Diffusion: its names for the tensors of a diffusers pipeline.
-
-Other tools for Stable Diffusion read and write it; diffusers reads it (`from_single_file`), but does not write it.
-
-OpenCLIP's names for the tensors of a CLIP text encoder: the second one of SDXL, and that of Stable Diffusion 2.
+The original layout of Stable Diffusion is what other tools read and write; diffusers reads it
+(`from_single_file`), but does not write it. OpenCLIP's names are used for CLIP text encoders: SDXL's second
+one, and Stable Diffusion 2's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Build the pipeline of a family's flavour `tiny`, as its preset describes it.
+"""Build the pipeline of a family's flavour `tiny`, as described by its preset.
 
-Every width divides by 4, so that the models shard over 4 ranks.
-
-Adjustments that make random weights of a tiny pipeline behave like trained ones; each is named by a preset.
+Every width divides by 4, so that the models shard over 4 ranks. Adjustments, named by a preset, make random
+weights behave like trained ones.
 """
 
 from __future__ import annotations

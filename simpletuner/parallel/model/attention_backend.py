@@ -1,8 +1,6 @@
-"""Attention kernels of torch: the setting, and what torch chooses.
+"""Attention kernels of torch, and fused query, key and value projections (diffusers' fused processors).
 
-The query, key and value projections of attention as one product, by diffusers' fused processors.
-
-Weights stay where they are, under their published names, and are concatenated at each call: 1 % of the product's time
+Fused weights stay under their published names and are concatenated at each call: 1 % of the product's time
 for a batch of FLUX. So checkpoints, EMA, sharding and the optimizer are the same with and without.
 """
 

@@ -1,11 +1,9 @@
-"""Choose the units that FSDP gathers and frees, and that are recomputed and compiled as one: the repeated blocks.
+"""Choose the units for FSDP's gathering, recomputation and compilation: the repeated blocks.
 
-A block is a class with submodules that occurs at least twice in one ModuleList. Blocks may be nested (a U-Net's
-CrossAttnUpBlock2D holds Transformer2DModels, which hold BasicTransformerBlocks), units may not. So of all sets of
-blocks in which none contains another, the one that holds most of the model is taken. Only names and shapes are read:
-the model may be on the meta device, and this file needs no torch.
-
-Statistics of a model by class name: paths, parameters, nesting. From names and shapes alone, without torch.
+A block is a class with submodules that occurs at least twice in one ModuleList. Blocks may be nested (a
+U-Net's CrossAttnUpBlock2D holds Transformer2DModels, which hold BasicTransformerBlocks), units may not. So of
+all sets of blocks without nesting, the one with most of the model is taken. Only class names, paths and
+shapes are read: the model may be on the meta device, and this file needs no torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The numeric formats of a run: how each changes the model, loads the weights, and which engine steps them.
+"""Numeric formats of a run: changes to the model, loading of weights, and the engine that steps them.
 
-Linear layers in float8 by torchao: products of 8-bit numbers, over weights that keep their own precision.
+float8 computes linear layers by torchao: 8-bit products over weights in their own precision.
 """
 
 from __future__ import annotations

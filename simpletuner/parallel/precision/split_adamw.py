@@ -1,8 +1,7 @@
-"""AdamW over weights that are held as bf16 parameters, perhaps with remainders, and moments of 8 bits.
+"""AdamW over bf16 parameters, with or without remainders, and 8-bit moments (state_layout=split and bf16).
 
-Tensors of state_layout=split and bf16: float32 in two halves of 16 bits, and non-linear 8-bit codes for moments.
-
-Both are read as float32 and written from it, so that checkpoints need not know of them.
+A split weight is float32 in two halves of 16 bits; moments are non-linear 8-bit codes. Both are read and
+written as float32, so checkpoints need not know of them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Values as they were written, and the sources that they stand in.
+"""Values as written, with their place: from files, from command lines, and secrets as references to their
+source.
 
-Secrets as settings: what is written and shown of one is where it comes from, `{env:NAME}` or `{file:PATH#KEY}`.
-
-Such a reference may stand wherever the secret may, so files that hold references can be shared and replayed.
-
-Command-line arguments as names and values, also those that a variable of the original's config.env holds.
+A secret is stored and shown as a reference, `{env:NAME}` or `{file:PATH#KEY}`. A reference is accepted
+wherever the secret is, so files with references can be shared and replayed. Command lines include those in a
+variable of the original's config.env.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The original's settings: every name that its files have becomes one of ours, asks for nothing, or is refused.
+"""Settings of the original SimpleTuner: each name in its files maps to a setting, has no effect, or is
+refused.
 
-The names are data, in `original_tables.py`; docs/from-the-original.md is made of the same. A family that is not
-listed has the same name here.
-
-The original's names that are refused where they ask for something, by the reason: data of `original.py`.
-
-Names stand in one text per reason. `name=value|value` adds values that ask for nothing, besides those that mean "off".
+The data are here and in `original_tables.py`; docs/from-the-original.md is generated from both. A family that
+is not listed has the same name here. Refused names stand in one text per reason; `name=value|value` adds
+values without an effect, besides those that mean "off".
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The names that only the original's files have, by what becomes of them: data of `original.py`.
+"""Names that occur only in the original's files, by their outcome: data of `importing/original.py`.
 
-Names stand in one text per answer. `name=value|value` adds values that ask for nothing, besides those that mean "off".
+Names stand in one text per answer; `name=value|value` adds values without an effect, besides those that mean
+"off".
 """
 
 from __future__ import annotations

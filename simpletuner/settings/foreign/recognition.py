@@ -1,9 +1,9 @@
-"""Recognition of config files of other programs: kohya's sd-scripts, diffusion-pipe and the original SimpleTuner.
+"""Recognition of config files and setting names of other programs.
 
-Names of settings in diffusers' scripts, sd-scripts and other trainers, answered by their meaning.
-
-Names are those of diffusers 0.36 (examples/dreambooth, examples/text_to_image), sd-scripts 48d368fa and ai-toolkit. A
-guess by letters would lead astray: `class_data_dir` is most like `instance_data_dir`, and means the opposite.
+Files: kohya's sd-scripts, diffusion-pipe and the original SimpleTuner. Names: diffusers 0.36
+(examples/dreambooth, examples/text_to_image), sd-scripts 48d368fa and ai-toolkit, answered by their meaning.
+A guess by spelling would mislead: `class_data_dir` is most similar to `instance_data_dir`, and means the
+opposite.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Merge sources, weakest first, into frozen settings: strict, with an origin for every value.
 
-`output_dir` as an address in a bucket: a folder of this machine, mirrored there.
+An `output_dir` in a bucket becomes a local folder with a mirror.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Sources of settings, weakest first: config.env, accelerate, a config file, the environment, flags.
 
-A source is a list of what was written where. Merging keeps for every value its place and what it outranks, so that
-`config show` and every mistake can name file and line.
-
-Variables as sources of settings: those of config.env, and those of the environment.
-
-`global_batch_size` as a source of gradient_accumulation_steps: a run keeps its batch on any number of ranks.
+A source is a list of values with their places. Merging keeps the place of every value and the values that it
+outranks, so that `config show` and every mistake can name file and line. `global_batch_size` is a source of
+gradient_accumulation_steps: a run keeps its batch on any number of ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Job files of clusters that replay settings: torchrun, SLURM, Kubernetes, Kubeflow, SkyPilot, dstack.
 
-What people fill in stands in comments. A job gets other machines each time, so none holds an address.
-
-Command lines that give the same settings again, quoted for bash.
+Fields to fill in are comments. A job gets other machines each time, so no file holds an address. Command
+lines are quoted for bash.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Export settings in every format that a run can be replayed from, and explain each: its value, origin and reason.
+"""Export settings in every replayable format, and explain each value: origin and reason.
 
-A replay gives the same settings. What a format cannot hold (accelerate's YAML has no learning rate) goes into the
-command that replays it, as flags.
+A replay gives the same settings. Settings that a format cannot hold (accelerate's YAML has no learning rate)
+become flags of the replay command.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The right to write to a folder or a bucket, which one run has at a time, whichever machines share it.
+"""Exclusive right to write to a folder or a bucket, held by one run at a time on any machine.
 
-`docs/architecture.md` says what each kind of place can decide. A holder writes a record and renews it from a thread.
-Who wants the place believes in the death of a holder whose record stands still for longer than it lives, by the clock
-of who waits; on the machine of the record, the process itself is looked for. Of several that wait, the one is next that
-creates the file of the next token, which the place allows to one.
+`docs/architecture.md` has what each kind of place can decide. A holder writes a record and renews it from a
+thread. Others consider it dead when its record stands still for longer than it lives, by their own clock; on
+the record's machine, the process itself is looked up. Of several waiting processes the next holder is the one
+that creates the file of the next token, which the place allows only once.
 
-A holder that wakes up after it was replaced must not write: `check` reads the record before anything is removed,
-replaced or published. Between a check and the write is a window, so a lower token never replaces a higher one.
+A holder that wakes up after it was replaced must not write: `check` reads the record before anything is
+removed, replaced or published. Between a check and the write is a window, so a lower token never replaces a
+higher one.
 """
 
 from __future__ import annotations

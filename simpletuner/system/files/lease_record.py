@@ -1,7 +1,7 @@
-"""The record of who holds a folder or a bucket, which a holder writes and renews.
+"""Record of the holder of a folder or a bucket, written and renewed by the holder.
 
-A host name, a pid, a clock and the time of a file say nothing about another machine: containers share names, and
-clocks are minutes apart. They do on the machine of the record, which the kernel's random id of its boot tells.
+Host name, pid, clock and file times say nothing about another machine: containers share names, and clocks are
+minutes apart. They are valid on the record's own machine, which is recognized by the kernel's random boot id.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Mounted file systems (/proc/self/mountinfo, proc(5)), what each kind can decide about locks, and what some lack.
+"""Mounted file systems (/proc/self/mountinfo, proc(5)), the guarantees of their locks, and missing
+operations.
 
 `36 35 98:0 /root /mount/point rw,noatime shared:1 - nfs4 server:/export rw,vers=4.2`.
 
-Lustre without `-o flock` answers ENOSYS to flock(2), others EOPNOTSUPP; FUSE may answer EINVAL to fsync(2) of a folder,
-and EEXIST to rename(2) where the new name is taken. A run does without, and says what is lost by it.
+Lustre without `-o flock` answers ENOSYS to flock(2), others EOPNOTSUPP; FUSE may answer EINVAL to fsync(2) of
+a folder, and EEXIST to rename(2) onto an existing name. A run does without, and reports the loss.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Opening regular files and nothing else.
 
-Opening a FIFO blocks until there is a writer, reading a device may never end, and a sparse file of a few bytes may
-claim a terabyte. Any name in a folder may be one of these, so whatever is opened by name is opened here.
-
-A file that is read by a function: ranges of an object in a bucket, or parts of another file.
+Opening a FIFO blocks until there is a writer, reading a device may never end, and a sparse file of a few
+bytes may claim a terabyte. Any name in a folder may be one of these, so files are opened here.
+`RangeReader` serves ranges of an object in a bucket, or parts of another file.
 """
 
 from __future__ import annotations

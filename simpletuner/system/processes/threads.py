@@ -1,6 +1,7 @@
-"""Work in threads: a stream of items, few at a time, blocks of columns side by side, or one call after another.
+"""Work in threads: a stream of items, few at a time; blocks of columns in parallel; or one call after
+another.
 
-None are those of multiprocessing's ThreadPool, whose semaphores need /dev/shm.
+multiprocessing's ThreadPool is not used, since its semaphores need /dev/shm.
 """
 
 from __future__ import annotations
