@@ -1,5 +1,5 @@
-"""A VAE or text encoders, loaded when they are first used and freed when training begins, or kept for use during
-training."""
+"""A VAE or text encoders, loaded when they are first used and freed when training begins, or kept for use
+during training."""
 
 from __future__ import annotations
 

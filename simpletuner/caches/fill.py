@@ -80,7 +80,8 @@ def fill_cache(
 def open_known(
     job: CacheJob[Item, Loaded], world: World, stop: Callable[[], None]
 ) -> tuple[CacheJob[Item, Loaded], str, str, ShardReader, dict[str, str] | None]:
-    """Collective: open a cache. Return its job, digest, place in the store, reader, and what an earlier start noted.
+    """Collective: open a cache. Return its job, digest, place in the store, reader, and what an earlier start
+    noted.
 
     The note says by name why records could not be made, once all others are there.
     """
@@ -118,8 +119,9 @@ def open_on_all_ranks(
     stop: Callable[[], None],
     written: Mapping[str, int] = MappingProxyType({}),
 ) -> ShardReader:
-    """Open a cache once all ranks have closed what they wrote, `written`. The first one merges its indexes for the
-    others, and tells them the shards: a network file system may list others to each machine (sshfs: for 20 s)."""
+    """Open a cache once all ranks have closed what they wrote, `written`. The first one merges its indexes
+    for the others, and tells them the shards: a network file system may list others to each machine
+    (sshfs: for 20 s)."""
     world.store.set(f"{place}/written/{world.rank}", json.dumps(dict(written)))
     world.store_barrier(f"{place}/closed", stop)
     if world.is_first:
@@ -163,7 +165,8 @@ def report_missing(job: CacheJob[Item, Loaded], missing: NDArray[np.bool_], repo
 
 
 def folder_before_renaming(folder: Path, names: Collection[str]) -> str:
-    """Return the name of a folder beside this one whose records have the names of these, but for the dataset's id.
+    """Return the name of a folder beside this one whose records have the names of these, but for the
+    dataset's id.
 
     Without a dataset file that id is the name of the folder of images, which may have been renamed.
     """
@@ -236,10 +239,11 @@ def open_write_through(
     writers: ExitStack,
     load_model: Callable[[], None],
 ) -> tuple[WriteThroughCache[Item, Loaded], dict[str, str]]:
-    """Collective: open a cache that is written until `writers` is closed, and say which records cannot be made.
+    """Collective: open a cache that is written until `writers` is closed, and say which records cannot be
+    made.
 
-    The model is loaded before the engine is built, so that it is known at once if memory does not suffice; unless all
-    records are known to be there, which a start that filled the cache has noted.
+    The model is loaded before the engine is built, so that it is known at once if memory does not suffice;
+    unless all records are known to be there, which a start that filled the cache has noted.
     """
     listed, _, place, reader, broken = open_known(job, world, stop)
     if broken is None:

@@ -147,7 +147,8 @@ def decoding_threads(samples: DatasetSamples | References, world: World) -> int:
 
 
 def decode_image(sample: Sample, doubtful: dict[str, str] | None = None) -> Tensor | str:
-    """Return a sample's pixels (3, H, W) in [-1, 1], (3, F, H, W) of a clip, or why its file cannot be decoded.
+    """Return a sample's pixels (3, H, W) in [-1, 1], (3, F, H, W) of a clip, or why its file cannot be
+    decoded.
 
     Of one with a mask that is a fourth channel, in [0, 1].
 
@@ -173,7 +174,7 @@ def decode_image(sample: Sample, doubtful: dict[str, str] | None = None) -> Tens
 
 
 def decode_mask(mask: Mask, geometry: Geometry) -> tuple[Tensor, str]:
-    """Return a mask (1, H, W) as its image is cropped, and what may be wrong about it. Raises one of DECODE_ERRORS."""
+    """Mask (1, H, W) as its image is cropped, and what may be wrong about it. Raises one of DECODE_ERRORS."""
     (left, top), target = geometry.crop_left_top, geometry.target
     whole = mask.image(geometry.resized.size)
     part = np.asarray(whole.crop((left, top, left + target.width, top + target.height)), np.float32)

@@ -84,7 +84,8 @@ def open_sources(
     world: World,
     writers: ExitStack,
 ) -> Sources:
-    """Return the sources of a run, before they are filled; the default of `texts` comes first, and holds `prompts`.
+    """Return the sources of a run, before they are filled; the default of `texts` comes first, and holds
+    `prompts`.
 
     Those that store what is encoded while training are written until `writers` is closed.
     """
@@ -139,7 +140,7 @@ def open_paired(
     world: World,
     writers: ExitStack,
 ) -> dict[str, PairedTexts]:
-    """Return the texts of datasets whose images the text encoders read, by dataset, before they are filled."""
+    """Texts of datasets whose images the text encoders read, by dataset, before they are filled."""
     by_id, dtype, paired = {each.id: each for each in texts}, compute_dtype(settings), dict[str, PairedTexts]()
     for part in samples.parts:
         if reads_images(family, part):
@@ -157,7 +158,7 @@ def reads_images(family: ModelFamily, part: DatasetSamples) -> bool:
 
 
 def without_caption(family: ModelFamily, empty: Conditioning) -> Conditioning:
-    """Return the conditioning for `no caption`, given the embedding of the empty one; both without a batch axis."""
+    """Conditioning for `no caption`, given the embedding of the empty one; both without a batch axis."""
     found = family.unconditional({name: value[None] for name, value in empty.items()})
     return {name: value[0] for name, value in found.items()}
 

@@ -106,9 +106,9 @@ class CacheRequest:
 class CacheJob(Generic[Item, Loaded]):
     """A cache to fill with the records of `items`, which may be many more than fit into memory as requests.
 
-    `digest` computes what stands for all requests together, so that a cache known to have them need not look at any.
-    `load` reads one item, in up to `threads` threads ahead of the encoder. `make` computes one chunk of what was
-    loaded, and returns for each item what there is to write.
+    `digest` computes what stands for all requests together, so that a cache known to have them need not look
+    at any. `load` reads one item, in up to `threads` threads ahead of the encoder. `make` computes one chunk
+    of what was loaded, and returns for each item what there is to write.
     """
 
     title: str
@@ -191,8 +191,9 @@ def load_ahead(
 def chunks_to_make(job: CacheJob[Item, Loaded], missing: NDArray[np.bool_]) -> list[Chunk]:
     """Positions of each chunk with a missing record.
 
-    A chunk is computed whole, even where only some of its records are missing: an encoder's output depends in its last
-    bits on the batch, so only then does an interrupted run end with the same records as an undisturbed one.
+    A chunk is computed whole, even where only some of its records are missing: an encoder's output depends in
+    its last bits on the batch, so only then does an interrupted run end with the same records as an
+    undisturbed one.
     """
     chunks = split_into_chunks((each.group for each in job.requests()), job.chunk)
     return [chunk for chunk in chunks if missing[chunk].any()]

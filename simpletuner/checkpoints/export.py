@@ -112,8 +112,9 @@ def replace_export(
 ) -> dict[str, str]:
     """Collective: write a folder under a hidden name, replace `target` with it, and return its checksums.
 
-    `write_on_all_ranks` returns the checksums that it knows. `steps`, after which it was written, tells a later
-    start that nothing is left to do. Raises EnvironmentNotReady on all ranks when one of them cannot write.
+    `write_on_all_ranks` returns the checksums that it knows. `steps`, after which it was written, tells a
+    later start that nothing is left to do. Raises EnvironmentNotReady on all ranks when one of them cannot
+    write.
     """
     hidden = unfinished_path(target, world.lease.record.id)
 
@@ -182,8 +183,8 @@ def files_to_copy(family: ModelFamily) -> list[tuple[str, Path]]:
 
 
 def base_files(family: ModelFamily) -> dict[str, Path]:
-    """Return the files that a run leaves as they are in the base model, by name: those that an exported pipeline has,
-    and the weights that a LoRA is trained on."""
+    """Return the files that a run leaves as they are in the base model, by name: those that an exported
+    pipeline has, and the weights that a LoRA is trained on."""
     copied = {name: path for name, path in files_to_copy(family) if name != SCHEDULER}
     denoiser = family.folder / family.denoiser_name
     frozen = weights_files(denoiser, family.settings.model.variant) if family.adapter else []
@@ -276,7 +277,8 @@ def has_all_files(pipeline: Path, files: Mapping[str, int]) -> bool:
 
 
 def export_single_file(pipeline: Path, path: Path, family: str, check: Callable[[], None] = lambda: None) -> None:
-    """Write an exported pipeline as one file in its original layout, which other tools open; one tensor in memory.
+    """Write an exported pipeline as one file in its original layout, which other tools open; one tensor in
+    memory.
 
     `check` is called before the file gets its name, and may raise.
     """

@@ -6,8 +6,8 @@
       ema/           averaged weights, when EMA is on
       state.json     everything that is not a tensor; size and checksum of every file and of itself; written last
 
-A checkpoint is written to a hidden folder next to its final place and renamed when it is complete, so a folder with a
-checkpoint's name is never half written.
+A checkpoint is written to a hidden folder next to its final place and renamed when it is complete, so a
+folder with a checkpoint's name is never half written.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ STATE = "state.json"
 SET_ASIDE = "set-aside"
 PAGE = "report.html"
 EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
-"""Folders beside `checkpoints` to which a run exports, by model_type; of the average with `-ema`, of a checkpoint with
-its step."""
+"""Folders beside `checkpoints` to which a run exports, by model_type; of the average with `-ema`, of a
+checkpoint with its step."""
 # In an exported folder: after how many steps it was written, with size and checksum of every file; written last.
 FINISHED = "simpletuner.json"
 
@@ -169,8 +169,8 @@ def parse_step(folder: Path) -> int:
 def find_resume_folders(root: Path, wish: str) -> list[Path]:
     """Return the folders that a run may resume from, best first.
 
-    `wish` is `latest`, `none`, or a folder (a path, or a name below `root`). Raises SettingsError when that folder is
-    missing.
+    `wish` is `latest`, `none`, or a folder (a path, or a name below `root`). Raises SettingsError when that
+    folder is missing.
     """
     if wish == "none":
         return []
@@ -193,7 +193,7 @@ def files_to_resume_from(root: Path, wish: str) -> list[Path]:
 
 
 def all_damaged_error(root: Path | str, problems: Sequence[str]) -> EnvironmentNotReady:
-    """Return the error for a run that could only start again from the base model; the user must ask for that."""
+    """Error for a run that could only start again from the base model; the user must ask for that."""
     return EnvironmentNotReady(
         f"no checkpoint in {root} can be resumed:" + "".join(f"\n  {problem}" for problem in problems),
         "--resume_from_checkpoint=none starts again from the base model, and keeps these in `set-aside`",
@@ -241,10 +241,12 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def set_aside(root: Path, step: int) -> list[str]:
-    """Move checkpoints after a step out of the way of a run that continues from there, and return their names.
+    """Move checkpoints after a step out of the way of a run that continues from there, and return their
+    names.
 
-    Left in place they would count as the newest: the run's own would be pruned first, and the next start would resume
-    from them. What an earlier start has set aside stays: of the same step there may be two, of different training.
+    Left in place they would count as the newest: the run's own would be pruned first, and the next start
+    would resume from them. What an earlier start has set aside stays: of the same step there may be two, of
+    different training.
     """
     later = [folder for folder in list_checkpoints(root) if parse_step(folder) > step]
     for folder in later:

@@ -34,7 +34,8 @@ WEIGHTS_STEM = "diffusion_pytorch_model"
 class Snapshot:
     """The content of one checkpoint: groups of tensors, and the rest as JSON; `config` is the denoiser's.
 
-    A group is made only when it is written, or copied: an engine may have to convert it, and all would not fit twice.
+    A group is made only when it is written, or copied: an engine may have to convert it, and all would not
+    fit twice.
     """
 
     step: int
@@ -78,8 +79,8 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
 
 
 def publish(hidden: Path, folder: Path, lease: Lease) -> None:
-    """Give a folder that was written its name, which another one may have. Raises LeaseLost, and keeps it aside, where
-    another run holds the output folder by now."""
+    """Give a folder that was written its name, which another one may have. Raises LeaseLost, and keeps it
+    aside, where another run holds the output folder by now."""
     flush_tree(hidden)  # which takes long, so that the check is right before the renames
     try:
         lease.check()
@@ -98,7 +99,8 @@ def write_group(folder: Path, group: TensorGroup, world: World, full: bool, writ
 
 
 def run_on_all_ranks(world: World, hidden: Path, action: Callable[[], None]) -> None:
-    """Collective: run `action` on every rank. If it fails on one, remove `hidden` and raise the same error on all.
+    """Collective: run `action` on every rank. If it fails on one, remove `hidden` and raise the same error on
+    all.
 
     Without that, the other ranks would wait in the next collective for a rank that is gone.
     """

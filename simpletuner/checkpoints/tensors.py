@@ -40,8 +40,8 @@ FILE_ERRORS = (OSError, SafetensorError, CheckpointException)
 def read_tensors(files: list[Path], tensors: NamedTensors, what: str) -> None:
     """Collective: fill tensors from files that any number of ranks wrote; each rank reads only its own rows.
 
-    Raises EnvironmentNotReady that names `what` was read when a tensor is missing, has another shape, or a file is
-    damaged.
+    Raises EnvironmentNotReady that names `what` was read when a tensor is missing, has another shape, or a
+    file is damaged.
     """
     with folder_with_only(files) as folder:
         try:
@@ -58,8 +58,8 @@ def read_tensors(files: list[Path], tensors: NamedTensors, what: str) -> None:
 def load(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader) -> None:
     """Collective: fill tensors, without exchanging plans where there is one rank.
 
-    Gloo's thread would copy a plan of more than 32,768 bytes with an OpenMP team of its own, which makes training on a
-    CPU twice as slow (see `reading_threads` in data/prefetch.py).
+    Gloo's thread would copy a plan of more than 32,768 bytes with an OpenMP team of its own, which makes
+    training on a CPU twice as slow (see `reading_threads` in data/prefetch.py).
     """
     if dist.get_world_size() > 1:
         dcp.load(tensors, storage_reader=reader)
@@ -70,7 +70,7 @@ def load(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader) -> None:
 
 
 def read_shapes(files: list[Path], what: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every whole tensor in files, by name. Raises EnvironmentNotReady for a damaged file."""
+    """Shape of every whole tensor in files, by name. Raises EnvironmentNotReady for a damaged file."""
     if not files:
         return {}
     with folder_with_only(files) as folder:
@@ -98,7 +98,7 @@ def folder_with_only(files: list[Path]) -> Iterator[Path]:
 
 
 def first_failure(error: BaseException) -> tuple[str, BaseException]:
-    """Return the first line of an error and the error; where DCP collected several, of the first rank that failed."""
+    """First line of an error and the error; where DCP collected several, of the first rank that failed."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = min(error.failures.items())
         line, cause = first_failure(cause)
@@ -180,7 +180,7 @@ def holders_of(mesh: DeviceMesh | None) -> list[list[int]]:
 
 
 def shard_shapes(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
-    """Return the shape of each of `count` shards; the last ones may have no rows, as `torch.chunk` cuts dim 0."""
+    """Shape of each of `count` shards; the last ones may have no rows, as `torch.chunk` cuts dim 0."""
     if count == 1:
         return [shape]
     rows, *rest = shape

@@ -1,7 +1,7 @@
 """Checksums of checkpoint files, each rank computing its share; a damaged checkpoint is skipped on all ranks.
 
-What a run resumes from is verified in the background while it scans its data and opens its base model. The pass over
-the files overlaps with that, and leaves them in the page cache, from which the weights are loaded.
+What a run resumes from is verified in the background while it scans its data and opens its base model. The
+pass over the files overlaps with that, and leaves them in the page cache, from which the weights are loaded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def in_background(function: Callable[[str], T], names: list[str], world: World) 
 
 
 def compute_checksums(folder: Path, world: World, known: Mapping[str, str]) -> dict[str, str]:
-    """Collective: return the checksum of every file below a folder by name, of which this rank may know some already.
+    """Collective: return the checksum of every file below a folder by name, of which this rank may know some
+    already.
 
     Raises EnvironmentNotReady on all ranks when one cannot read a file.
     """
@@ -88,10 +89,12 @@ class Verification:
 def find_newest(
     root: Path, wish: str, world: World, damaged: Mapping[Path, str]
 ) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Collective: return the checkpoint to resume from, and why newer ones were skipped: `damaged`, or incomplete.
+    """Collective: return the checkpoint to resume from, and why newer ones were skipped: `damaged`, or
+    incomplete.
 
-    Raises SettingsError for a folder that is not there, EnvironmentNotReady for one that is damaged, and where there
-    are checkpoints and all of them are damaged: starting again from the base model must be asked for.
+    Raises SettingsError for a folder that is not there, EnvironmentNotReady for one that is damaged, and
+    where there are checkpoints and all of them are damaged: starting again from the base model must be asked
+    for.
     """
     skipped: dict[Path, str] = {}
     for folder in find_folders_on_first_rank(root, wish, world):

@@ -1,7 +1,7 @@
 """Write tensors as safetensors, each one as it arrives: no file is put together in memory.
 
-A sharded group is one file per rank with the offsets of its shards, as torch's HuggingFaceStorageReader expects them.
-A full group is what other tools open: `STEM.safetensors`, or several with an index.
+A sharded group is one file per rank with the offsets of its shards, as torch's HuggingFaceStorageReader
+expects them. A full group is what other tools open: `STEM.safetensors`, or several with an index.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ def saved_offsets(shard: WrittenShard) -> list[int]:
 
 
 def write_full(folder: Path, group: TensorGroup, world: World, stem: str) -> dict[str, str]:
-    """Collective: write whole tensors, each rank its part of them, and return the checksums of its files by name.
+    """Collective: write whole tensors, each rank its part of them, and return the checksums of its files by
+    name.
 
-    A rank holds no more than one gathered tensor. Raises on the rank that cannot write, after all have got their rows.
+    A rank holds no more than one gathered tensor. Raises on the rank that cannot write, after all have got
+    their rows.
     """
     owners = assign_owners(group.plan, world.size)
     files = file_names(stem, world.size)
@@ -97,7 +99,8 @@ def file_names(stem: str, count: int) -> list[str]:
 
 
 def gather_owned(group: TensorGroup, owners: Mapping[str, int], world: World) -> Iterator[Tensor]:
-    """Collective: yield the bytes of the tensors that this rank owns, in the order of `owners`, as rows of one or more.
+    """Collective: yield the bytes of the tensors that this rank owns, in the order of `owners`, as rows of
+    one or more.
 
     In each round every rank receives one tensor at most, by one all-to-all where any of them is sharded.
     """
@@ -127,7 +130,7 @@ def exchange_round(group: TensorGroup, names: Sequence[str | None], world: World
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor in host memory, uint8 (N,); a tensor that is there already is not copied."""
+    """Bytes of a tensor in host memory, uint8 (N,); a tensor that is there already is not copied."""
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

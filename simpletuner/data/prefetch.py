@@ -62,11 +62,11 @@ class Batch:
     conditioning: Conditioning
     ids: tuple[str, ...]
     from_base: Tensor | None = None
-    """(B,) bool: the samples whose target is the prediction of the base model. None, on all ranks alike, where no
-    sample of the global batch is one of them."""
+    """(B,) bool: the samples whose target is the prediction of the base model. None, on all ranks alike,
+    where no sample of the global batch is one of them."""
     loss_mask: Tensor | None = None
-    """(B, 1, H, W), of clips (B, 1, F, H, W), in 0..1: by how much the loss of a latent cell counts. None, on all ranks
-    alike, where no sample of the global batch has a mask."""
+    """(B, 1, H, W), of clips (B, 1, F, H, W), in 0..1: by how much the loss of a latent cell counts. None,
+    on all ranks alike, where no sample of the global batch has a mask."""
 
     def pinned(self) -> Batch:
         """Return the batch in page-locked memory, from which a GPU copies asynchronously."""
@@ -97,11 +97,12 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Readers of a sample's tensors, without batch axis: latents (C, H, W) and image conditioning by sample, text
-    embeddings by sample and caption, and the embedding for dropped captions. `dataset` returns the dataset of the
-    sample at an index.
+    """Readers of a sample's tensors, without batch axis: latents (C, H, W) and image conditioning by sample,
+    text embeddings by sample and caption, and the embedding for dropped captions. `dataset` returns the
+    dataset of the sample at an index.
 
-    `threads` prepare a step each; `map_samples` reads the samples of one step, where each waits for a network at once.
+    `threads` prepare a step each; `map_samples` reads the samples of one step, where each waits for a network
+    at once.
     """
 
     samples: Sequence[Sample]
@@ -163,8 +164,9 @@ def prefetch(
 def reading_threads(count: int, name: str) -> ThreadPoolExecutor:
     """Started threads with one core each for torch's operations, and no OpenMP teams.
 
-    Stacking texts would start a team in each. Once a process has more OpenMP threads than cores, libgomp lets all of
-    them sleep between operations, also in training: on 2 cores a step of a tiny SD3 takes 0.18 instead of 0.10 s.
+    Stacking texts would start a team in each. Once a process has more OpenMP threads than cores, libgomp lets
+    all of them sleep between operations, also in training: on 2 cores a step of a tiny SD3 takes 0.18 instead
+    of 0.10 s.
     """
     # Where a thread cannot be started, those that were must not wait for it forever.
     all_cores, started = torch.get_num_threads(), Barrier(count, timeout=60)

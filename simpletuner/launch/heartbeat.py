@@ -1,7 +1,8 @@
-"""Launchers monitor each other: each writes a heartbeat to the store every second, and why the run ends, if early.
+"""Launchers monitor each other: each writes a heartbeat to the store every second, and why the run ends, if
+early.
 
-Only the thread accesses the store. When the network fails, a call to the store may never return, and the launcher must
-still be able to kill its ranks.
+Only the thread accesses the store. When the network fails, a call to the store may never return, and the
+launcher must still be able to kill its ranks.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class PeerMonitor:
         return self.suspect_seconds if lost else self.timeout_seconds
 
     def first_silent_since(self, asked: float) -> Termination | None:
-        """Wait for a heartbeat of every machine later than a time; return the termination for one that sends none.
+        """Wait for a heartbeat of every machine later than a time; return the termination for one that sends
+        none.
 
         None also where the run ends for a reason that is known meanwhile.
         """

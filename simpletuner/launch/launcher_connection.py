@@ -1,7 +1,8 @@
-"""A rank's connection to its launcher: heartbeats, why the rank failed, and what to do when the launcher dies.
+"""A rank's connection to its launcher: heartbeats, why the rank failed, and what to do when the launcher
+dies.
 
-It is a socket pair within this machine rather than the store: nobody on the network can reach it, no other traffic
-delays it, and it breaks the moment the launcher dies.
+It is a socket pair within this machine rather than the store: nobody on the network can reach it, no other
+traffic delays it, and it breaks the moment the launcher dies.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ def differing(first: dict[str, Any], other: dict[str, Any], names: tuple[str, st
 
 
 def check_local_ranks(infos: Sequence[NodeInfo], rank: int, environment: Mapping[str, str]) -> None:
-    """Refuse several ranks on one machine without LOCAL_RANK: each would list the images. `infos` are those of all.
+    """Refuse several ranks on one machine without LOCAL_RANK: each would list the images. `infos` are those
+    of all.
 
     Raises SettingsError.
     """
@@ -153,7 +154,8 @@ def check_local_ranks(infos: Sequence[NodeInfo], rank: int, environment: Mapping
 def check_addresses(infos: Sequence[NodeInfo]) -> None:
     """Refuse a main_process_ip that is machine 0 for the others, but the loopback device on machine 0 itself.
 
-    Ranks of machine 0 would bind to the loopback device, where the others cannot reach them. Raises SettingsError.
+    Ranks of machine 0 would bind to the loopback device, where the others cannot reach them. Raises
+    SettingsError.
     """
     inside = [info.address for info in infos if info.address and ipaddress.ip_address(info.address).is_loopback]
     if infos[0].address in inside and len(inside) < len(infos):

@@ -49,10 +49,11 @@ def ranks_per_machine(launch: Launch) -> int:
 
 
 def visible_gpus(launch: Launch, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES for gpu_ids; nothing where all GPUs may be used, or our launcher has chosen.
+    """Return CUDA_VISIBLE_DEVICES for gpu_ids; nothing where all GPUs may be used, or our launcher has
+    chosen.
 
-    Raises SettingsError when gpu_ids lists a GPU twice, one that is not there, or fewer GPUs than there are ranks on a
-    machine.
+    Raises SettingsError when gpu_ids lists a GPU twice, one that is not there, or fewer GPUs than there are
+    ranks on a machine.
     """
     if launch.use_cpu or launch.gpu_ids.strip().lower() == "all" or SOCKET_VARIABLE in environment:
         return {}
@@ -92,8 +93,8 @@ def choose_gpus(launch: Launch, environment: MutableMapping[str, str]) -> None:
 def round_no_pinned_memory(environment: MutableMapping[str, str]) -> None:
     """Let torch lock as much host memory as a tensor has. Call it before torch is imported.
 
-    By default it rounds each one up to a power of two: FLUX.1 offloaded by FSDP2 would take 69 GiB instead of 44, and
-    its gradients as much again.
+    By default it rounds each one up to a power of two: FLUX.1 offloaded by FSDP2 would take 69 GiB instead of
+    44, and its gradients as much again.
     """
     name = OLDER_ALLOCATOR if environment.get(OLDER_ALLOCATOR) else ALLOCATOR
     own = environment.get(name, "")

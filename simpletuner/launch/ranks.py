@@ -126,7 +126,8 @@ class Ranks:
             self.dumped.add(rank)
 
     def unsaved(self) -> int:
-        """Return -1 if any rank has trained steps that are not in a checkpoint yet, else 0: see StopRequest.unsaved.
+        """Return -1 if any rank has trained steps that are not in a checkpoint yet, else 0: see
+        StopRequest.unsaved.
 
         The number of the step in a heartbeat is up to a second old.
         """
@@ -137,7 +138,7 @@ class Ranks:
         return max((status.save_seconds for status in list(self.statuses.values())), default=0.0)
 
     def first_failure(self) -> ProcessExit | None:
-        """Return a failed rank, if there is one; a killed one first, since others fail because they miss it."""
+        """Failed rank, if there is one; a killed one first, since others fail because they miss it."""
         # signals are negative codes, so the least code is a kill
         failed = [(process.returncode, rank) for rank, process in self.processes.items() if process.poll()]
         return ProcessExit(min(failed)[1], self.processes[min(failed)[1]].pid, min(failed)[0]) if failed else None

@@ -70,7 +70,8 @@ def verify_same_config(
 ) -> list[NodeInfo]:
     """Register, wait for all others, and return what each registered, by number.
 
-    Raises the error of the member that found a difference, on all that wait. `check` may raise to stop waiting.
+    Raises the error of the member that found a difference, on all that wait. `check` may raise to stop
+    waiting.
     """
     try:
         register(messages, group, info, check, timeout_seconds)

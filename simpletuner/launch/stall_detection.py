@@ -41,8 +41,9 @@ PAUSED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 WARN_SECONDS = 10.0
 """Seconds of a rank's suspension before a warning."""
 BEGIN_SECONDS = 600.0
-"""Longest time to a rank's first heartbeat, if that is longer than stall_timeout. Until then it imports torch and this
-package, some 10,000 files: on a busy machine or from a network drive it may use next to no CPU for minutes."""
+"""Longest time to a rank's first heartbeat, if that is longer than stall_timeout. Until then it imports
+torch and this package, some 10,000 files: on a busy machine or from a network drive it may use next to no
+CPU for minutes."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,8 @@ OLDER = {PREFIX: "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_BUFFER_SIZE": "TOR
 
 
 def record_into(folder: Path, environment: MutableMapping[str, str]) -> None:
-    """Have torch record collectives, and write them into a folder when one times out. The user's variables stay.
+    """Have torch record collectives, and write them into a folder when one times out. The user's variables
+    stay.
 
     Call it before the process group is made.
     """

@@ -87,8 +87,8 @@ MPI = (
 def rank_variables(launch: Launch, environment: Mapping[str, str]) -> dict[str, str]:
     """Return RANK and what belongs to it, where srun or mpirun starts this command once per rank.
 
-    Nothing for a process that is a rank already, and where the command is started once, or once per machine: then it is
-    a launcher. Raises SettingsError where nothing says at which address the ranks meet.
+    Nothing for a process that is a rank already, and where the command is started once, or once per machine:
+    then it is a launcher. Raises SettingsError where nothing says at which address the ranks meet.
     """
     task = started_task(environment)
     if is_rank(environment) or task is None or task.count in (1, launch.num_machines):
@@ -105,7 +105,8 @@ def rank_variables(launch: Launch, environment: Mapping[str, str]) -> dict[str, 
 
 
 def started_number(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the number of this process, from 0, and the count of all that torchrun, srun or mpirun started alike.
+    """Return the number of this process, from 0, and the count of all that torchrun, srun or mpirun started
+    alike.
 
     None where it is alone. Raises SettingsError where nothing says its number.
     """
@@ -218,7 +219,8 @@ def is_typed(environment: Mapping[str, str]) -> bool:
 
 
 def group_and_terminal(pid: str) -> tuple[int, int] | None:
-    """Return the process group of a process and the device of its terminal, 0 for none; None if there is no such one.
+    """Return the process group of a process and the device of its terminal, 0 for none; None if there is no
+    such one.
 
     From /proc/PID/stat: proc(5).
     """

@@ -162,7 +162,8 @@ class MessageStore:
 
 
 def message_signer(run_secret_file: Path | None, environment: Mapping[str, str] = os.environ) -> MessageSigner:
-    """Make the signer of the secret in the environment or in a file, which must be readable for its owner alone.
+    """Make the signer of the secret in the environment or in a file, which must be readable for its owner
+    alone.
 
     Raises SettingsError where it is not, and where the secret is short enough to be guessed.
     """

@@ -1,7 +1,7 @@
 """The launcher of one machine: rendezvous with the others, start the ranks, supervise them, shut them down.
 
-Not torchrun's agent: it reports a dead rank only after it has ended the others of that machine (up to 30 s), and learns
-nothing from other machines while ranks run.
+Not torchrun's agent: it reports a dead rank only after it has ended the others of that machine (up to 30 s),
+and learns nothing from other machines while ranks run.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ LINGER_SECONDS = 1.0
 EXIT_SECONDS = 15
 """Seconds for ranks to exit after another's failure: it may still write its report, and they theirs."""
 DEAD_PEER_EXIT_SECONDS = 4
-"""The same when another one is known to be dead. What a survivor does then needs the dead one, too: a collective, whose
-wait SIGTERM does not end, or a checkpoint, which all ranks write and which counts only when all have."""
+"""The same when another one is known to be dead. What a survivor does then needs the dead one, too: a
+collective, whose wait SIGTERM does not end, or a checkpoint, which all ranks write and which counts only
+when all have."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str], run_folder: Path | No
 
     `run_folder` gets the launcher's part of the status and the log; None for what is not a run.
 
-    Raises SettingsError or EnvironmentNotReady when the rendezvous fails. Exits with the exit code of the first rank
-    that failed, and prints why unless that rank has printed it here.
+    Raises SettingsError or EnvironmentNotReady when the rendezvous fails. Exits with the exit code of the
+    first rank that failed, and prints why unless that rank has printed it here.
     """
     # the environment as the user set it, before torch is silenced for this process alone
     launch, inherited = loaded.settings.launch, inherited_environment()

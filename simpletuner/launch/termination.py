@@ -160,7 +160,7 @@ def ask_address(url: str) -> Answer:
 
 
 def check_of_machine(launch: Launch, environment: Mapping[str, str]) -> str:
-    """Return the check for the first rank of a machine, where no launcher of ours makes it; nothing for others."""
+    """Check for the first rank of a machine, where no launcher of ours makes it; nothing for others."""
     return launch.preemption_check if environment.get("LOCAL_RANK", "0") == "0" else ""
 
 

@@ -23,8 +23,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """`pattern` is a regular expression of the whole name that the driver gives; the same name may mean a slower card
-    (H100 PCIe, H100 NVL, H200 NVL), which is not that device."""
+    """`pattern` is a regular expression of the whole name that the driver gives; the same name may mean a
+    slower card (H100 PCIe, H100 NVL, H200 NVL), which is not that device."""
 
     pattern: str
     peak_tflops: float
@@ -42,8 +42,9 @@ class Device:
 def geforce(sms: int, boost_mhz: int) -> float:
     """TFLOP/s of dense bf16 with float32 accumulation: 512 FLOP per SM and clock.
 
-    SMs and clocks are those of the whitepapers of GA102, Ada and RTX Blackwell, whose "Peak FP16 Tensor TFLOPS with
-    FP32 Accumulate" this gives: 59.5 for a 3080, 71.2 for a 3090, 165.2 for a 4090, 209.5 for a 5090.
+    SMs and clocks are those of the whitepapers of GA102, Ada and RTX Blackwell, whose "Peak FP16 Tensor
+    TFLOPS with FP32 Accumulate" this gives: 59.5 for a 3080, 71.2 for a 3090, 165.2 for a 4090, 209.5 for a
+    5090.
     """
     return round(sms * boost_mhz * 512e-6, 1)
 
@@ -120,8 +121,8 @@ QUANTIZED_BYTES = {"int8": 1, "float8": 1, "nf4": 0.5 + 1 / 64}
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """Numbers that decide the partitioning: parameters, ranks, machines, states per weight; and the device of the
-    EMA."""
+    """Numbers that decide the partitioning: parameters, ranks, machines, states per weight; and the device
+    of the EMA."""
 
     num_parameters: int
     num_ranks: int

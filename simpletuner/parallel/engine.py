@@ -1,9 +1,10 @@
 """The Engine protocol: all that differs between one GPU, DDP, FSDP2 and DeepSpeed ZeRO.
 
-Checkpoints, EMA and validation are built on it, so they work with every engine. A weight has two forms: the shard that
-an engine keeps of it in float32, cut as the engine likes (rows under FSDP2, a slice of a flat buffer under ZeRO), in
-which EMA follows it at each step without communication; and the checkpoint layout, which is the same for all engines:
-the whole tensor, or a DTensor sharded on dim 0. So no engine needs a checkpoint format of its own.
+Checkpoints, EMA and validation are built on it, so they work with every engine. A weight has two forms: the
+shard that an engine keeps of it in float32, cut as the engine likes (rows under FSDP2, a slice of a flat
+buffer under ZeRO), in which EMA follows it at each step without communication; and the checkpoint layout,
+which is the same for all engines: the whole tensor, or a DTensor sharded on dim 0. So no engine needs a
+checkpoint format of its own.
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ class Engine(Protocol):
         ...
 
     def local_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, shard): this rank's float32 shard of every weight, of any shape, empty where it has none.
+        """Yield (name, shard): this rank's float32 shard of every weight, of any shape, empty where it has
+        none.
 
-        A shard in host memory is valid until the next one is asked for: an engine may have to fetch it from a disk.
+        A shard in host memory is valid until the next one is asked for: an engine may have to fetch it from a
+        disk.
         """
         ...
 
@@ -80,7 +83,8 @@ class Engine(Protocol):
     def to_checkpoint(self, name: str, shard: Tensor, /) -> Tensor:
         """Convert a local shard, or a tensor of its shape, to the checkpoint layout. Collective.
 
-        Returns the whole tensor, or a DTensor sharded on dim 0 on the shard's device. May share memory with `shard`.
+        Returns the whole tensor, or a DTensor sharded on dim 0 on the shard's device. May share memory with
+        `shard`.
         """
         ...
 

@@ -58,7 +58,7 @@ def units_of(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel) -> l
 
 
 def units_by_callable(model: nn.Module, path: str) -> list[nn.Module]:
-    """Return the modules that a user's callable names. Raises SettingsError, whatever it raises or returns."""
+    """Modules that a user's callable names. Raises SettingsError, whatever it raises or returns."""
     policy = imported(path)
     hint = (
         "it is called as policy(model) and returns the modules to shard as units; in place of torch's own for FSDP1, "

@@ -1,7 +1,7 @@
 """The GPU of each rank: which one it takes, its model, precision and memory limit.
 
-Slurm, wrappers and containers show a task one GPU, some, or all of its machine, under numbers that begin at 0 in each.
-So numbers decide nothing: ranks tell one another the UUIDs of what they see.
+Slurm, wrappers and containers show a task one GPU, some, or all of its machine, under numbers that begin at 0
+in each. So numbers decide nothing: ranks tell one another the UUIDs of what they see.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def driver_version() -> str:
 
 
 def power_limit_watts(device: torch.device) -> float:
-    """Return the power limit of a GPU, on which its board's mean power is held; 0 where the driver does not say."""
+    """Power limit of a GPU, on which its board's mean power is held; 0 where the driver does not say."""
     if device.type != "cuda":
         return 0.0
     query = ("--query-gpu=power.limit", "--format=csv,noheader,nounits")
@@ -190,7 +190,8 @@ def check_no_gpu_is_lost(devices: Path) -> None:
 
 
 def agree_on_devices(store: dist.Store, rank: int, size: int, view: View) -> torch.device:
-    """Return this rank's device. Collective; raises EnvironmentNotReady on all ranks where one has no GPU of its own.
+    """Return this rank's device. Collective; raises EnvironmentNotReady on all ranks where one has no GPU of
+    its own.
 
     Rank 0 decides: a thousand ranks that read each other's views are a million requests.
     """

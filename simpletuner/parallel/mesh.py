@@ -1,7 +1,8 @@
 """The axes along which ranks share work: dp_replicate x dp_shard x cp, the last one varying fastest.
 
-Ranks that differ only in `cp` (context parallel) hold parts of the same sequences, so they see the same samples; data
-is split over the other two axes. Parameters are sharded over dp_shard x cp, and replicated over dp_replicate.
+Ranks that differ only in `cp` (context parallel) hold parts of the same sequences, so they see the same
+samples; data is split over the other two axes. Parameters are sharded over dp_shard x cp, and replicated over
+dp_replicate.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Mesh:
         return self.world.rank % self.cp
 
     def cp_group(self) -> dist.ProcessGroup:
-        """Return the ranks that hold parts of the same sequences as this one. Collective, creates communicators."""
+        """Ranks that hold parts of the same sequences as this one. Collective, creates communicators."""
         group, _ = dist.new_subgroups(self.cp)
         assert isinstance(group, dist.ProcessGroup)
         return group
@@ -70,9 +71,9 @@ class Mesh:
     def shard_mesh(self, device_type: str) -> DeviceMesh:
         """Return the mesh over which parameters are sharded. Collective at the first call for a device type.
 
-        It is 1-D, or (dp_replicate, dp_shard x cp) where several copies are sharded. There is one per device type,
-        since EMA and optimizer state may be offloaded: DTensors of a CPU part need a mesh of gloo, those of a GPU part
-        one of NCCL.
+        It is 1-D, or (dp_replicate, dp_shard x cp) where several copies are sharded. There is one per device
+        type, since EMA and optimizer state may be offloaded: DTensors of a CPU part need a mesh of gloo,
+        those of a GPU part one of NCCL.
         """
         if device_type not in self.shard_meshes:
             sizes, names = (self.dp_shard * self.cp,), (SHARDS,)
@@ -88,9 +89,11 @@ class Mesh:
 
 
 def build_mesh(settings: Settings, world: World) -> Mesh:
-    """Return the mesh that the settings ask for: FSDP2 and ZeRO shard over all ranks, else all ranks are replicas.
+    """Return the mesh that the settings ask for: FSDP2 and ZeRO shard over all ranks, else all ranks are
+    replicas.
 
-    Under FSDP2 there may be several copies, each sharded over neighbouring ranks, which are those of one machine.
+    Under FSDP2 there may be several copies, each sharded over neighbouring ranks, which are those of one
+    machine.
     """
     parallel = settings.parallel
     if parallel.fsdp_enable:

@@ -1,4 +1,5 @@
-"""State that each optimizer keeps of a weight, by shapes alone. No torch, so that commands can count before a run.
+"""State that each optimizer keeps of a weight, by shapes alone. No torch, so that commands can count before a
+run.
 
 The optimizers make their state from `moment_shapes`, and all estimates of memory and disk add it up.
 """

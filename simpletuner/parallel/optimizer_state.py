@@ -69,9 +69,11 @@ def zero_moments(parameter: Tensor, optimizer: str, is_hidden_matrix: bool = Fal
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """`steps` taken so far, and a function per moment (`exp_avg`, ...) that returns its tensors by parameter name.
+    """`steps` taken so far, and a function per moment (`exp_avg`, ...) that returns its tensors by parameter
+    name.
 
-    Functions, so that one moment at a time is converted: an engine may have to copy it, and all would not fit twice.
+    Functions, so that one moment at a time is converted: an engine may have to copy it, and all would not fit
+    twice.
     """
 
     steps: int = 0

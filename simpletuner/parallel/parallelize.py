@@ -75,10 +75,11 @@ def described(settings: Compile) -> str:
 def parallelize(
     model: nn.Module, blocks: tuple[str, ...], settings: Settings, mesh: Mesh, plan: SequencePlan | None = None
 ) -> None:
-    """Apply what the settings ask for, in place; parameters stay on the meta device. Collective: creates groups.
+    """Apply what the settings ask for, in place; parameters stay on the meta device. Collective: creates
+    groups.
 
-    Compiling comes before sharding, so that FSDP2's hooks, which gather weights, run between the compiled blocks
-    rather than break their graphs. DeepSpeed shards later, when it takes the model over.
+    Compiling comes before sharding, so that FSDP2's hooks, which gather weights, run between the compiled
+    blocks rather than break their graphs. DeepSpeed shards later, when it takes the model over.
     """
     model.train()
     if mesh.cp > 1 and plan is not None:

@@ -26,8 +26,8 @@ ShardUpdate = Callable[[str, Tensor], None]
 class ShardedParameter:
     """A parameter of the model (a DTensor under FSDP2), and this rank's shard of it, in the same memory.
 
-    The optimizer works on plain shards: over DTensors the same fused AdamW and clipping pass through torch's sharding
-    rules at every step, which takes several times as long (`benchmarks/sharded_update.py`).
+    The optimizer works on plain shards: over DTensors the same fused AdamW and clipping pass through torch's
+    sharding rules at every step, which takes several times as long (`benchmarks/sharded_update.py`).
     """
 
     parameter: nn.Parameter

@@ -30,8 +30,8 @@ minutes). A rank that ends breaks them at once; the launcher finds one that hang
 JOIN_SECONDS = 300
 """Longest wait of a rank for the others to join."""
 ABORT_SECONDS = 5
-"""Longest time in which a failed rank aborts its communicators. Peers that wait in a kernel of NCCL over NVLink or
-shared memory do not notice: the launcher, or torchrun's agent, ends them."""
+"""Longest time in which a failed rank aborts its communicators. Peers that wait in a kernel of NCCL over
+NVLink or shared memory do not notice: the launcher, or torchrun's agent, ends them."""
 LAUNCHER_SECONDS = 10
 """Longest wait of a rank that lost another one for the launcher, which knows what happened, to end it."""
 LOOK_SECONDS = 5.0
@@ -80,7 +80,8 @@ class World:
         return self.begin_mean(values)()
 
     def begin_mean(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin the mean of a small tensor over the ranks, and return a function that waits for the result. Collective.
+        """Begin the mean of a small tensor over the ranks, and return a function that waits for the result.
+        Collective.
 
         `values` is overwritten. Of a GPU's tensor the mean is queued, and nothing waits.
         """
@@ -123,7 +124,7 @@ class World:
         return texts
 
     def from_first(self, place: str, make: Callable[[], str], stop: Callable[[], None]) -> str:
-        """Return the text that rank 0 makes, however long that takes. Collective; no torch collective is held open."""
+        """Text that rank 0 makes, however long that takes. Collective; no torch collective is held open."""
         if self.is_first:
             self.store.set(f"{place}/made", make())
             self.add_progress(place, 1)
@@ -150,10 +151,12 @@ class World:
         show: Callable[[int], object] = lambda count: None,
         patience_seconds: float = STALL_SECONDS,
     ) -> None:
-        """Wait until all ranks together have done `units` of a job. Polls the store: no collective is held open.
+        """Wait until all ranks together have done `units` of a job. Polls the store: no collective is held
+        open.
 
-        Raises EnvironmentNotReady when nothing moves for longer than `patience_seconds`, and DistNetworkError, as a
-        collective does, when the process of another rank has ended: srun ends nobody because of that.
+        Raises EnvironmentNotReady when nothing moves for longer than `patience_seconds`, and
+        DistNetworkError, as a collective does, when the process of another rank has ended: srun ends nobody
+        because of that.
         """
         self.activity.advance()
         last, moved, looked = -1, time.monotonic(), time.monotonic()
@@ -195,8 +198,8 @@ def joined_world(
 ) -> Iterator[World]:
     """Join the ranks that the launcher started, or be a world of one; leave at the end. Collective.
 
-    Raises EnvironmentNotReady when the others cannot be joined, or where ranks would share a GPU; a signal meanwhile
-    ends the process.
+    Raises EnvironmentNotReady when the others cannot be joined, or where ranks would share a GPU; a signal
+    meanwhile ends the process.
     """
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank = int(environment.get("LOCAL_RANK", 0))
@@ -271,7 +274,7 @@ def abort(device: torch.device) -> None:
 
 
 def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Store:
-    """Return the key-value store at MASTER_ADDR; torchrun's agent serves one, other launchers leave it to us."""
+    """Key-value store at MASTER_ADDR; torchrun's agent serves one, other launchers leave it to us."""
     served_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         environment["MASTER_ADDR"],

@@ -34,8 +34,8 @@ def import_named(module: str) -> ModuleType:
 def no_collection() -> Iterator[None]:
     """Import libraries without garbage collection, and leave their objects out of later collections.
 
-    It finds nothing in modules that are still being imported: torch takes 2.6 CPU seconds without it instead of 3.5,
-    the classes of models 2.0 instead of 2.4. Half a million objects of theirs stay.
+    It finds nothing in modules that are still being imported: torch takes 2.6 CPU seconds without it instead
+    of 3.5, the classes of models 2.0 instead of 2.4. Half a million objects of theirs stay.
     """
     gc.disable()
     try:

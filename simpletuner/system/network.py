@@ -35,7 +35,8 @@ def own_address_towards(host: str, port: int) -> str:
 def interface_towards(host: str, port: int) -> str:
     """Find the name of the interface that leads to a host; empty where that cannot be determined.
 
-    For an address of this machine itself: not the loopback device but the interface that other machines reach.
+    For an address of this machine itself: not the loopback device but the interface that other machines
+    reach.
     """
     address = own_address_towards(host, port)
     return next((name for name, own in addresses() if address and own == address), "")
@@ -80,7 +81,8 @@ def listen_on_all_addresses(port: int) -> socket.socket:
 def http_request(
     url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
 ) -> urllib.request.Request:
-    """Make a request; `user:password@` of the address is sent as Basic authentication, and not to where it redirects.
+    """Make a request; `user:password@` of the address is sent as Basic authentication, and not to where it
+    redirects.
 
     Raises ValueError for what is no address.
     """

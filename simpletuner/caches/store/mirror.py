@@ -1,9 +1,9 @@
 """A cache in a bucket: its local folder has all indexes, and of the shards what was read or written lately.
 
-A shard is uploaded when it is full, then its index, so an index never names bytes that are not in the bucket. A shard
-of which no record was read yet is a sparse file of the same size; a record whose checksum does not match is fetched
-into it. So everything else works with the folder as with any other cache. Shards have random numbers: runs that share a
-bucket never write the same object.
+A shard is uploaded when it is full, then its index, so an index never names bytes that are not in the bucket.
+A shard of which no record was read yet is a sparse file of the same size; a record whose checksum does not
+match is fetched into it. So everything else works with the folder as with any other cache. Shards have random
+numbers: runs that share a bucket never write the same object.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ class Mirror:
     _new_bytes: int = 0
 
     def synchronize(self, stop: Callable[[], None], written: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Fetch the indexes that are in the bucket alone, and upload the shards that an interrupted run has left here.
+        """Fetch the indexes that are in the bucket alone, and upload the shards that an interrupted run has
+        left here.
 
-        `written` are files with their sizes that all ranks have written here, which a network file system may not list
-        yet. For one rank, while no other one writes. Raises what ends the run where the store does not answer.
+        `written` are files with their sizes that all ranks have written here, which a network file system may
+        not list yet. For one rank, while no other one writes. Raises what ends the run where the store does
+        not answer.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         away = {name: size for name, size in self.storage.sizes().items() if OURS.fullmatch(name)}
@@ -72,7 +74,7 @@ class Mirror:
             run_all(pool, self._restore, (n for n in left if n not in shards or is_behind(n, away, here)), away, stop)
 
     def record(self, location: RecordLocation) -> memoryview:
-        """Return a record from the local copy, else from the bucket. Raises ValueError where it is damaged there."""
+        """Record from the local copy, else from the bucket. Raises ValueError where it is damaged there."""
         # A hole reads as zeros, whose checksum differs from the record's, so no list of fetched records is
         # kept.
         here = read_from_file(location)
@@ -85,7 +87,7 @@ class Mirror:
             return here if location.checksum_with(here) == location.checksum else self._fetch(location)
 
     def _fetch(self, location: RecordLocation) -> memoryview:
-        """Return a record from the bucket, and keep it; all of its shard where the store gives no parts of objects."""
+        """Record from the bucket, and keep it; all of its shard where the store gives no parts of objects."""
         shard, kept = location.shard, list[bytes]()
         try:
             content = self.storage.read_range(shard.name, location.offset, location.length, kept.append)

@@ -46,7 +46,8 @@ def without_padding(tensor: Tensor) -> Tensor:
 
 
 def parse_tensors(record: memoryview) -> dict[str, Tensor]:
-    """Return the tensors of a record without a copy, but for those that are padded; they keep the memory alive.
+    """Return the tensors of a record without a copy, but for those that are padded; they keep the memory
+    alive.
 
     `safetensors.torch.load` would copy the bytes: it takes `bytes` only.
     """
@@ -75,8 +76,9 @@ LEVEL = 1
 def compress_record(record: bytes) -> bytes:
     """Return the size of a record and its bytes as a zstd frame; the record itself where that is no smaller.
 
-    Even and odd bytes are apart: of bf16 numbers the one half is sign and exponent, which zstd shrinks, and the other
-    one mantissa, which it stores as it is. Together a Flux sample takes 11 % more, and a third longer to read.
+    Even and odd bytes are apart: of bf16 numbers the one half is sign and exponent, which zstd shrinks, and
+    the other one mantissa, which it stores as it is. Together a Flux sample takes 11 % more, and a third
+    longer to read.
     """
     numbers = np.frombuffer(record + b"\0" * (len(record) % 2), "<u2")
     halves = np.concatenate([numbers.astype(np.uint8), (numbers >> 8).astype(np.uint8)])
@@ -85,7 +87,7 @@ def compress_record(record: bytes) -> bytes:
 
 
 def decompress_record(stored: memoryview) -> memoryview:
-    """Return a decompressed copy of a record, or the record itself if it is not compressed. Raises ValueError."""
+    """Decompressed copy of a record, or the record itself if it is not compressed. Raises ValueError."""
     size = int.from_bytes(stored[:8], "little") - COMPRESSED
     if size < 0:
         return stored
@@ -152,8 +154,8 @@ def folder_fingerprint(folders: list[Path]) -> str:
 def file_fingerprint(path: Path) -> str:
     """Return a hash over a file's size and evenly spaced blocks of it (the whole of a file up to 256 KiB).
 
-    Training changes every part of a weights file, so 64 blocks tell any two trainings of a model apart without reading
-    gigabytes at every start.
+    Training changes every part of a weights file, so 64 blocks tell any two trainings of a model apart
+    without reading gigabytes at every start.
     """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)

@@ -163,7 +163,8 @@ class MergedIndex:
 def open_index(folder: Path, sources: list[Source] | None = None) -> MergedIndex:
     """Return the merged index of a cache folder, merging it first unless it is current.
 
-    `sources` are those that another process has found, where a network file system may list others for a while.
+    `sources` are those that another process has found, where a network file system may list others for a
+    while.
     """
     sources, path = list_sources(folder) if sources is None else sources, folder / MERGED_INDEX
     old = MergedIndex()
@@ -179,8 +180,8 @@ def open_index(folder: Path, sources: list[Source] | None = None) -> MergedIndex
 
 
 def list_sources(folder: Path, named: Iterable[str] = ()) -> list[Source]:
-    """Return the shards that have an index; `named` are files that another machine has written and may not be listed
-    yet. Raises OSError where one of those is missing."""
+    """Return the shards that have an index; `named` are files that another machine has written and may not
+    be listed yet. Raises OSError where one of those is missing."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:  # others are not looked at: a note that rank 0 writes may be gone meanwhile
@@ -193,7 +194,7 @@ def list_sources(folder: Path, named: Iterable[str] = ()) -> list[Source]:
 
 
 def merge(folder: Path, sources: list[Source], old: MergedIndex) -> MergedIndex:
-    """Return the index of `sources`. Rows of `old` are taken over if all that it was made from is still there."""
+    """Index of `sources`. Rows of `old` are taken over if all that it was made from is still there."""
     # A shard was removed or rewritten: its rows may be gone, so all indexes are read again.
     if not set(old.sources) <= set(sources):
         old = MergedIndex()

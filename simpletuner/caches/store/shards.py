@@ -193,7 +193,8 @@ class ShardReader:
                 yield location
 
     def read(self, location: RecordLocation) -> dict[str, torch.Tensor]:
-        """Return a record's tensors: views of the mapped shard unless it is compressed, so stacking is the only copy.
+        """Return a record's tensors: views of the mapped shard unless it is compressed, so stacking is the
+        only copy.
 
         Raises EnvironmentNotReady when the record is damaged; the next start makes it again.
         """
@@ -212,7 +213,8 @@ class ShardReader:
     def _retract(self, location: RecordLocation, error: Exception) -> EnvironmentNotReady:
         """Retract a damaged record, and return the error to raise.
 
-        The run ends instead of computing the record again: by now the encoders are freed, and the other ranks train.
+        The run ends instead of computing the record again: by now the encoders are freed, and the other ranks
+        train.
         """
         where = f"{location.shard} is damaged at byte {location.offset}, in the record {location.name}"
         message = f"the cache file {where}: {error}"
@@ -243,10 +245,11 @@ def read_from_file(location: RecordLocation) -> memoryview:
 
 
 def map_shard(shard: Path) -> memoryview:
-    """Map a shard privately: torch.frombuffer wants writable memory, and writing there must not change the cache.
+    """Map a shard privately: torch.frombuffer wants writable memory, and writing there must not change the
+    cache.
 
-    The map lives as long as any tensor in it. It holds no file descriptor, of which a process may have only 1,024;
-    mmap.mmap would.
+    The map lives as long as any tensor in it. It holds no file descriptor, of which a process may have only
+    1,024; mmap.mmap would.
     """
     size = shard.stat().st_size  # raises OSError, where torch would raise RuntimeError
     return torch.from_file(str(shard), shared=False, size=size, dtype=torch.uint8).numpy().data
@@ -275,7 +278,7 @@ def identity(reader: ShardReader) -> str:
 
 
 def read_digests(reader: ShardReader) -> dict[str, dict[str, str]]:
-    """Return the digests of a note about just these shards; none where it is missing, damaged or about others."""
+    """Digests of a note about just these shards; none where it is missing, damaged or about others."""
     path, note = reader.folder / COMPLETE, dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, RecursionError):
         note = json.loads(read_file(path)) if is_plain_file(path) else {}

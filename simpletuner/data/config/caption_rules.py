@@ -20,8 +20,8 @@ from simpletuner.system.files.paths import expand_path
 from simpletuner.system.files.regular_files import read_file
 
 LINE_ENDS = re.compile(r"\r\n|\n|\r")
-"""Not all at which str.splitlines() ends a line: U+2028, U+2029, NEL, VT, FF, FS, GS and RS stand within captions that
-were copied from documents and web pages."""
+"""Not all at which str.splitlines() ends a line: U+2028, U+2029, NEL, VT, FF, FS, GS and RS stand within
+captions that were copied from documents and web pages."""
 REGULAR = re.compile(r"[\\^$*+?{}\[\]()|]")
 """Characters that make a rule a regular expression. A dot alone does not: it ends sentences."""
 SUBSTITUTION = re.compile(r"s/((?:\\.|[^/\\])+)/((?:\\.|[^/\\])*)(?:/([gi]*))?")
@@ -42,8 +42,9 @@ BLANK = (
     "\x00-\x20\x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f"
     "\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\U000e0000-\U000e0fff"
 )
-"""Letters that show nothing, as within brackets of a regular expression of Python or Arrow: spaces, control characters,
-and what Unicode calls default ignorable, such as the zero-width space that web pages leave."""
+"""Letters that show nothing, as within brackets of a regular expression of Python or Arrow: spaces,
+control characters, and what Unicode calls default ignorable, such as the zero-width space that web pages
+leave."""
 BLANK_TEXT = re.compile(f"^[{BLANK}]*$")
 
 

@@ -69,7 +69,7 @@ class DatasetEntry:
         return f"{where}, dataset `{name}`" if isinstance(name, str) and name.strip() and name.isprintable() else where
 
     def mistake(self, name: str, message: str, hint: str = "", show_value: bool = True) -> Mistake:
-        """Return a mistake about a key, with the line and the spelling that the file has, if it has the key."""
+        """Mistake about a key, with the line and the spelling that the file has, if it has the key."""
         found = next((entry for entry in self.keys if name in (entry.key, name_of_key(entry.key))), None)
         if not found and "." in name:
             return self._mistake_inside(name, message, hint, show_value)
@@ -77,7 +77,7 @@ class DatasetEntry:
         return Mistake(found.key if found else name, message, self.place(found.line if found else 0), given, hint)
 
     def _mistake_inside(self, name: str, message: str, hint: str, show_value: bool) -> Mistake:
-        """Return a mistake about a key inside another one, such as `parquet.path`, with the line of the outer one."""
+        """Mistake about a key inside another one, such as `parquet.path`, with the line of the outer one."""
         outer, _, inner = name.partition(".")
         found = next((entry for entry in self.keys if name_of_key(entry.key) == outer), None)
         values = found.value if found and isinstance(found.value, dict) else {}

@@ -197,7 +197,7 @@ def check_format(path: Path) -> Path:
 
 
 def table_files(path: Path) -> list[Path]:
-    """Return the files that a path names: itself, or those that its last part is a pattern of (`*`, `?`, `[0-9]`)."""
+    """Files that a path names: itself, or those that its last part is a pattern of (`*`, `?`, `[0-9]`)."""
     return sorted(path.parent.glob(path.name)) if has_magic(path.name) and not path.exists() else [path]
 
 

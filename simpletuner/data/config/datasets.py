@@ -83,8 +83,8 @@ def default_texts(data: Data) -> TextEmbeds:
 
 
 def unused_keys(data: Data, origins: Mapping[str, Origin] | None = None) -> list[str]:
-    """Return a sentence for each key of the dataset file that has no effect, and that may be missed; and for each of
-    the settings of `origins` that no dataset of the file takes up."""
+    """Return a sentence for each key of the dataset file that has no effect, and that may be missed; and
+    for each of the settings of `origins` that no dataset of the file takes up."""
     if data.data_backend_config is None:
         return []
     parsed = parse_file(data.data_backend_config, data)

@@ -44,7 +44,7 @@ def text_folder(texts: TextEmbeds, settings: Settings) -> Path:
 
 
 def paired_folder(texts: TextEmbeds, dataset: ImageDataset, settings: Settings) -> Path:
-    """Return the folder for embeddings of a dataset's captions by text encoders that read its references, too."""
+    """Folder for embeddings of a dataset's captions by text encoders that read its references, too."""
     return paired_root(texts, settings) / dataset.id
 
 

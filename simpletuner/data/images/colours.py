@@ -133,7 +133,7 @@ def numbers(values: Any, count: int) -> tuple[float, ...]:
 
 
 def tables(values: Any) -> list[bytes]:
-    """Return the curve of each channel as an ICC profile has it, one for all or three; none where they are damaged."""
+    """Curve of each channel as an ICC profile has it, one for all or three; none where they are damaged."""
     length = len(values) if isinstance(values, tuple) else 0
     count = 3 if length % 3 == 0 else 1
     found = np.array(numbers(values, length)).reshape(count, -1)

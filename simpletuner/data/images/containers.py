@@ -1,7 +1,8 @@
 """The bytes around the pixels of JPEG, PNG and WebP files: size, orientation, colour profile.
 
-The scan of headers and the decoder ask the same functions, so that they agree about every file. Of JPEG and PNG,
-Pillow is given only what it needs to decode: damaged, huge or nested notes beside the pixels cannot ruin an image.
+The scan of headers and the decoder ask the same functions, so that they agree about every file. Of JPEG and
+PNG, Pillow is given only what it needs to decode: damaged, huge or nested notes beside the pixels cannot ruin
+an image.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def read_container(file: BinaryIO) -> StoredImage | None:
 
 
 def pixels_only(file: BinaryIO) -> tuple[BinaryIO, Colours]:
-    """Return a JPEG or PNG without what is no pixel, and its colours; other files as they are, without them."""
+    """JPEG or PNG without what is no pixel, and its colours; other files as they are, without them."""
     file.seek(0)
     head = file.read(len(PNG_MARK))
     if head.startswith(JPEG_MARK):

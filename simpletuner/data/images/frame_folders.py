@@ -58,7 +58,8 @@ def in_order(names: Sequence[str]) -> list[str]:
 
 
 def read_folder_header(names: Sequence[str], open_file: Opener) -> ImageHeader:
-    """Return the size of the first frame, and how many there are; the files do not say how many are shown per second.
+    """Return the size of the first frame, and how many there are; the files do not say how many are shown per
+    second.
 
     Raises one of DECODE_ERRORS.
     """
@@ -75,7 +76,8 @@ def read_folder_frames(
     smallest: tuple[int, int],
     at_once: int = 1,
 ) -> Iterator[Image.Image]:
-    """Yield the frames with these numbers, counted from 0, as `read_rgb` does; `at_once` are opened at the same time.
+    """Yield the frames with these numbers, counted from 0, as `read_rgb` does; `at_once` are opened at the
+    same time.
 
     Raises one of DECODE_ERRORS.
     """

@@ -1,7 +1,7 @@
 """Geometry of images and videos: aspect buckets, resized sizes and crops.
 
-Arrays of sizes are (images, 2) int64, width and height in px. What both sides are reduced to
-is computed from two columns, `np.maximum(*sizes.T)`: a reduction along so short an axis takes ten times as long.
+Arrays of sizes are (images, 2) int64, width and height in px. What both sides are reduced to is computed from
+two columns, `np.maximum(*sizes.T)`: a reduction along so short an axis takes ten times as long.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from simpletuner.data.images.videos import Clip, clip_of
 from simpletuner.settings.values.shape import Shape
 
 AREA_TOLERANCE = 0.1
-"""Largest relative distance of a bucket's area from the target. At 1024 px this halves what is cropped on average (from
-2.5 to 1.2 %); 12 % would gain nothing there and spread images over more buckets."""
+"""Largest relative distance of a bucket's area from the target. At 1024 px this halves what is cropped on
+average (from 2.5 to 1.2 %); 12 % would gain nothing there and spread images over more buckets."""
 
 # Of two aspects of images, as a logarithm.
 MORE_THAN_ANY_RATIO = 1000.0
@@ -52,7 +52,7 @@ def shapes_of(dataset: ImageDataset, originals: np.ndarray) -> np.ndarray:
 def bucket_sizes(
     dataset: ImageDataset, originals: np.ndarray, alignment_px: int, choices: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the bucket of each image; `choices` (images,) are places in `dataset.aspects` for crop_aspect random."""
+    """Bucket of each image; `choices` (images,) are places in `dataset.aspects` for crop_aspect random."""
     if not (dataset.crop and dataset.crop_aspect in ("closest", "random")):
         shapes = shapes_of(dataset, originals)
         return sizes_of_shapes(dataset, shapes, alignment_px, exact_squares=shapes is not originals)
@@ -64,7 +64,8 @@ def bucket_sizes(
 def sizes_of_shapes(dataset: ImageDataset, shapes: np.ndarray, alignment_px: int, exact_squares: bool) -> np.ndarray:
     """Return, of the sizes around the target area with the aspect of each shape, the one that crops least.
 
-    Both sides are multiples of the alignment. Where none of them is near the area, each side is rounded by itself.
+    Both sides are multiples of the alignment. Where none of them is near the area, each side is rounded by
+    itself.
     """
     if dataset.aspect_bucket_sizes == "nearest":
         return nearest_sizes(dataset, shapes, alignment_px)
@@ -126,7 +127,7 @@ def round_to_multiples(sides_px: np.ndarray, alignment_px: int) -> np.ndarray:
 
 
 def resized_sizes(dataset: ImageDataset, originals: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return the sizes with the aspects of images that cover their buckets: the smallest, or what is cropped from."""
+    """Sizes with the aspects of images that cover their buckets: the smallest, or what is cropped from."""
     scale = np.maximum(*(targets / originals).T)[:, None]
     # At least the bucket: rounding must leave no side short of it.
     return downsampled(dataset, originals, np.maximum(targets, np.rint(originals * scale).astype(np.int64)))
@@ -185,7 +186,8 @@ def in_resolution_units(dataset: ImageDataset, sizes: np.ndarray) -> np.ndarray:
 
 
 def downsampled(dataset: ImageDataset, originals: np.ndarray, resized: np.ndarray) -> np.ndarray:
-    """Return the sizes from which images are cropped: those above the maximum keep the detail of the target size.
+    """Return the sizes from which images are cropped: those above the maximum keep the detail of the target
+    size.
 
     Not below `resized`, which covers the bucket.
     """

@@ -79,8 +79,9 @@ def read_stored(file: BinaryIO) -> StoredImage:
 def open_image(file: BinaryIO) -> Image.Image:
     """Open an image by its content, whatever its name says. Raises one of DECODE_ERRORS.
 
-    Pillow has 40 more plugins, for any of which content decides: that of EPS starts Ghostscript, whatever the name.
-    Plugins are called without Image.open, whose limit of pixels is one for the process and prints a Python warning.
+    Pillow has 40 more plugins, for any of which content decides: that of EPS starts Ghostscript, whatever the
+    name. Plugins are called without Image.open, whose limit of pixels is one for the process and prints a
+    Python warning.
     """
     file.seek(0)
     head = file.read(16)
@@ -102,13 +103,14 @@ def open_image(file: BinaryIO) -> Image.Image:
 
 
 def read_orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation that is left to apply; for TIFF and HEIC Pillow and its plugin have done it."""
+    """EXIF orientation that is left to apply; for TIFF and HEIC Pillow and its plugin have done it."""
     value = image.getexif().get(TAG, 1) if image.format == "WEBP" or "exif" in image.info else 1
     return value if value in UPRIGHT else 1
 
 
 def read_rgb(file: BinaryIO, smallest: tuple[int, int], size: tuple[int, int] | None = None) -> Image.Image:
-    """Decode an image to upright RGB; large ones are decoded no larger than needed for `smallest` (width, height) px.
+    """Decode an image to upright RGB; large ones are decoded no larger than needed for `smallest` (width,
+    height) px.
 
     Raises ValueError where the image does not have the `size` for which its bucket and crop were chosen.
     """
@@ -170,9 +172,11 @@ def averageable(image: Image.Image) -> Image.Image:
 
 
 def doubt_about_scale(image: Image.Image) -> str:
-    """Say why the scale of 16-bit grey values may be another one; empty where the file has values for 65535 as white.
+    """Say why the scale of 16-bit grey values may be another one; empty where the file has values for 65535
+    as white.
 
-    Files do not say of which of their 16 or 32 bits white is made, so microscopes and scanners of 12 bits write 4095.
+    Files do not say of which of their 16 or 32 bits white is made, so microscopes and scanners of 12 bits
+    write 4095.
     """
     if image.mode == "F" and (count := int((~np.isfinite(np.asarray(image))).sum())):
         return f"{count:,} of its values are no numbers or infinite: taken for black, or for the largest number"
@@ -237,8 +241,9 @@ alpha channel is."""
 def read_mask_image(file: BinaryIO, smallest: tuple[int, int]) -> Image.Image:
     """Decode a mask to grey, large ones no larger than needed for `smallest`; its doubt is in `info`.
 
-    Programs that remove backgrounds write the picture with an alpha channel, editors white strokes on a transparent
-    layer; over white, as images are, all that is transparent would count. Raises one of DECODE_ERRORS.
+    Programs that remove backgrounds write the picture with an alpha channel, editors white strokes on a
+    transparent layer; over white, as images are, all that is transparent would count. Raises one of
+    DECODE_ERRORS.
     """
     over_white = read_rgb(file, smallest)
     grey, alpha = over_white.convert("L"), read_alpha(file)

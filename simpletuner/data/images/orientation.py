@@ -1,6 +1,8 @@
-"""The orientation of an image, from its EXIF or XMP, with the meaning that Pillow's `exif_transpose` gives them.
+"""The orientation of an image, from its EXIF or XMP, with the meaning that Pillow's `exif_transpose` gives
+them.
 
-Read here and not by Pillow, which would decode a whole PNG for it, and warns on the console of what is damaged.
+Read here and not by Pillow, which would decode a whole PNG for it, and warns on the console of what is
+damaged.
 """
 
 from __future__ import annotations

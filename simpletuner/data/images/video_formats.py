@@ -22,7 +22,8 @@ SUFFIXES = {"mov": ".mp4", "matroska": ".mkv", "avi": ".avi", "gif": ".gif"}
 
 
 def demuxer_of(head: bytes) -> str:
-    """Return FFmpeg's name for the container that a file of these first bytes is; empty for none that is read.
+    """Return FFmpeg's name for the container that a file of these first bytes is; empty for none that is
+    read.
 
     FFmpeg itself would also take a playlist, which opens other files and addresses.
     """

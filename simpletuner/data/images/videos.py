@@ -80,7 +80,8 @@ def read_frames(file: BinaryIO, numbers: Sequence[int], original: Shape) -> Iter
 
 @contextmanager
 def opened_film(file: BinaryIO, read_bytes: int = HEADER_BYTES) -> Iterator[Film]:
-    """Open a video by its content, whatever its name says. Raises one of DECODE_ERRORS, also within the block.
+    """Open a video by its content, whatever its name says. Raises one of DECODE_ERRORS, also within the
+    block.
 
     `read_bytes` are read at once.
     """
@@ -209,7 +210,7 @@ class DecodedFilm:
         return Fraction(len(packets)) / (ticks * time_base) if ticks else None
 
     def _count_frames(self) -> int:
-        """Return the number of frames that the container states; of Matroska and WebM, by the length of the track."""
+        """Number of frames that the container states; of Matroska and WebM, by the length of the track."""
         seconds = seconds_of(self._stream.metadata.get("DURATION", ""))
         frames = self._stream.frames or (0 if seconds is None else max(1, round(seconds * self._rate)))
         if 0 < frames <= self._container.size:  # each takes at least a byte: a table may claim 4,294,967,295
@@ -220,7 +221,7 @@ class DecodedFilm:
 
 
 def film_stream(container: InputContainer) -> VideoStream:
-    """Return the moving images of a file, which may also have a cover. Raises ValueError where it has none."""
+    """Moving images of a file, which may also have a cover. Raises ValueError where it has none."""
     from av.stream import Disposition
 
     for stream in container.streams.video:
@@ -254,7 +255,7 @@ def displayed_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
 
 
 def seconds_of(text: str) -> Fraction | None:
-    """Return the seconds that `00:01:02.500000000` means, as FFmpeg writes a track's length; None for anything else."""
+    """Seconds that `00:01:02.500000000` means, as FFmpeg writes a track's length; None for anything else."""
     try:
         hours, minutes, seconds = map(Fraction, text.strip("\0 ").split(":"))
     except ValueError:
@@ -280,7 +281,7 @@ class Clip:
 
 
 def strides_of(video: VideoSettings, rates: np.ndarray) -> np.ndarray:
-    """Return the distances at which frames are taken: nothing is invented where a video is slower than asked for."""
+    """Distances at which frames are taken: nothing is invented where a video is slower than asked for."""
     return np.maximum(1.0, rates / (video.fps or np.inf))
 
 

@@ -61,16 +61,17 @@ class BucketSchedule:
 
 
 DATA_VERSION = 1
-"""Version of what decides buckets and the order of samples (`data_version` in state.json): a position means something
-only in the order that it was counted in."""
+"""Version of what decides buckets and the order of samples (`data_version` in state.json): a position
+means something only in the order that it was counted in."""
 
 
 @dataclass(frozen=True)
 class SamplerState:
     """A position in the data: `batch` batches into `epoch`, the last ones of `batch_size`.
 
-    `consumed` items of each bucket's epoch are taken; of these and of earlier epochs, the `carried` samples wait.
-    Saved in state.json by these names, but for `step`, the steps of the run so far, which is the checkpoint's own.
+    `consumed` items of each bucket's epoch are taken; of these and of earlier epochs, the `carried` samples
+    wait. Saved in state.json by these names, but for `step`, the steps of the run so far, which is the
+    checkpoint's own.
     """
 
     epoch: int
@@ -120,7 +121,7 @@ class GlobalBatchSampler:
             state = self._next_epoch(state, streams)
 
     def with_batch_size(self, state: SamplerState, batch_size: int) -> SamplerState:
-        """Return the same position for another batch size: what is left of the epoch is cut into new batches."""
+        """Same position for another batch size: what is left of the epoch is cut into new batches."""
         return replace(state, batch_size=batch_size)
 
     def count_steps(self, epochs: int, batch_size: int, max_steps: int = NO_LIMIT) -> int:
@@ -238,8 +239,8 @@ def make_batch(bucket: str, samples: Sequence[int]) -> GlobalBatch:
 def split_for_rank(batch: GlobalBatch, data_rank: int, data_size: int, accumulation: int) -> list[list[int]]:
     """Return, for each micro batch of one data rank, its indices into the global batch.
 
-    Micro batches are contiguous and ranks are contiguous within them, so the gradient of a step is the same mean over
-    the same samples for any number of ranks and accumulation steps.
+    Micro batches are contiguous and ranks are contiguous within them, so the gradient of a step is the same
+    mean over the same samples for any number of ranks and accumulation steps.
     """
     # Both divide without a remainder: a global batch is micro batch x ranks x accumulation.
     per_micro_batch = len(batch.samples) // accumulation

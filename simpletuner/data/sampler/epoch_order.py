@@ -26,9 +26,10 @@ import pyarrow.compute as pc
 import xxhash
 
 ROUNDS = 8
-"""Rounds of the Feistel network; even. 7 are enough to be indistinguishable from a random permutation by nearly as many
-positions as there are (Patarin 2003, "Luby-Rackoff: 7 rounds are enough"). With ideal hashes, the places of two items
-among more than 4,096 are then within 3e-13 of uniform (total variation), computed exactly; tests see it up to 4."""
+"""Rounds of the Feistel network; even. 7 are enough to be indistinguishable from a random permutation by
+nearly as many positions as there are (Patarin 2003, "Luby-Rackoff: 7 rounds are enough"). With ideal
+hashes, the places of two items among more than 4,096 are then within 3e-13 of uniform (total variation),
+computed exactly; tests see it up to 4."""
 
 # Up to this size, hashes are sorted instead: that is exactly uniform, where the orders of 6 items in a
 # network of 12 rounds are 2 % off, and no more work, since blocks of the order are as long.
@@ -98,8 +99,8 @@ BLOCK = 4096
 class Bucket:
     """Samples of one shape by number of copies in an epoch: copies -> ascending sample indices.
 
-    `passes` is how often the whole bucket is repeated to fill a batch. Its length is the items of an epoch; with
-    fractional copies, some epochs have one more item of such a group.
+    `passes` is how often the whole bucket is repeated to fill a batch. Its length is the items of an epoch;
+    with fractional copies, some epochs have one more item of such a group.
     """
 
     groups: dict[int | Fraction, np.ndarray]
@@ -141,9 +142,9 @@ class GroupOrder:
 class EpochOrder:
     """The items of a bucket in one epoch.
 
-    Samples with the same number of copies m are a group: m permutations, one after the other. Groups are merged
-    evenly: each block holds an equal share of every group, and within a block the items of each are evenly spaced in
-    time, up to a random part of their distance.
+    Samples with the same number of copies m are a group: m permutations, one after the other. Groups are
+    merged evenly: each block holds an equal share of every group, and within a block the items of each are
+    evenly spaced in time, up to a random part of their distance.
     """
 
     def __init__(self, bucket: Bucket, seed: int, name: str, epoch: int) -> None:
@@ -251,9 +252,11 @@ def hash_texts(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
 
 @dataclass(frozen=True)
 class SampleNoise:
-    """The random numbers of a sample: float32 noise of the latents' shape, and three uniform numbers in [0, 1).
+    """The random numbers of a sample: float32 noise of the latents' shape, and three uniform numbers in [0,
+    1).
 
-    `u` becomes the timestep, `caption` chooses one of several captions, `dropout` is compared with the dropout rate.
+    `u` becomes the timestep, `caption` chooses one of several captions, `dropout` is compared with the
+    dropout rate.
     """
 
     noise: np.ndarray
@@ -263,8 +266,9 @@ class SampleNoise:
 
 
 def sample_noise(seed: int, sample_id: str, step: int, occurrence: int, shape: tuple[int, ...]) -> SampleNoise:
-    """Return a sample's random numbers. `occurrence` counts its copies in the same global batch: without it in the
-    key, the copies of an oversubscribed bucket would be trained with the same noise, which teaches nothing new."""
+    """Return a sample's random numbers. `occurrence` counts its copies in the same global batch: without
+    it in the key, the copies of an oversubscribed bucket would be trained with the same noise, which
+    teaches nothing new."""
     # 16 bytes: Philox takes a key of 128 bits as it is, without a seed sequence to hash.
     digest = hashlib.blake2b(f"{seed}/{sample_id}/{step}/{occurrence}".encode(), digest_size=16).digest()
     random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest)))

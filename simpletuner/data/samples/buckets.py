@@ -105,8 +105,8 @@ def with_references(
 def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray, copies: Sequence[Copies]) -> Buckets:
     """Group samples by shape and by their number of copies in an epoch.
 
-    `shapes` and `datasets` are (samples,) indices into `names`, the buckets' names, and `copies`, the copies of each
-    dataset's samples. Raises DataError for an epoch that would never end.
+    `shapes` and `datasets` are (samples,) indices into `names`, the buckets' names, and `copies`, the copies
+    of each dataset's samples. Raises DataError for an epoch that would never end.
     """
     shown = sum(map(mul, copies, np.bincount(datasets, minlength=len(copies)).tolist()))
     if shown > MAX_EPOCH_SAMPLES:
@@ -140,7 +140,8 @@ def digest_buckets(buckets: Buckets, samples: Samples, *identity: object) -> str
 def fill_buckets(buckets: Buckets, effective_batch_size: int, oversubscribe: bool) -> Buckets:
     """Return buckets that each fill the effective batch.
 
-    Small ones are repeated as often as needed if `oversubscribe`; otherwise raises DataError with the numbers of each.
+    Small ones are repeated as often as needed if `oversubscribe`; otherwise raises DataError with the numbers
+    of each.
     """
     if not buckets:
         raise DataError("no image is left to train on")

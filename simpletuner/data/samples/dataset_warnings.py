@@ -78,7 +78,7 @@ def dataset_warnings(found: Discovery, alignment_px: int) -> Iterator[str]:
 
 
 def unused_captions(scan: Scan) -> str:
-    """Return a sentence about the caption files of a dataset that takes captions from elsewhere; empty without any."""
+    """Sentence about the caption files of a dataset that takes captions from elsewhere; empty without any."""
     dataset, count = scan.dataset, scan.others.unused_captions
     if not count or dataset.dataset_type == "conditioning":
         return ""

@@ -95,7 +95,8 @@ class Discovery:
 def discover(scans: Sequence[Scan], alignment: Shape, seed: int) -> Discovery:
     """Choose the samples among the images that were found; `Discovery.check` raises what ends a run.
 
-    Sides of buckets are multiples of those of `alignment`, and frames of clips one more than a multiple of its frames.
+    Sides of buckets are multiples of those of `alignment`, and frames of clips one more than a multiple of
+    its frames.
     """
     found = Discovery(scans)
     parts = []

@@ -38,8 +38,8 @@ FILE_COLUMNS, CAPTION_COLUMNS = ("file_name", "filename", "image", "path"), ("te
 
 
 def file_remarks(scan: Scan) -> Iterator[tuple[str, int, str]]:
-    """Yield kind, number of files and a sentence for each thing among the images of a dataset that is not an image to
-    others."""
+    """Yield kind, number of files and a sentence for each thing among the images of a dataset that is not
+    an image to others."""
     others, where = scan.others, f"dataset `{scan.dataset.id}`: "
     if counts := others.system_folders:
         named = ", ".join(f"{count:,} {name}" if count > 1 else name for name, count in sorted(counts.items()))
@@ -118,7 +118,7 @@ def entry_of(address: str, kind: str) -> dict[str, Any]:
 
 
 def captions_found(others: OtherFiles) -> list[str]:
-    """Return a phrase for each kind of caption that lies beside the images and is not read, with what reads it."""
+    """Phrase for each kind of caption that lies beside the images and is not read, with what reads it."""
     said = list[str]()
     for kind, (count, first) in others.beside.items():
         named = ", ".join(f"{file} for {image}" for image, file in first)

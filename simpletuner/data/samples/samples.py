@@ -84,7 +84,8 @@ class Sample:
     def images(self, smallest: tuple[int, int], places: Sequence[int] | None = None) -> Iterator[Image.Image]:
         """Yield its frames in upright RGB, all or those at ascending `places` of the clip; an image is one.
 
-        They are decoded no larger than needed for `smallest`, where the format allows. Raises one of DECODE_ERRORS.
+        They are decoded no larger than needed for `smallest`, where the format allows. Raises one of
+        DECODE_ERRORS.
         """
         g = self.geometry
         if g.clip is None:
@@ -172,7 +173,7 @@ class DatasetSamples(Sequence[Sample]):
         return names if len(self) == len(self.table) else names.take(pa.array(self.rows))
 
     def checksum(self, *columns: str) -> str:
-        """Return a checksum of all that these samples and their geometry are made of, and of columns of their scan."""
+        """Checksum of all that these samples and their geometry are made of, and of columns of their scan."""
         # Without what masks and references brought, so that the digests of caches from before them stay.
         dumped = self.dataset.model_dump_json(exclude={"conditioning_type", "conditioning_data", "source_dataset_id"})
         digest = xxhash.xxh3_128(f"{self.seed} {dumped}".encode())
@@ -311,7 +312,7 @@ class References(Sequence[Sample]):
         return self.samples.checksum(*columns)
 
     def samples_of(self, broken: Mapping[str, str]) -> dict[str, str]:
-        """Return the ids of samples whose reference is broken, and why; `broken` has the reasons by its id."""
+        """Ids of samples whose reference is broken, and why; `broken` has the reasons by its id."""
         if not broken:
             return {}
         own = {name.removeprefix(f"{self.dataset.id}/"): why for name, why in broken.items()}

@@ -29,8 +29,8 @@ LOW = 0xFFFFFFFF
 class Sizes:
     """The sizes that occur among images, what each is brought to, and which one each image has.
 
-    `originals`, `resized` and `targets` are (sizes, 2), `index` is (images,), all int32. A size of a video is also its
-    length, that of the clip, and the distance of frames (`strides`, float64): 1 of an image.
+    `originals`, `resized` and `targets` are (sizes, 2), `index` is (images,), all int32. A size of a video is
+    also its length, that of the clip, and the distance of frames (`strides`, float64): 1 of an image.
     """
 
     originals: np.ndarray
@@ -136,7 +136,7 @@ def different_lengths(index: np.ndarray, lengths: np.ndarray, rates: np.ndarray)
 
 
 def different_sizes(width: np.ndarray, height: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sizes that occur, as width << 32 | height, and which of them each image has; also of other pairs."""
+    """Sizes that occur, as width << 32 | height, and which of them each image has; also of other pairs."""
     if not len(width):
         return np.zeros(0, np.int64), np.zeros(0, np.int32)
     (left, right), (low, high) = ((int(each.min()), int(each.max())) for each in (width, height))

@@ -248,8 +248,8 @@ def caption_file(name: str) -> str:
 def decode_text(content: bytes, encoding: str = "") -> str:
     """Decode UTF-8, or UTF-16 or UTF-32 with a byte order mark; what is neither, in `encoding`.
 
-    Raises UnreadableFileError. Without `encoding` no other one is tried: Latin-1 decodes any bytes, so a wrong guess
-    would never be noticed. Files of a folder where only some are in it stay UTF-8.
+    Raises UnreadableFileError. Without `encoding` no other one is tried: Latin-1 decodes any bytes, so a
+    wrong guess would never be noticed. Files of a folder where only some are in it stay UTF-8.
     """
     marked = next((name for mark, name in BYTE_ORDER_MARKS if content.startswith(mark)), "")
     if not encoding or marked or (is_utf8(content) and not content.isascii()):

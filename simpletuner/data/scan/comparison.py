@@ -1,8 +1,9 @@
-"""Compare the image files of two machines: by one digest, then one per chunk, then in detail where chunks differ.
+"""Compare the image files of two machines: by one digest, then one per chunk, then in detail where chunks
+differ.
 
-A chunk is chosen by a hash of the file's id, not by its index, so that one missing file changes one chunk and not all
-after it. Machines that hold copies of the data may disagree on the time of change of a file; then the first and the
-last block of an image, and the text of a caption, are compared instead.
+A chunk is chosen by a hash of the file's id, not by its index, so that one missing file changes one chunk and
+not all after it. Machines that hold copies of the data may disagree on the time of change of a file; then the
+first and the last block of an image, and the text of a caption, are compared instead.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false

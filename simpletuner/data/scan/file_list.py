@@ -48,7 +48,8 @@ class OpenFolder:
 def with_folder_rows(
     files: Iterable[StoredFile], note: Callable[[Sequence[StoredFile]], object]
 ) -> Iterator[StoredFile]:
-    """Yield files sorted by the parts of their names, and instead of frames their folders, each after what is in it.
+    """Yield files sorted by the parts of their names, and instead of frames their folders, each after what is
+    in it.
 
     `note` is called with images that are no frames: those next to videos, or in no folder.
     """
@@ -149,8 +150,8 @@ class FileList:
     """The image files of a dataset, in the order of their names."""
 
     table: pa.Table
-    """FILE, and the version of what else decides the row: the caption file, or the table that sizes come from; empty
-    where there is none."""
+    """FILE, and the version of what else decides the row: the caption file, or the table that sizes come
+    from; empty where there is none."""
     others: OtherFiles
     folders: dict[str, int] = field(default_factory=dict)
     """As in `Listing`."""

@@ -1,4 +1,5 @@
-"""Scans of image and video files, as columns: sizes from headers, captions from text files. Nothing is decoded.
+"""Scans of image and video files, as columns: sizes from headers, captions from text files. Nothing is
+decoded.
 
 A scan does not depend on resolution, crop or limits, so a kept one serves a run with others.
 """
@@ -38,8 +39,8 @@ SCANNED = pa.schema(
         pa.field("caption_form", pa.large_string()),
     ]
 )
-"""Columns of an image or a video: sizes in px as displayed, 0 with a `problem`; frames, 1 of an image, and how many are
-shown per second, 0 where nothing says it; the lines of its caption file or the captions of
+"""Columns of an image or a video: sizes in px as displayed, 0 with a `problem`; frames, 1 of an image, and
+how many are shown per second, 0 where nothing says it; the lines of its caption file or the captions of
 the table, or why there are none; and the form by which these lines are one text (`captions.py`)."""
 NO_ROW = "has no row in the table"
 """The `caption_problem` of an image that does not belong to the dataset, since metadata_backend is a table."""

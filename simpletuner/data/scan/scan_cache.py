@@ -75,7 +75,7 @@ def open_table(path: Path) -> tuple[pa.Table, dict[str, Any]]:
 
 
 def intact_files(folder: Path, kind: str, others: Iterable[str] = ()) -> list[Path]:
-    """Return the files of a kind whose content has the checksum in their name; `others` may not be listed yet."""
+    """Files of a kind whose content has the checksum in their name; `others` may not be listed yet."""
     intact, names = [], {path.name for path in folder.glob(f"{kind}-*{SUFFIX}")}
     names |= {name for name in others if name.startswith(f"{kind}-")}
     for path in (folder / name for name in sorted(names)):
@@ -110,8 +110,8 @@ KEEP_TIMES = frozenset(
     {"bcachefs", "beegfs", "btrfs", "ceph", "ext2", "ext3", "ext4", "f2fs", "gfs2", "gpfs", "lustre", "nfs", "nfs4"}
     | {"ocfs2", "overlay", "tmpfs", "xfs", "zfs"}
 )
-"""File systems whose folders have the time of the last file that was added, renamed or removed. Others may not: FAT,
-and buckets that are mounted as folders."""
+"""File systems whose folders have the time of the last file that was added, renamed or removed. Others may
+not: FAT, and buckets that are mounted as folders."""
 
 
 def write_folder_times(folder: Path, storage: Storage, files: FileList, scan: str) -> None:
@@ -135,7 +135,7 @@ def forget_folder_times(folder: Path, storage: Storage) -> None:
 
 
 def unchanged_files(folder: Path, storage: Storage, scan: Path) -> FileList | None:
-    """Return the files of a kept scan if no folder has changed since they were listed; None where that is not known."""
+    """Files of a kept scan if no folder has changed since they were listed; None where that is not known."""
     if not isinstance(storage, LocalStorage) or not storage.folder.is_dir():
         return None
     for path in intact_files(folder, kind_of(storage)):

@@ -1,7 +1,7 @@
 """Look for files that were rewritten since they were scanned, in a separate process, while the run trains.
 
-`python -m simpletuner.data.scan.stale_file_watcher` is that process: ten million files take it a minute, in which the
-interpreter's lock of a rank would be busy.
+`python -m simpletuner.data.scan.stale_file_watcher` is that process: ten million files take it a minute, in
+which the interpreter's lock of a rank would be busy.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def find_rows(names: pa.ChunkedArray, identifiers: pa.ChunkedArray, with_extensi
 
 
 def rows_by_name(names: pa.ChunkedArray, identifiers: pa.ChunkedArray, with_extension: bool) -> pa.Array:
-    """Return the first row of each file, or null: by its path below the dataset's folder, or by its name alone."""
+    """First row of each file, or null: by its path below the dataset's folder, or by its name alone."""
     keys = names if with_extension else without_suffix(names)
     are_folders = pc.ends_with(names, "/")
     if pc.any(are_folders).as_py():

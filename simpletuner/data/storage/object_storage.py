@@ -1,8 +1,8 @@
 """Image and caption files in a bucket, by obstore, which retries failed requests.
 
-What is wrong with one object makes one broken image: it is gone, archived, or its body ends too early although the
-store answers. All else (no such bucket, credentials, a network that fails) ends the run, since a bad hour of the
-network would otherwise leave images out of training.
+What is wrong with one object makes one broken image: it is gone, archived, or its body ends too early
+although the store answers. All else (no such bucket, credentials, a network that fails) ends the run, since a
+bad hour of the network would otherwise leave images out of training.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class ObjectStorage:
         return memoryview(bytearray(part[0]))
 
     def _range(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
-        """Return a part of an object and the size of the whole; None where the store gives whole objects alone."""
+        """Part of an object and the size of the whole; None where the store gives whole objects alone."""
         if self.ranges.are_missing:
             return None
         with self._explained(name):
@@ -185,7 +185,7 @@ class ObjectStorage:
             return {each["path"]: each["size"] for each in objects}
 
     def all_sizes(self, folder: str = "") -> dict[str, int]:
-        """Return the sizes in bytes of all objects below a folder, without keys that are no paths, such as a//b."""
+        """Sizes in bytes of all objects below a folder, without keys that are no paths, such as a//b."""
         with self._explained():
             try:
                 listed = obstore.list(self.store, folder or None, chunk_size=1000)
@@ -276,9 +276,11 @@ def without_system_folders(files: Iterable[StoredFile], listing: Listing) -> Ite
 
 
 def sort_by_parts(files: Iterable[StoredFile]) -> Iterator[StoredFile]:
-    """Sort what a bucket lists by whole key, in which "a-b/c" and "a.png" come before "a/z", by the parts of names.
+    """Sort what a bucket lists by whole key, in which "a-b/c" and "a.png" come before "a/z", by the parts of
+    names.
 
-    A file is held back only while a folder may follow that comes before it: "a.png" until the listing has passed "a/".
+    A file is held back only while a folder may follow that comes before it: "a.png" until the listing has
+    passed "a/".
     """
     held: list[tuple[list[str], str, StoredFile]] = []
     for file in files:
@@ -291,7 +293,7 @@ def sort_by_parts(files: Iterable[StoredFile]) -> Iterator[StoredFile]:
 
 
 def open_bucket(place: BucketPlace) -> ObjectStorage:
-    """Return the store of a dataset or of a cache; nothing is asked of the server yet. Raises EnvironmentNotReady."""
+    """Store of a dataset or of a cache; nothing is asked of the server yet. Raises EnvironmentNotReady."""
     store, host = open_store(place)
     owner = f"{place.owner}: {place.service.bucket} `{place.bucket}` at {host}"
     return ObjectStorage(store, place.address, place.service, owner, place.concurrent_reads)

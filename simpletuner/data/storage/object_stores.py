@@ -81,7 +81,8 @@ NAMES_REGION = {"AWS_REGION", "AWS_DEFAULT_REGION"}
 
 
 def open_store(place: BucketPlace) -> tuple[Store, str]:
-    """Return the store of a folder in a bucket, and the host, for messages; nothing is asked of the server yet.
+    """Return the store of a folder in a bucket, and the host, for messages; nothing is asked of the server
+    yet.
 
     Raises EnvironmentNotReady where credentials are missing or cannot be read.
     """

@@ -1,7 +1,8 @@
-"""A downloaded dataset of the Hugging Face hub as a store: each row of its Parquet files is an image or a video.
+"""A downloaded dataset of the Hugging Face hub as a store: each row of its Parquet files is an image or a
+video.
 
-Rows are files by name, `train-00000-of-00002/00000017.jpg` and `.txt`, so all else works as for a folder. A row group
-is read as a whole, since Parquet compresses it so; a few of them stay in memory.
+Rows are files by name, `train-00000-of-00002/00000017.jpg` and `.txt`, so all else works as for a folder. A
+row group is read as a whole, since Parquet compresses it so; a few of them stay in memory.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false

@@ -1,7 +1,7 @@
 """The Storage protocol for image and caption files, and its implementations.
 
-Everything above knows files by name only, a path relative to the store with slashes. A new store is a class with these
-methods and a row in `open_storage`.
+Everything above knows files by name only, a path relative to the store with slashes. A new store is a class
+with these methods and a row in `open_storage`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SYSTEM_FOLDERS = frozenset(
     }
     | {"system volume information", "lost+found", "found.000", "__macosx", "network trash folder", "temporary items"}
 )
-"""Folders of network drives and systems, in lower case: thumbnails, deleted files, snapshots. Those with a dot at their
-beginning are hidden anyway."""
+"""Folders of network drives and systems, in lower case: thumbnails, deleted files, snapshots. Those with a
+dot at their beginning are hidden anyway."""
 SHADOW_COPY = "@gmt-"
 """Begins the names of a Windows share's snapshots."""
 
@@ -77,8 +77,8 @@ class StoredFile:
 
 @dataclass
 class Listing:
-    """The files of a store, sorted by the parts of their names, and the names of what is left out because the run
-    itself writes there, which are complete once all files were taken."""
+    """The files of a store, sorted by the parts of their names, and the names of what is left out because
+    the run itself writes there, which are complete once all files were taken."""
 
     files: Iterable[StoredFile] = ()
     left_out: list[str] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Storage(Protocol):
         ...
 
     def list_folder(self, name: str, suffixes: Collection[str]) -> list[str]:
-        """Return the files with these suffixes directly in a folder, sorted. Raises OSError or UnreadableFileError."""
+        """Files with these suffixes directly in a folder, sorted. Raises OSError or UnreadableFileError."""
         ...
 
     def open(self, name: str) -> BinaryIO:
@@ -133,8 +133,8 @@ class LocalStorage:
     concurrent_reads: int = 1
 
     def list_files(self, suffixes: Collection[str]) -> Listing:
-        """List files, not hidden ones and those of other programs. Links are followed, but never into a folder that
-        contains them."""
+        """List files, not hidden ones and those of other programs. Links are followed, but never into a
+        folder that contains them."""
         if not self.folder.is_dir():
             raise FileNotFoundError(self.folder)
         listing = Listing()
@@ -206,15 +206,15 @@ def is_system_folder(name: str) -> bool:
 
 
 def list_local_folder(root: Path, name: str, suffixes: Collection[str]) -> list[str]:
-    """Return the files with these suffixes directly in a folder, sorted, without hidden ones. Raises OSError."""
+    """Files with these suffixes directly in a folder, sorted, without hidden ones. Raises OSError."""
     with os.scandir(root / name) as entries:
         own = [each.name for each in entries if not each.name.startswith(".") and not is_folder(each)]
     return [name + each for each in sorted(own) if PurePosixPath(each).suffix.lower() in suffixes]
 
 
 def stored_file(name: str, ask: Callable[[], os.stat_result]) -> StoredFile:
-    """Describe a file of a folder. Its version is its size and time of change, as with `make`: hashing the content of
-    every image would read the whole dataset at every start."""
+    """Describe a file of a folder. Its version is its size and time of change, as with `make`: hashing the
+    content of every image would read the whole dataset at every start."""
     try:
         found = ask()
     except OSError as error:
@@ -226,8 +226,8 @@ def stored_file(name: str, ask: Callable[[], os.stat_result]) -> StoredFile:
 
 
 def settled_time(folder: Path) -> int:
-    """Return a folder's time of change, before it is listed. Times of file systems are as coarse as 2 s, and clocks of
-    servers differ, so of two changes that follow each other the second may not show."""
+    """Return a folder's time of change, before it is listed. Times of file systems are as coarse as 2 s,
+    and clocks of servers differ, so of two changes that follow each other the second may not show."""
     try:
         changed = folder.stat().st_mtime_ns
     except OSError:

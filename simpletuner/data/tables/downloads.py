@@ -1,7 +1,7 @@
 """Download the images or videos of a list of URLs once, into a folder that is then read like any other.
 
-By urllib: it follows redirects, knows proxies, and needs no package; obstore wants one store per host. A file is named
-by a hash of its URL, so what an earlier start has downloaded is found without being asked for again.
+By urllib: it follows redirects, knows proxies, and needs no package; obstore wants one store per host. A file
+is named by a hash of its URL, so what an earlier start has downloaded is found without being asked for again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Read a table of images: its columns, whatever its format, as identifiers, captions and sizes.
 
-Arrow's threads are never used: now and then they abort a process at its exit. Parts of a table are read in our own.
+Arrow's threads are never used: now and then they abort a process at its exit. Parts of a table are read in
+our own.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false
@@ -85,7 +86,7 @@ class TableFile:
         return value_checksum({"columns": values, "metadata_backend": self.dataset.metadata_backend})[-8:]
 
     def version(self) -> str:
-        """Return a text that changes with the table's content, and with what is taken from it. Raises DataError."""
+        """Text that changes with the table's content, and with what is taken from it. Raises DataError."""
         checksums = []
         for part in self.parts():
             with part._opened() as file:
@@ -94,7 +95,7 @@ class TableFile:
         return f"{self.settings_id()}-{whole}"
 
     def parts(self) -> list[TableFile]:
-        """Return the files in the order of their names, each as a table. Raises DataError where there is none."""
+        """Files in the order of their names, each as a table. Raises DataError where there is none."""
         files = [self.settings.path] if self.is_stored else table_files(self.settings.path)
         if not files:
             raise self.error("names no file", f"correct the pattern in {self.keys.get('path', 'parquet.path')}")
@@ -175,7 +176,7 @@ class TableFile:
         return pa.OSFile(self.address)
 
     def _require(self, names: Sequence[str]) -> list[str]:
-        """Return the columns that are asked for. Raises DataError where the table lacks one, or has it twice."""
+        """Columns that are asked for. Raises DataError where the table lacks one, or has it twice."""
         asked = wanted_columns(self.settings)
         for key, name in asked:
             if name not in names:
@@ -238,7 +239,7 @@ class TableFile:
         return pc.fill_null(column.cast(pa.float64(), safe=False), 0).to_numpy(zero_copy_only=False)
 
     def _sides(self, batch: pa.RecordBatch, name: str) -> np.ndarray:
-        """Return a side of each image, or how many frames each video has; 0 where it is missing or no size."""
+        """Side of each image, or how many frames each video has; 0 where it is missing or no size."""
         sides = self._numbers(batch, name)
         return np.where((sides > 0) & (sides <= LARGEST_PIXELS) & (sides == np.floor(sides)), sides, 0).astype(np.int32)
 

@@ -44,7 +44,7 @@ def compare_class(by_class: ModelFamily, auto: AutomaticFamily, shape: Shape, de
 
 
 def texts_of(family: ModelFamily, shape: Shape, device: torch.device) -> list[Conditioning]:
-    """Return the conditioning of captions of two lengths and of an image that is not cropped, a batch of one each."""
+    """Conditioning of captions of two lengths and of an image that is not cropped, a batch of one each."""
     encoder = family.text_encoder(device, compute_dtype(family.settings))
     size = family.size_conditioning(Geometry(shape, shape, (0, 0), shape))
     return [

@@ -57,7 +57,8 @@ def denoiser_of(folder: Path) -> str:
 
 
 def open_pipeline(family: AutomaticFamily, device: torch.device, text: torch.dtype | None, vae: Any) -> HookedPipeline:
-    """Open a pipeline to be hooked: with text encoders in a dtype, or with none; its denoiser is on the meta device.
+    """Open a pipeline to be hooked: with text encoders in a dtype, or with none; its denoiser is on the meta
+    device.
 
     Without `vae` that one is, too.
     """
@@ -262,7 +263,7 @@ class MetaCalls:
         return self.recorded[key]
 
     def without_memory(self, name: str, value: Any, noised: Tensor) -> Any:
-        """Return an input with its floating-point tensors on the device of `noised`, uninitialized if none is read."""
+        """Input with its floating-point tensors on the device of `noised`, uninitialized if none is read."""
         # Constants have no gradient: CogVideoX writes into what is multiplied by its rotary table.
         fixed = name in self.predictor.found.float32_inputs
         # Sums of masks may be lengths; HunyuanVideo 1.5 reads whether its image embedding is zero.

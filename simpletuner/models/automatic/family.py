@@ -102,7 +102,8 @@ class AutomaticFamily(ModelFamily):
         return self._found
 
     def prove(self, shapes: list[Shape], device: torch.device, sampled: Sequence[Shape] = ()) -> None:
-        """Study the pipeline at the smallest of these shapes in px, and prove what was found; `sampled` are others.
+        """Study the pipeline at the smallest of these shapes in px, and prove what was found; `sampled` are
+        others.
 
         Raises SettingsError where it cannot be trained, or does not keep to one of the shapes.
         """

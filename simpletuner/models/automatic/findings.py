@@ -101,8 +101,8 @@ class GuidedText:
     constants: tuple[Any, ...]
     positive: tuple[int, ...]
     negative: tuple[int, ...]
-    """Numbers of the leaves that depend on one or the other, as many as a caption's own encoding has; or none that
-    depends on a negative prompt."""
+    """Numbers of the leaves that depend on one or the other, as many as a caption's own encoding has; or
+    none that depends on a negative prompt."""
 
     def build(self, positive: Sequence[Tensor], negative: Sequence[Tensor]) -> Any:
         leaves = list(self.constants)

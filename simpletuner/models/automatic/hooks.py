@@ -5,8 +5,8 @@
 3. The scheduler has one step, at the time of each sample; its `step` ends the call and has the prediction.
 4. A stand-in for the denoiser casts its inputs and calls what the engine wraps.
 
-Nothing here changes a module of diffusers: the functions that draw noise are copied with globals of their own, so a
-thread that encodes captions and one that trains do not meet.
+Nothing here changes a module of diffusers: the functions that draw noise are copied with globals of their
+own, so a thread that encodes captions and one that trains do not meet.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ GUIDERS = ("guider", "ocr_guider")
 class HookedPipeline:
     """A pipeline of diffusers with hooks in its call. Not for several threads at once.
 
-    `load` gets the class to open, a subclass of the pipeline's. The denoiser's and the VAE's attributes are read, so
-    both are there, if only on the meta device.
+    `load` gets the class to open, a subclass of the pipeline's. The denoiser's and the VAE's attributes are
+    read, so both are there, if only on the meta device.
     """
 
     def __init__(self, cls: Any, load: Callable[[Any], Any], denoiser: str, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Modular pipelines of diffusers with the interface of a DiffusionPipeline, so that the same hooks fit.
 
-Blocks that need a tokenizer or a text encoder, and all before them, are `encode_prompt`; `__call__` runs the others.
+Blocks that need a tokenizer or a text encoder, and all before them, are `encode_prompt`; `__call__` runs the
+others.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ GUIDED = 2.0
 
 
 def modular_class(cls: Any, index: Mapping[str, Any]) -> Any:
-    """Return a subclass of a modular pipeline whose call has the arguments of its blocks for text to image."""
+    """Subclass of a modular pipeline whose call has the arguments of its blocks for text to image."""
     if not (isinstance(cls, type) and issubclass(cls, ModularPipeline)):
         raise refused(str(index.get("_class_name")), "it is no DiffusionPipeline")
     blocks, left_out = blocks_from_text(cls, index)

@@ -30,7 +30,7 @@ def refused(pipeline: Any, why: str) -> SettingsError:
 
 
 def without_package(pipeline: str, error: NameError) -> SimpleTunerError:
-    """Return the error for a name that a pipeline's call does not find: diffusers imports some packages if it can."""
+    """Error for a name that a pipeline's call does not find: diffusers imports some packages if it can."""
     package = "torchvision" if error.name == "transforms" else error.name  # of it, for Anima's transformer
     if hasattr(diffusers_imports, f"is_{package}_available"):
         return EnvironmentNotReady(f"{pipeline} needs the package {package}", f"pip install {package}")

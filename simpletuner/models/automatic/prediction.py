@@ -175,7 +175,7 @@ def guided_arguments(found: Findings, scale: float) -> dict[str, Any]:
 
 
 def encode_guided(hooked: HookedPipeline, prompt: str, negative: str | None, shape: Shape, found: Findings) -> Any:
-    """Return the leaves of the text for a prompt and a negative one, with guidance on, and their structure."""
+    """Leaves of the text for a prompt and a negative one, with guidance on, and their structure."""
     given = {} if negative is None else {"negative_prompt": [negative]}
     return tree_flatten(hooked.encode([prompt], shape, guided=True, **guided_arguments(found, GUIDED), **given))
 
@@ -202,7 +202,7 @@ def find_guided_text(hooked: HookedPipeline, shape: Shape, found: Findings, capt
 
 
 def encode_no_caption(hooked: HookedPipeline, guidance: GuidedText, shape: Shape, found: Findings) -> list[Tensor]:
-    """Return the text of no negative prompt where a pipeline takes zeros for it (SDXL), else of an empty one."""
+    """Text of no negative prompt where a pipeline takes zeros for it (SDXL), else of an empty one."""
     chosen: list[Tensor] = []
     for negative in (None, ""):
         leaves, structure = encode_guided(hooked, "a photo", negative, shape, found)

@@ -1,7 +1,7 @@
 """The proof that training by a pipeline's own call is right, on its real components, at one shape in px.
 
-Each check raises SettingsError with one sentence. What the study inferred (sign, time, order, scale) is shown by the
-pipeline's own loop with its own scheduler, so nothing rests on what diffusers' code looks like.
+Each check raises SettingsError with one sentence. What the study inferred (sign, time, order, scale) is shown
+by the pipeline's own loop with its own scheduler, so nothing rests on what diffusers' code looks like.
 """
 
 from __future__ import annotations

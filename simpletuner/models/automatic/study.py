@@ -28,8 +28,8 @@ CAPTIONS = (
     "a photo",
     " ".join(["a small yellow star beside a large purple heart"] * 64),
 )
-"""Short and long ones; the last is as long as text encoders read. Words in quotation marks are encoded once more by
-HunyuanVideo 1.5, HunyuanImage and LongCat-Image."""
+"""Short and long ones; the last is as long as text encoders read. Words in quotation marks are encoded
+once more by HunyuanVideo 1.5, HunyuanImage and LongCat-Image."""
 
 NO_CLIPS = f"its call has none of {', '.join(FRAMES)}, so it makes no clips"
 

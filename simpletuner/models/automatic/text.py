@@ -1,7 +1,8 @@
-"""Records of what `encode_prompt` returned for single captions, whatever its structure, and batches made of them.
+"""Records of what `encode_prompt` returned for single captions, whatever its structure, and batches made of
+them.
 
-A record has one tensor for each that depends on the caption, in the order of torch's pytree, with the axis that differs
-between captions first: the trainer pads that one. `text_lengths` are the lengths along it.
+A record has one tensor for each that depends on the caption, in the order of torch's pytree, with the axis
+that differs between captions first: the trainer pads that one. `text_lengths` are the lengths along it.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class TextLayout:
 
 
 def collate_texts(layout: TextLayout, axes: Sequence[int | None], texts: Sequence[Sequence[Any]]) -> Any:
-    """Return leaves of single captions as what `encode_prompt` returns for all; shorter ones are padded with zeros.
+    """Return leaves of single captions as what `encode_prompt` returns for all; shorter ones are padded with
+    zeros.
 
     `axes` has each leaf's batch axis, None for one that has none.
     """

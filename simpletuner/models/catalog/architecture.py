@@ -47,7 +47,7 @@ def parameters_of(model: Model) -> tuple[int, str] | None:
 
 
 def copied_bytes(base: Path) -> int:
-    """Return the bytes of weights that an exported pipeline copies from a base model: all but the denoiser's."""
+    """Bytes of weights that an exported pipeline copies from a base model: all but the denoiser's."""
     files = [path for path in base.glob("*/*.safetensors") if path.parent.name not in DENOISERS and path.is_file()]
     return sum(path.stat().st_size for path in files)
 
@@ -80,7 +80,8 @@ WEIGHTS_SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf", ".s
 def architecture_of(model: Model, warn: Callable[[str], None]) -> Architecture:
     """The denoiser as the folder has it, else the local hub cache, else as published with the flavour.
 
-    Raises SettingsError for a model that is not known or no folder, EnvironmentNotReady for a folder with no denoiser.
+    Raises SettingsError for a model that is not known or no folder, EnvironmentNotReady for a folder with no
+    denoiser.
     """
     name = model.pretrained_model_name_or_path
     if name and (folder := Path(name).expanduser()).is_dir():

@@ -53,7 +53,7 @@ def load_preset(family: str) -> Preset | None:
 
 
 def preset_of(model: Model) -> Preset | None:
-    """Return the preset of a model's family; None for a user's own, also for one with the name of a built-in family."""
+    """Preset of a model's family; None for a user's own, also for one with the name of a built-in family."""
     return None if is_own(model) else load_preset(model.model_family)
 
 
@@ -210,7 +210,8 @@ def suggest_base(model: Model) -> str:
 
 
 def class_path_of(model: Model) -> str | None:
-    """The import path of the family's class: from the settings, else built in, else from an installed package.
+    """The import path of the family's class: from the settings, else built in, else from an installed
+    package.
 
     Empty for a family that is known by its architecture alone, None for an unknown one.
     """

@@ -1,6 +1,8 @@
-"""FLUX.2: a flow-matching transformer over patches that its VAE normalizes, with hidden states of a language model.
+"""FLUX.2: a flow-matching transformer over patches that its VAE normalizes, with hidden states of a language
+model.
 
-klein reads Qwen3 and samples with classifier-free guidance; dev reads Mistral 3 and embeds the guidance scale.
+klein reads Qwen3 and samples with classifier-free guidance; dev reads Mistral 3 and embeds the guidance
+scale.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""LTX-Video: a flow-matching transformer over latent cells of a video, with T5-XXL text; an image is a single frame.
+"""LTX-Video: a flow-matching transformer over latent cells of a video, with T5-XXL text; an image is a single
+frame.
 
-0.9.0 is published as an LTXPipeline, 0.9.5 as an LTXConditionPipeline, with longer prompts and a decoder that denoises.
+0.9.0 is published as an LTXPipeline, 0.9.5 as an LTXConditionPipeline, with longer prompts and a decoder that
+denoises.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class LTXVideo(ModelFamily):
         return self.pipeline_class if self.is_conditioned else diffusers_class("LTXImageToVideoPipeline")
 
     def first_shown(self, clean: Tensor, noised: Tensor, sigmas_B: Tensor) -> Tensor:
-        """Return the first latent frame as the pipeline shows it: clean, or with a little of the clip's own noise."""
+        """First latent frame as the pipeline shows it: clean, or with a little of the clip's own noise."""
         if not self.is_conditioned:
             return clean
         sigma = sigmas_B.view(-1, 1, 1, 1, 1)

@@ -1,8 +1,8 @@
 """LTX-2: a flow-matching transformer that denoises a video and its audio together, with Gemma 3 text.
 
-The video alone is trained: the blocks' attention between video and audio is off then, as in the pipeline's calls for
-`modality_scale`. So the prediction of the video depends on no audio, and the weights of the audio get no gradient.
-Sampling is the pipeline's, which generates both.
+The video alone is trained: the blocks' attention between video and audio is off then, as in the pipeline's
+calls for `modality_scale`. So the prediction of the video depends on no audio, and the weights of the audio
+get no gradient. Sampling is the pipeline's, which generates both.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class LTXVideo2(ModelFamily):
         return 1024
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
-        """Encode to what the connectors make, which are frozen: a text for the video and one for the audio, both
-        (B, max_length, D), and their mask (B, max_length)."""
+        """Encode to what the connectors make, which are frozen: a text for the video and one for the
+        audio, both (B, max_length, D), and their mask (B, max_length)."""
         embeds, mask, _, _ = pipeline.encode_prompt(
             captions, do_classifier_free_guidance=False, max_sequence_length=self.max_length
         )
@@ -134,7 +134,8 @@ class LTXVideo2(ModelFamily):
         return {"image": references[0]}
 
     def coords(self, batch: int, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the first and last second, row and column of each token of the video, and the seconds of the audio's.
+        """Return the first and last second, row and column of each token of the video, and the seconds of the
+        audio's.
 
         Kept, since diffusers makes them of Python numbers, which a GPU waits for.
         """

@@ -1,6 +1,8 @@
-"""PixArt: a diffusion transformer that attends to T5-XXL text and also predicts its variance, which is dropped.
+"""PixArt: a diffusion transformer that attends to T5-XXL text and also predicts its variance, which is
+dropped.
 
-Sigma reads 300 tokens. Alpha reads 120, and its 1024 px checkpoints are conditioned on each image's size and aspect.
+Sigma reads 300 tokens. Alpha reads 120, and its 1024 px checkpoints are conditioned on each image's size and
+aspect.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class PixArtSigma(ModelFamily):
         return noise_and_variance[:, : noised_BCHW.shape[1]]
 
     def size_conditioning(self, geometry: Geometry) -> Conditioning:
-        """Original height and width in px, and height / width of the crop; float32, since bf16 rounds above 256.
+        """Original height and width in px, and height / width of the crop; float32, since bf16 rounds above
+        256.
 
         Chen et al. 2023, arXiv:2310.00426, and how its training code fills them.
         """

@@ -1,4 +1,5 @@
-"""Sana: a flow-matching transformer with linear attention over latents that are 32 px wide, with Gemma-2 text.
+"""Sana: a flow-matching transformer with linear attention over latents that are 32 px wide, with Gemma-2
+text.
 
 Sana 1.5 differs by normalized queries and keys.
 """
@@ -28,7 +29,8 @@ class Sana(ModelFamily):
         return 300
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
-        """Encode captions after the instruction to describe them in more detail that the pipeline has by default.
+        """Encode captions after the instruction to describe them in more detail that the pipeline has by
+        default.
 
         Of Gemma's tokens for both, the pipeline keeps the first one and the last 299.
         """

@@ -46,7 +46,8 @@ class SD3(ModelFamily):
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, 77 + max_length, D) and pooled_prompt_embeds (B, P).
 
-        The first 77 tokens are both CLIPs', side by side and padded with zeros to T5's width; T5's tokens follow.
+        The first 77 tokens are both CLIPs', side by side and padded with zeros to T5's width; T5's tokens
+        follow.
         """
         # Without T5 the pipeline takes zeros, as wide as the config of its transformer says, which is not loaded here.
         pipeline.transformer = self.meta_denoiser

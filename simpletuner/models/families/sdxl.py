@@ -56,7 +56,8 @@ class SDXL(ModelFamily):
     def size_conditioning(self, geometry: Geometry) -> Conditioning:
         """Original height and width, crop top and left, target height and width, as time_ids (6).
 
-        Float32, since bf16 would round every number above 256 (Podell et al. 2023, arXiv:2307.01952, section 2.2).
+        Float32, since bf16 would round every number above 256 (Podell et al. 2023, arXiv:2307.01952, section
+        2.2).
         """
         pairs = (geometry.original.size, geometry.crop_left_top, geometry.target.size)
         return {"time_ids": torch.tensor([float(value) for pair in pairs for value in reversed(pair)])}

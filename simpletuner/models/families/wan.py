@@ -1,6 +1,8 @@
-"""Wan: a flow-matching transformer over patches of a video, with UMT5-XXL text; an image is a single-frame video.
+"""Wan: a flow-matching transformer over patches of a video, with UMT5-XXL text; an image is a single-frame
+video.
 
-Wan 2.2 A14B has two of them, one for noise levels from `boundary_ratio` up and one for those below. A run trains one.
+Wan 2.2 A14B has two of them, one for noise levels from `boundary_ratio` up and one for those below. A run
+trains one.
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ class Adapter:
     def attach_new(self, model: nn.Module) -> None:
         """Insert the matrices, in host memory. A is random, B is 0, so the output does not change yet.
 
-        The values depend on the seed alone, so they are the same on all ranks. DoRA's lengths are measured later, when
-        the base has its weights.
+        The values depend on the seed alone, so they are the same on all ranks. DoRA's lengths are measured
+        later, when the base has its weights.
         """
         self.attach(model)
         allocate_on_cpu(model)
@@ -242,7 +242,7 @@ def count_targets(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def layers_named(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Return the names of all layers that end with a target. Raises SettingsError for a target that matches none."""
+    """Names of all layers that end with a target. Raises SettingsError for a target that matches none."""
     found: dict[str, None] = {}
     for target in targets:
         layers = layers_ending_with(model, target)
@@ -257,14 +257,14 @@ def layers_named(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def layers_ending_with(model: nn.Module, target: str) -> list[str]:
-    """Return the names of linear and convolution layers that end with the dotted name `target`; all if it is empty."""
+    """Names of linear and convolution layers that end with the dotted name `target`; all if it is empty."""
     kinds = (nn.Linear, nn.Conv2d)
     names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     return [name for name in names if not target or f".{name}".endswith(f".{target}")]
 
 
 def end_of(name: str) -> str:
-    """Return the last part of a layer's name, and the one before it if the last is a number: `to_q`, `to_out.0`."""
+    """Last part of a layer's name, and the one before it if the last is a number: `to_q`, `to_out.0`."""
     parts = name.split(".")
     return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
 
@@ -275,7 +275,7 @@ def ends_of_layers(model: nn.Module) -> list[str]:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the matrices by the names that files have. Optimizer, EMA, checkpoints and ranks know only these."""
+    """Matrices by the names that files have. Optimizer, EMA, checkpoints and ranks know only these."""
     return {file_name(name): each for name, each in model.named_parameters() if is_adapter(name)}
 
 
@@ -287,8 +287,8 @@ def base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def freeze(model: nn.Module, dtype: torch.dtype) -> None:
     """Freeze all weights of a model on the meta device, and convert its matrices to `dtype`.
 
-    Norms and biases stay float32: they are small, and autocast uses them in float32. So do the modules in diffusers'
-    `_keep_in_fp32_modules`.
+    Norms and biases stay float32: they are small, and autocast uses them in float32. So do the modules in
+    diffusers' `_keep_in_fp32_modules`.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)

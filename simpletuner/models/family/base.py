@@ -40,17 +40,18 @@ CLIP_TOKENS = 77
 class ModelFamily(PipelineFolder, ABC):
     """A model family, opened from one pipeline folder in diffusers format.
 
-    A subclass defines `pipelines`, `objective`, `encode_prompts` and `predict`, and overrides anything else only where
-    its pipeline differs. Its folder, configs and components are those of `PipelineFolder`.
+    A subclass defines `pipelines`, `objective`, `encode_prompts` and `predict`, and overrides anything else
+    only where its pipeline differs. Its folder, configs and components are those of `PipelineFolder`.
     """
 
     float32_inputs: ClassVar[tuple[str, ...]] = ("timestep",)
-    """Arguments of the denoiser's `forward` (or keys of a dict among them) that stay float32 while sampling in bf16:
-    times, sizes and positions, which bf16 would round above 256. All other floating-point inputs are cast."""
+    """Arguments of the denoiser's `forward` (or keys of a dict among them) that stay float32 while
+    sampling in bf16: times, sizes and positions, which bf16 would round above 256. All other
+    floating-point inputs are cast."""
 
     host_inputs: ClassVar[tuple[str, ...]] = ()
-    """Conditioning that `predict` reads, such as masks whose lengths become shapes. In training it stays in the host's
-    memory, pinned, because `.item()` on a CUDA tensor synchronizes the stream."""
+    """Conditioning that `predict` reads, such as masks whose lengths become shapes. In training it stays
+    in the host's memory, pinned, because `.item()` on a CUDA tensor synchronizes the stream."""
 
     unused_inputs: ClassVar[tuple[str, ...]] = ()
     """Arguments of the denoiser's `forward` that it must be given, and that no prediction depends on."""
@@ -84,8 +85,8 @@ class ModelFamily(PipelineFolder, ABC):
     frame_rate: ClassVar[float] = 24
     """Frames per second of the clips that its published models generate."""
     fuses_qkv: ClassVar[bool] = False
-    """True if diffusers' `fuse_qkv_projections` leaves the denoiser's output as it is: it passes over norms of SD3.5,
-    and many attention classes ignore it."""
+    """True if diffusers' `fuse_qkv_projections` leaves the denoiser's output as it is: it passes over
+    norms of SD3.5, and many attention classes ignore it."""
 
     lora_options: Mapping[str, Any] = MappingProxyType({})
     """Arguments for the pipeline's `load_lora_weights` to load a LoRA into this denoiser."""
@@ -113,10 +114,11 @@ class ModelFamily(PipelineFolder, ABC):
 
     @abstractmethod
     def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning, /) -> Tensor:
-        """Call the denoiser as the pipeline does and return its prediction with the axes of `noised`, BCHW or BCFHW.
+        """Call the denoiser as the pipeline does and return its prediction with the axes of `noised`, BCHW or
+        BCFHW.
 
-        `noised` sets the dtype to compute in. `timesteps_B` are the objective's: 0..999 for diffusion, sigmas in
-        0..1 for flow matching. The prediction is compared with the objective's target.
+        `noised` sets the dtype to compute in. `timesteps_B` are the objective's: 0..999 for diffusion, sigmas
+        in 0..1 for flow matching. The prediction is compared with the objective's target.
         """
 
     # What a family may override.
@@ -147,7 +149,8 @@ class ModelFamily(PipelineFolder, ABC):
         return {}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all conditioning of one sample with the longest caption, by name: what `plan` counts with.
+        """Shapes of all conditioning of one sample with the longest caption, by name: what `plan` counts
+        with.
 
         Raises SettingsError for a denoiser whose config does not have the key `text_width`.
         """
@@ -188,7 +191,7 @@ class ModelFamily(PipelineFolder, ABC):
         return shape.frames * (shape.height // patch) * (shape.width // patch)
 
     def mu(self, shape: Shape, config: Mapping[str, Any]) -> float:
-        """Return the shift that the pipeline gives to a scheduler with dynamic shifting, by a shape in latent cells."""
+        """Shift that the pipeline gives to a scheduler with dynamic shifting, by a shape in latent cells."""
         return self.shift_exponent(self.image_tokens(shape), config)
 
     def shift_exponent(self, tokens: int, config: Mapping[str, Any]) -> float:
@@ -237,7 +240,8 @@ class ModelFamily(PipelineFolder, ABC):
     def adapter(self) -> Adapter | None:
         """The LoRA that is trained in place of the weights; None with model_type=full.
 
-        Raises SettingsError where the pipeline could not load it, or for layers that the denoiser does not have.
+        Raises SettingsError where the pipeline could not load it, or for layers that the denoiser does not
+        have.
         """
         if self.settings.model.model_type != "lora":
             return None

@@ -1,6 +1,7 @@
 """Training objectives: one pure function per equation, and the two objectives that are made of them.
 
-Shapes: latents, noise and targets are BCHW; timesteps, sigmas, weights and losses are B. `u` is uniform in [0, 1).
+Shapes: latents, noise and targets are BCHW; timesteps, sigmas, weights and losses are B. `u` is uniform in
+[0, 1).
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ LEAST_MASK = 1e-3
 def sample_losses(prediction: Tensor, target: Tensor, weights: Tensor, mask: Tensor | None = None) -> Tensor:
     """Weighted mean squared error of each sample (B), in float32.
 
-    With a mask, of one channel, the mean over cells by their share in it: what counts weighs the same however small.
+    With a mask, of one channel, the mean over cells by their share in it: what counts weighs the same however
+    small.
     """
     errors = (prediction.float() - target.float()).square()
     if mask is None:
@@ -159,8 +161,9 @@ class FlowMatching:
     """Rectified flow towards eps - x_0; timesteps are sigmas in 0..1.
 
     `shift` may be a function of the latents' shape. `round_sigmas` maps sigmas to those that the denoiser
-    computes with in its dtype. Where the pipeline calls the denoiser in a part of the levels alone, `sigma_range`, they
-    have the distribution of all levels given that they are in it: `u` is mapped to the numbers that lead there.
+    computes with in its dtype. Where the pipeline calls the denoiser in a part of the levels alone,
+    `sigma_range`, they have the distribution of all levels given that they are in it: `u` is mapped to the
+    numbers that lead there.
     """
 
     shift: float | ShiftOfShape = 3.0
@@ -198,7 +201,8 @@ class FlowMatching:
 def diffusion(family: ModelFamily, /) -> Diffusion:
     """Diffusion with the betas and prediction type of the family's scheduler.
 
-    Raises EnvironmentNotReady for a scheduler that samples from anything but epsilon or v at discrete timesteps.
+    Raises EnvironmentNotReady for a scheduler that samples from anything but epsilon or v at discrete
+    timesteps.
     """
     from diffusers import DDPMScheduler
 
@@ -215,8 +219,8 @@ def diffusion(family: ModelFamily, /) -> Diffusion:
 def flow_matching(family: ModelFamily, /) -> FlowMatching:
     """Flow matching with the distribution of sigmas that the settings choose.
 
-    Raises EnvironmentNotReady for a scheduler that samples by diffusion, and SettingsError for a prediction type: it
-    would be exported with the scheduler, which would then sample with it.
+    Raises EnvironmentNotReady for a scheduler that samples by diffusion, and SettingsError for a prediction
+    type: it would be exported with the scheduler, which would then sample with it.
     """
     model = family.settings.model
     if model.prediction_type:

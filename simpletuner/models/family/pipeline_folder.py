@@ -37,8 +37,8 @@ class PipelineFolder:
     """The denoiser's component in the pipeline, which is also the name of its folder: `transformer` or `unet`."""
 
     tiny_pipeline: ClassVar[str] = ""
-    """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
-    `tiny`; a built-in family has a table `[tiny]` in its preset."""
+    """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the
+    flavour `tiny`; a built-in family has a table `[tiny]` in its preset."""
 
     other_denoiser: str = ""
     """Component that denoises the rest of the noise levels, where the pipeline has two: it is kept as it is."""

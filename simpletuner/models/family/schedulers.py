@@ -1,4 +1,5 @@
-"""Noise levels of a family's scheduler: the shift that it samples with and trains with, and the proof that both agree.
+"""Noise levels of a family's scheduler: the shift that it samples with and trains with, and the proof that
+both agree.
 
 The proof: exact predictions lead the scheduler's own steps to known latents.
 """
@@ -46,9 +47,9 @@ def sampling_shift(family: ModelFamily) -> ShiftOfShape:
 def training_shift(family: ModelFamily) -> float | ShiftOfShape:
     """Return the shift of noise levels in training: that of the settings, or of the published scheduler.
 
-    Images have that of 1024 px, the same for all sizes, and clips that of their own tokens where a scheduler or the
-    preset counts them: one of 121 frames has up to thirteen times the tokens of an image, and is sampled at levels
-    above 0.9. Of a pipeline that no preset knows, images too have that of their own tokens.
+    Images have that of 1024 px, the same for all sizes, and clips that of their own tokens where a scheduler
+    or the preset counts them: one of 121 frames has up to thirteen times the tokens of an image, and is
+    sampled at levels above 0.9. Of a pipeline that no preset knows, images too have that of their own tokens.
     """
     own, sampled, preset = family.settings.objective, sampling_shift(family), published_preset(family)
     if own.flow_schedule_shift is not None:
@@ -79,8 +80,8 @@ def published_preset(family: ModelFamily) -> Preset | None:
 def image_shift(family: ModelFamily, preset: Preset, sampled: ShiftOfShape) -> float:
     """Return the shift with which a scheduler samples 1024 px; 0 where the preset has none.
 
-    Without a model_flavour, a constant in the folder tells: FLUX.1-schnell has 1, where dev has 3.158. That of a family
-    with `clip_shift` does not: LTXConditionPipeline gives its scheduler levels of its own.
+    Without a model_flavour, a constant in the folder tells: FLUX.1-schnell has 1, where dev has 3.158. That
+    of a family with `clip_shift` does not: LTXConditionPipeline gives its scheduler levels of its own.
     """
     is_dynamic = family.scheduler().config.get("use_dynamic_shifting")
     if preset.flow_shift and not (family.settings.model.model_flavour or is_dynamic or preset.clip_shift):

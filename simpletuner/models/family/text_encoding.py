@@ -1,8 +1,10 @@
-"""Captions to embeddings and masks, by a pipeline's own `encode_prompt`, and the cleaning of text that CLIP expects.
+"""Captions to embeddings and masks, by a pipeline's own `encode_prompt`, and the cleaning of text that CLIP
+expects.
 
-OpenAI's tokenizer (`basic_clean` of clip/simple_tokenizer.py) and transformers' up to 4 put captions through ftfy and
-unescaped HTML before they counted tokens, so Stable Diffusion and FLUX have seen straight quotes alone. Language models
-write curly ones, which are other tokens. Of ftfy it is what exchanges characters; broken encodings are not repaired.
+OpenAI's tokenizer (`basic_clean` of clip/simple_tokenizer.py) and transformers' up to 4 put captions through
+ftfy and unescaped HTML before they counted tokens, so Stable Diffusion and FLUX have seen straight quotes
+alone. Language models write curly ones, which are other tokens. Of ftfy it is what exchanges characters;
+broken encodings are not repaired.
 """
 
 from __future__ import annotations
@@ -70,9 +72,9 @@ def clean_texts(pipeline: Any) -> None:
 
 
 Conditioning = dict[str, Tensor]
-"""Inputs of a denoiser besides latents and time, under the names that its pipeline uses. `prompt_embeds` is always
-there: its dtype is the one to sample in. The first axis is the batch. Texts of different lengths are padded with zeros,
-so a mask must be among the tensors."""
+"""Inputs of a denoiser besides latents and time, under the names that its pipeline uses. `prompt_embeds`
+is always there: its dtype is the one to sample in. The first axis is the batch. Texts of different lengths
+are padded with zeros, so a mask must be among the tensors."""
 
 
 class TextEncoder:
@@ -86,10 +88,12 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str], references: Sequence[Image] = ()) -> Conditioning:
-        """Encode captions, with references that all of them are about; the first axis is the caption, on the CPU.
+        """Encode captions, with references that all of them are about; the first axis is the caption, on the
+        CPU.
 
-        Raises EnvironmentNotReady for what damaged numbers of a tokenizer lead to, such as a length of 1e20 tokens or
-        one that is not the other tokenizer's, and SettingsError for a user's family that returns no `prompt_embeds`.
+        Raises EnvironmentNotReady for what damaged numbers of a tokenizer lead to, such as a length of 1e20
+        tokens or one that is not the other tokenizer's, and SettingsError for a user's family that returns no
+        `prompt_embeds`.
         """
         try:
             if references:

@@ -24,7 +24,8 @@ FIRST, SECOND = "transformer", "transformer_2"
 def chosen_denoiser(folder: Path, index: Mapping[str, Any], model: Model) -> tuple[str, str]:
     """Return the component to train and the other one, which is empty where the pipeline has one.
 
-    Raises SettingsError where the flavour does not say which, and where it names one that the pipeline does not have.
+    Raises SettingsError where the flavour does not say which, and where it names one that the pipeline does
+    not have.
     """
     flavour = flavour_of(model)
     asked = flavour.denoiser if flavour else ""
@@ -59,8 +60,8 @@ def load_frozen(
 ) -> nn.Module:
     """Load the denoiser that is not trained, for sampling, in the dtype that it computes in.
 
-    Its weights stay in host memory, page-locked, and each block is copied to the GPU when it runs: beside a denoiser
-    that is being trained there may be no room for another one of its size.
+    Its weights stay in host memory, page-locked, and each block is copied to the GPU when it runs: beside a
+    denoiser that is being trained there may be no room for another one of its size.
     """
     with translate_load_errors(folder):
         weights_files(folder, variant)

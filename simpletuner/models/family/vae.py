@@ -1,6 +1,7 @@
 """Pixels to latents and back, for every VAE of diffusers that has one latent per image.
 
-Pixels and latents are BCHW of images and BCFHW of clips; only here an image is a video VAE's clip of one frame.
+Pixels and latents are BCHW of images and BCFHW of clips; only here an image is a video VAE's clip of one
+frame.
 """
 
 from __future__ import annotations

@@ -147,10 +147,11 @@ def require_packages(components: Iterable[Sequence[str]]) -> None:
 
 
 def build_on_meta(config: Mapping[str, Any], include_buffers: bool = False) -> nn.Module:
-    """Build a model from its config.json: parameters on the meta device, buffers with their values, or there as well.
+    """Build a model from its config.json: parameters on the meta device, buffers with their values, or there
+    as well.
 
-    Those of Stable Diffusion 3.5 medium are 864 MiB of positions, which take seconds to compute (16 CPU s, measured by
-    hand once).
+    Those of Stable Diffusion 3.5 medium are 864 MiB of positions, which take seconds to compute (16 CPU s,
+    measured by hand once).
     """
     from accelerate import init_empty_weights
     from diffusers import ModelMixin

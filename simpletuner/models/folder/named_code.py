@@ -1,7 +1,7 @@
 """Configs of a model that name code: they are refused by name, before a library reads them.
 
-transformers before 5.3 ran a repository that `_attn_implementation_internal` named (CVE-2026-4372), diffusers before
-0.38 one that `custom_pipeline` named (CVE-2026-44513); each without trust_remote_code.
+transformers before 5.3 ran a repository that `_attn_implementation_internal` named (CVE-2026-4372), diffusers
+before 0.38 one that `custom_pipeline` named (CVE-2026-44513); each without trust_remote_code.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def index_file(folder: Path) -> Path:
 def read_index(folder: Path) -> dict[str, Any]:
     """Read a folder's index as model_index.json has it, with the library and the class of each component.
 
-    Raises EnvironmentNotReady when it is missing, damaged, or holds no object, and SettingsError for a folder of
-    something else that a run or diffusers has written.
+    Raises EnvironmentNotReady when it is missing, damaged, or holds no object, and SettingsError for a folder
+    of something else that a run or diffusers has written.
     """
     path = index_file(folder)
     if not path.exists():

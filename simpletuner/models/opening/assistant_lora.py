@@ -28,7 +28,8 @@ def assistant_files(settings: Settings) -> list[Path]:
 def read_assistants(family: ModelFamily) -> Deltas:
     """Read all assistants, scaled by assistant_lora_strength.
 
-    Raises SettingsError for what is no LoRA of the denoiser, EnvironmentNotReady for a file that cannot be read.
+    Raises SettingsError for what is no LoRA of the denoiser, EnvironmentNotReady for a file that cannot be
+    read.
     """
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for path in assistant_files(family.settings):

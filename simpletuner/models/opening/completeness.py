@@ -88,8 +88,8 @@ def shapes_in(family: ModelFamily) -> dict[str, tuple[int, ...]]:
 def warn_of_unread(family: ModelFamily) -> str:
     """Return a warning of the denoiser's weights that its class has no place for; empty if there are none.
 
-    They are let pass, since published files often hold more than a class reads. But `guidance_embeds` that was turned
-    off in FLUX.1-dev's config.json leaves its embedding of guidance out.
+    They are let pass, since published files often hold more than a class reads. But `guidance_embeds` that
+    was turned off in FLUX.1-dev's config.json leaves its embedding of guidance out.
     """
     names = sorted(shapes_in(family).keys() - family.meta_denoiser.state_dict().keys())
     if not names:
@@ -105,7 +105,7 @@ FLOAT8 = "F8_"
 
 
 def warn_of_eight_bits(family: ModelFamily) -> str:
-    """Return a warning of weights that are stored in float8, from which training starts as they are; empty if none."""
+    """Warning of weights that are stored in float8, from which training starts as they are; empty if none."""
     kinds: Counter[str] = Counter()
     for path in weights_files(family.folder / family.denoiser_name, family.settings.model.variant):
         with translate_load_errors(path), safe_open(path, framework="pt") as file:
@@ -122,8 +122,8 @@ def warn_of_eight_bits(family: ModelFamily) -> str:
 def text_parts(family: ModelFamily) -> list[str]:
     """Names of the tokenizers and text encoders of the pipeline.
 
-    Raises EnvironmentNotReady where one half of a pair is missing, or an encoder without which the pipeline samples no
-    image.
+    Raises EnvironmentNotReady where one half of a pair is missing, or an encoder without which the pipeline
+    samples no image.
     """
     # Not Krea 2's text_encoder_select_layers, which are numbers.
     named = [name for name, value in family.index.items() if name.startswith(ENCODING_PARTS) and not has_numbers(value)]
@@ -266,15 +266,15 @@ def note_checked(family: ModelFamily) -> None:
 
 
 def note_of(family: ModelFamily) -> Path:
-    """Return the file for a base model with these settings, in the home rather than the run's folder: its next run has
-    another folder, and a bucket or another machine does not have this one's files."""
+    """Return the file for a base model with these settings, in the home rather than the run's folder: its
+    next run has another folder, and a bucket or another machine does not have this one's files."""
     named = json.dumps([str(family.folder.absolute()), family.settings.model.model_dump(mode="json")])
     return user_home(os.environ) / NOTES / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
 
 
 def facts_of(family: ModelFamily) -> dict[str, Any]:
-    """Return, as JSON has it, what the verdict depends on: settings of the model, versions, and what is read of each
-    file."""
+    """Return, as JSON has it, what the verdict depends on: settings of the model, versions, and what is
+    read of each file."""
     paths = (path for path in sorted(family.folder.rglob("*")) if path.is_file())
     files = {path.relative_to(family.folder).as_posix(): identity_of(path) for path in paths}
     model = family.settings.model.model_dump(mode="json")
@@ -282,9 +282,11 @@ def facts_of(family: ModelFamily) -> dict[str, Any]:
 
 
 def identity_of(path: Path) -> list[Any]:
-    """Return a file's size and the checksum of what the check reads: the header of weights, other files whole.
+    """Return a file's size and the checksum of what the check reads: the header of weights, other files
+    whole.
 
-    Times would not do: a disk that loses a bit changes none. What is larger than any config or tokenizer has its time.
+    Times would not do: a disk that loses a bit changes none. What is larger than any config or tokenizer has
+    its time.
     """
     import xxhash
 

@@ -55,8 +55,9 @@ WITHOUT_EFFECT = {
 """Keys of peft's configs that change nothing of what saved matrices compute: how they were found and trained."""
 
 KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-"""Values of peft's init_lora_weights that leave the base model as it is. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA
-subtract the first matrices from its weights, so that what they save is no difference to the published ones."""
+"""Values of peft's init_lora_weights that leave the base model as it is. PiSSA, OLoRA, CorDA, LoftQ and
+LoRA-GA subtract the first matrices from its weights, so that what they save is no difference to the
+published ones."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class LoraFile:
     def check_config(self, adapter: Adapter | None = None) -> None:
         """Raise SettingsError for what the config says and is not computed here.
 
-        `adapter` is what is trained: a LoHa, LoKr or OFT must have its config; LoRAs have scales of their own.
+        `adapter` is what is trained: a LoHa, LoKr or OFT must have its config; LoRAs have scales of their
+        own.
         """
         if not self.config:
             return
@@ -136,8 +138,8 @@ class LoraFile:
 def read_lora(path: Path, prefix: str, setting: str) -> LoraFile:
     """Read a file of any program whole; `prefix` is the denoiser's name in diffusers' metadata.
 
-    Raises EnvironmentNotReady for a file that is damaged or without its config, SettingsError for values that are no
-    finite real numbers.
+    Raises EnvironmentNotReady for a file that is damaged or without its config, SettingsError for values that
+    are no finite real numbers.
     """
     try:
         check_regular(path)
@@ -194,7 +196,7 @@ def other_formats(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def file_of(program: str) -> str:
-    """Return the name of a program's file: diffusers would take one that ends with its own name for its own."""
+    """Name of a program's file: diffusers would take one that ends with its own name for its own."""
     return f"lora_for_{program}.safetensors"
 
 
@@ -204,7 +206,7 @@ def files_of(settings: Settings) -> list[str]:
 
 
 def original_layer(family: ModelFamily, layer: str) -> OriginalLayer | None:
-    """Return the layer of the original model that holds a layer of diffusers; None where its name is not known."""
+    """Layer of the original model that holds a layer of diffusers; None where its name is not known."""
     preset = preset_of(family.settings.model)
     number = re.search(r"\.(\d+)\.", layer)
     if preset is None:

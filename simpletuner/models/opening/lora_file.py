@@ -62,7 +62,8 @@ class LoraLayer:
     def scaled(self, file: LoraFile, unit: float) -> dict[str, Tensor]:
         """Return them in float32, with the scale in units of `unit` in `up` and `bias`.
 
-        Raises SettingsError for matrices that are none or do not fit each other, and for an alpha that is no number.
+        Raises SettingsError for matrices that are none or do not fit each other, and for an alpha that is no
+        number.
         """
         tensors = {part: each.float() for part, each in self.tensors.items() if part != "alpha"}
         down, up, alpha = tensors["down"], tensors["up"], self.tensors.get("alpha")
@@ -84,7 +85,8 @@ class LoraLayer:
 def read_layers(file: LoraFile, family: ModelFamily, unit: float = 1) -> dict[str, Tensor]:
     """Return a LoRA's or DoRA's tensors by our names, with each layer's scale, in units of `unit`, in lora_B.
 
-    Raises SettingsError for a file that adapts what is no layer of the denoiser, or whose alpha is 0 in all layers.
+    Raises SettingsError for a file that adapts what is no layer of the denoiser, or whose alpha is 0 in all
+    layers.
     """
     layers = layers_of(file)
     used: set[str] = set()
@@ -202,13 +204,14 @@ def write_lora(folder: Path, family: ModelFamily, adapter: Adapter, weights: Map
 
 
 def base_name(model: Model, folder: Path) -> str:
-    """Return the base model's folder or hub id in the settings, else the flavour's hub id, else the folder's name."""
+    """Base model's folder or hub id in the settings, else the flavour's hub id, else the folder's name."""
     flavour = flavour_of(model) if model.model_flavour != TINY else None
     return model.pretrained_model_name_or_path or (flavour.hub if flavour else folder.name)
 
 
 def check_lora_init(family: ModelFamily) -> str | None:
-    """Check that the adapter that is trained can begin as the file lora_init; return what begins as new, in words.
+    """Check that the adapter that is trained can begin as the file lora_init; return what begins as new, in
+    words.
 
     Raises SettingsError with the setting that would fit, EnvironmentNotReady for a file that cannot be read.
     """
@@ -241,7 +244,7 @@ def check_lora_init(family: ModelFamily) -> str | None:
 
 
 def without_rank(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of one of LoRA's matrices without its rank, which `load_lora` fills up; others' as they are."""
+    """Shape of one of LoRA's matrices without its rank, which `load_lora` fills up; others' as they are."""
     if name.endswith(".lora_A.weight"):
         return shape[1:]
     return (shape[0], *shape[2:]) if name.endswith(".lora_B.weight") else tuple(shape)

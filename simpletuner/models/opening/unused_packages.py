@@ -1,4 +1,5 @@
-"""Packages that diffusers, transformers and accelerate import because they are installed, whether a run needs them.
+"""Packages that diffusers, transformers and accelerate import because they are installed, whether a run needs
+them.
 
 Together 0.5 of the 4.4 CPU s from the command to the first step of a tiny SDXL.
 """

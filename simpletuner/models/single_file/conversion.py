@@ -36,8 +36,8 @@ SAME_ARCHITECTURE = "set single_file_config to a folder of the same architecture
 def convert(path: Path, config: Path, folder: Path, denoiser: str) -> None:
     """Read a file by diffusers and save it as a pipeline. Downloads nothing; weights keep the file's dtype.
 
-    `denoiser` is the name of that component. Raises EnvironmentNotReady for a component that neither the file nor the
-    folder of configs has.
+    `denoiser` is the name of that component. Raises EnvironmentNotReady for a component that neither the file
+    nor the folder of configs has.
     """
     choose_accelerator()
     names, dtype = read_header(path)

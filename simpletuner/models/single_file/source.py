@@ -18,7 +18,7 @@ FULL_DTYPES = ("F32", "F16", "BF16")
 
 
 def named_file(model: Model) -> Path | None:
-    """Return the file that the base model is; None for a folder or a hub id. Raises SettingsError for a pickle."""
+    """File that the base model is; None for a folder or a hub id. Raises SettingsError for a pickle."""
     path = Path(model.pretrained_model_name_or_path).expanduser()
     if not path.is_file():
         return None

@@ -26,8 +26,8 @@ QWEN_WORDS = """
 system user assistant Describe the image by detailing the color shape size texture quantity text spatial relationships
 of the objects and background
 """
-"""The words of the template that Qwen-Image puts before captions. Its pipeline drops the template's 34 tokens from the
-embeddings, a number that is right only if each of these words is one token."""
+"""The words of the template that Qwen-Image puts before captions. Its pipeline drops the template's 34
+tokens from the embeddings, a number that is right only if each of these words is one token."""
 
 CHAT_TEMPLATE = """{%- for message in messages -%}
 <|im_start|>{{ message.role + "\n" + message.content }}<|im_end|>{{ "\n" }}

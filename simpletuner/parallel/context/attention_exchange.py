@@ -1,10 +1,11 @@
 """Attention over a sequence whose tokens are split over a group of ranks, with any kernel that SDPA chooses.
 
-`allgather`: each rank's queries attend to the keys and values of all ranks. `alltoall` (Ulysses, arXiv:2309.14509):
-each rank attends with its share of the heads over the whole sequence. Ranks may hold different numbers of tokens.
+`allgather`: each rank's queries attend to the keys and values of all ranks. `alltoall` (Ulysses,
+arXiv:2309.14509): each rank attends with its share of the heads over the whole sequence. Ranks may hold
+different numbers of tokens.
 
-Attention does not depend on the order of keys, so they stay in the order of ranks: rank 0's part of the text, its part
-of the image, rank 1's part of the text, and so on.
+Attention does not depend on the order of keys, so they stay in the order of ranks: rank 0's part of the text,
+its part of the image, rank 1's part of the text, and so on.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ class SplitAttention:
     def in_order_of_ranks(self, mask: Tensor) -> Tensor:
         """Mask (B, 1, 1 or queries, keys) of all tokens in the order of ranks.
 
-        `mask` is that of this rank's keys, or of all tokens in the order of the sequence. Collective for the former.
+        `mask` is that of this rank's keys, or of all tokens in the order of the sequence. Collective for the
+        former.
         """
         if mask.shape[-1] != sum(self.streams):
             numbers = mask.to(torch.uint8) if mask.dtype == torch.bool else mask  # gloo gathers no bool
@@ -165,9 +167,11 @@ class SplitAttention:
 
 
 class AttentionOverride(TorchFunctionMode):
-    """Call `attend` instead of scaled_dot_product_attention, except within `attend` itself, where the mode is off.
+    """Call `attend` instead of scaled_dot_product_attention, except within `attend` itself, where the mode is
+    off.
 
-    `calls` gets an element per call: a list, since torch.compile cannot trace assignments to a mode's attributes.
+    `calls` gets an element per call: a list, since torch.compile cannot trace assignments to a mode's
+    attributes.
     """
 
     def __init__(self, attend: Callable[..., Tensor], calls: list[bool]) -> None:

@@ -1,10 +1,10 @@
 """Context parallelism: each rank of a group computes a part of the tokens of the same samples.
 
-The denoiser's inputs and its output are whole on every rank, so the code around it is the same with and without a
-split. Inside, hooks take this rank's part of the tokens, attention exchanges keys and values or heads
-(attention_exchange.py), and the output is gathered.
-All collectives have exact adjoints, so backward computes the gradient of the sum of all ranks' losses; these are equal
-within a group, so that FSDP2's mean over the group is the gradient of one.
+The denoiser's inputs and its output are whole on every rank, so the code around it is the same with and
+without a split. Inside, hooks take this rank's part of the tokens, attention exchanges keys and values or
+heads (attention_exchange.py), and the output is gathered. All collectives have exact adjoints, so backward
+computes the gradient of the sum of all ranks' losses; these are equal within a group, so that FSDP2's mean
+over the group is the gradient of one.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ Splits = Mapping[str, Mapping[str | int, TokenSplit]]
 class SequencePlan:
     """Split of a denoiser, by names of modules: `*` is each module of a list, -1 the last one.
 
-    `attention`: the modules of self-attention, and the sequences that each reads, in this order (a text, an image).
-    `gathered`: the modules whose output (B, tokens, ...) is gathered from all ranks, and which sequence it is.
-    `splits`: by module, what is split: its arguments by name, or its outputs by number. A sequence is called by its
-    module and argument, as in `blocks.0.hidden_states`. None: use the `_cp_plan` of the denoiser's class in diffusers.
+    `attention`: the modules of self-attention, and the sequences that each reads, in this order (a text, an
+    image). `gathered`: the modules whose output (B, tokens, ...) is gathered from all ranks, and which
+    sequence it is. `splits`: by module, what is split: its arguments by name, or its outputs by number. A
+    sequence is called by its module and argument, as in `blocks.0.hidden_states`. None: use the `_cp_plan` of
+    the denoiser's class in diffusers.
     """
 
     attention: Mapping[str, tuple[str, ...]]

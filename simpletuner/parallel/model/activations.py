@@ -65,11 +65,12 @@ def cast_from(tensor: Tensor) -> nn.Parameter | None:
 
 
 class HostMemory(saved_tensors_hooks):
-    """Within this context, what autograd saves is copied to the machine's memory, and back when backward needs it.
+    """Within this context, what autograd saves is copied to the machine's memory, and back when backward
+    needs it.
 
-    As torch's save_on_cpu, but for parameters, which have a place of their own: of gathered weights it would make
-    copies, and of what autocast makes of those of FLUX.1, 24 GB each way per micro-batch. With recomputation a block
-    saves its inputs alone. The copies are queued on the stream that computes.
+    As torch's save_on_cpu, but for parameters, which have a place of their own: of gathered weights it would
+    make copies, and of what autocast makes of those of FLUX.1, 24 GB each way per micro-batch. With
+    recomputation a block saves its inputs alone. The copies are queued on the stream that computes.
     """
 
     def __init__(self, host: str = "cpu") -> None:

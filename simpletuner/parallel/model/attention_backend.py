@@ -35,10 +35,12 @@ HINT = "set attention_backend=auto for the fastest kernel that there is"
 
 @contextmanager
 def attention_by(name: str, device: torch.device, dtype: torch.dtype, kernel: str = "") -> Iterator[None]:
-    """Compute attention with this kernel within the block, and where it cannot, as with a mask, with another one.
+    """Compute attention with this kernel within the block, and where it cannot, as with a mask, with another
+    one.
 
-    It holds for the whole process, so also for recomputation in autograd's threads. `kernel` is that of `flash3` on the
-    hub. Raises SettingsError for a kernel that is not there, or not for this device and dtype.
+    It holds for the whole process, so also for recomputation in autograd's threads. `kernel` is that of
+    `flash3` on the hub. Raises SettingsError for a kernel that is not there, or not for this device and
+    dtype.
     """
     if name == "auto":
         yield
@@ -76,7 +78,7 @@ def activate_flash3(kernel: str) -> None:
 
 
 def operators_of_the_hub(kernel: str) -> Any:
-    """Return the namespace of torch's operators that a kernel of the hub brings; it runs what was published there."""
+    """Namespace of torch's operators that a kernel of the hub brings; it runs what was published there."""
     from kernels import get_kernel
 
     repository, _, commit = kernel.partition("@")
@@ -105,7 +107,7 @@ def check(name: str, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def choice(device: torch.device, dtype: torch.dtype) -> SDPBackend:
-    """Return the kernel of attention without a mask and with heads of 128. Raises RuntimeError where there is none."""
+    """Kernel of attention without a mask and with heads of 128. Raises RuntimeError where there is none."""
     query = torch.empty(1, 1, 128, 128, device=device, dtype=dtype)
     return SDPBackend(of_torch.chosen_attention_kernel(query))
 

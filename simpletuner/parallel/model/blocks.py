@@ -39,7 +39,7 @@ def class_stats(model: nn.Module) -> dict[str, ClassStats]:
     stats: dict[str, ClassStats] = {}
 
     def visit(module: nn.Module, path: str, above: tuple[str, ...]) -> dict[nn.Parameter, int]:
-        """Return the elements of each parameter in a module; a parameter that is shared is one of each that has it."""
+        """Elements of each parameter in a module; a parameter that is shared is one of each that has it."""
         held = {parameter: parameter.numel() for parameter in module.parameters(recurse=False)}
         repeated, pattern = repeated_in(module), re.sub(r"\b\d+\b", "*", path)
         for child_name, child in module.named_children():
@@ -93,9 +93,9 @@ def count_parameters(module: nn.Module) -> int:
 
 
 LARGEST_SHARES = (1 / 20, 1 / 10, 1 / 5, 1)
-"""Upper bounds for the share of one unit: the weights of one all-gather need memory in addition to everything else,
-twice when the next unit is prefetched. Published transformers have blocks of 1 to 5 %. The first bound is used under
-which the units hold ENOUGH of the model."""
+"""Upper bounds for the share of one unit: the weights of one all-gather need memory in addition to
+everything else, twice when the next unit is prefetched. Published transformers have blocks of 1 to 5 %.
+The first bound is used under which the units hold ENOUGH of the model."""
 
 ENOUGH = 0.95
 """Share of the model that units should hold; the rest is gathered with the root and kept for the whole pass."""
@@ -110,9 +110,9 @@ PATHS_SHOWN = 3
 class BlockClass:
     """Modules of one class in a denoiser, and the recommendation whether to make each a unit.
 
-    `largest` counts the parameters of the largest module, `lists` are the ModuleLists in which the class repeats (`*`:
-    any number), `is_block` says whether it could be a unit; `no_split` and `repeated` are the hints of diffusers'
-    `_no_split_modules` and `_repeated_blocks`.
+    `largest` counts the parameters of the largest module, `lists` are the ModuleLists in which the class
+    repeats (`*`: any number), `is_block` says whether it could be a unit; `no_split` and `repeated` are the
+    hints of diffusers' `_no_split_modules` and `_repeated_blocks`.
     """
 
     class_name: str

@@ -18,8 +18,8 @@ EPSILON = torch.finfo(torch.float32).eps
 
 
 class Adafactor(ShardOptimizer):
-    """Take the steps of torch.optim.Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), which are relative to the
-    root mean square of each weight. torch's own would take the rows of a rank for the whole weight.
+    """Take the steps of torch.optim.Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), which are relative
+    to the root mean square of each weight. torch's own would take the rows of a rank for the whole weight.
 
     A rank holds `row_var` of its own rows, and `col_var` of a matrix as one vector, the same on all ranks. Of
     convolutions the last two dimensions are factored, which are whole on each rank.
@@ -60,8 +60,8 @@ class Adafactor(ShardOptimizer):
     def _follow_rows(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         """Update what a rank has of its own rows, and return the sums that are to be taken over all rows.
 
-        These are those of the weight's squares, of `row_var`, and the columns of the gradient's squares: (2 + N,), or
-        (1,) for a weight that is no matrix.
+        These are those of the weight's squares, of `row_var`, and the columns of the gradient's squares: (2 +
+        N,), or (1,) for a weight that is no matrix.
         """
         state = self.state[parameter]
         if not state:

@@ -23,11 +23,12 @@ arXiv:2502.16982, section 2.2)."""
 
 
 class Muon(ShardOptimizer):
-    """Take the steps of torch.optim.Muon with adjust_lr_fn="match_rms_adamw" for `matrices`, of AdamW for `others`.
+    """Take the steps of torch.optim.Muon with adjust_lr_fn="match_rms_adamw" for `matrices`, of AdamW for
+    `others`.
 
-    Momentum is sharded like the weights. Of as many matrices as there are ranks, each rank orthogonalizes one: an
-    all-to-all in bf16, in which it is computed anyway, brings it together, and another one takes its rows back. So
-    neither work nor memory is repeated, and results are those of whole matrices.
+    Momentum is sharded like the weights. Of as many matrices as there are ranks, each rank orthogonalizes
+    one: an all-to-all in bf16, in which it is computed anyway, brings it together, and another one takes its
+    rows back. So neither work nor memory is repeated, and results are those of whole matrices.
     """
 
     def __init__(self, matrices: Sequence[ShardedParameter], others: Sequence[ShardedParameter], **adamw: Any) -> None:
@@ -77,9 +78,11 @@ class Muon(ShardOptimizer):
 def orthogonalize_shared(
     parts: Sequence[Tensor], shapes: Sequence[torch.Size], counts: Sequence[Sequence[int]], ranks: dist.ProcessGroup
 ) -> Sequence[Tensor]:
-    """Orthogonalize at most one matrix per rank; takes and returns this rank's elements (1-D) of each. Collective.
+    """Orthogonalize at most one matrix per rank; takes and returns this rank's elements (1-D) of each.
+    Collective.
 
-    `counts` has how many elements of each matrix every rank holds; together, in rank order, they are the whole matrix.
+    `counts` has how many elements of each matrix every rank holds; together, in rank order, they are the
+    whole matrix.
     """
     size, rank = ranks.size(), ranks.rank()
     if size == 1:

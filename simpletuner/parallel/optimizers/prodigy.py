@@ -17,10 +17,11 @@ FIRST_DISTANCE = 1e-6
 
 
 class Prodigy(ShardOptimizer):
-    """Adam whose learning rate is multiplied by an estimate of the distance to the solution (Mishchenko and Defazio
-    2023, arXiv:2306.06101, algorithm 4), with AdamW's decoupled weight decay.
+    """Adam whose learning rate is multiplied by an estimate of the distance to the solution (Mishchenko and
+    Defazio 2023, arXiv:2306.06101, algorithm 4), with AdamW's decoupled weight decay.
 
-    `distance` (d) and `numerator` (r) are one number for all weights, held as a moment of each, and `slope` is s.
+    `distance` (d) and `numerator` (r) are one number for all weights, held as a moment of each, and `slope`
+    is s.
     """
 
     def __init__(

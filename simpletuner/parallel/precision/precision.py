@@ -36,9 +36,11 @@ def check_float8(device: torch.device) -> None:
 
 
 def convert_linear_layers(model: nn.Module, blocks: tuple[str, ...], emulate: bool = False) -> None:
-    """Let the linear layers of the blocks compute in float8, scaled per tensor by its largest value at each use.
+    """Let the linear layers of the blocks compute in float8, scaled per tensor by its largest value at each
+    use.
 
-    Parameters and their names stay. `emulate` computes with float8 values in the layer's dtype, on any device.
+    Parameters and their names stay. `emulate` computes with float8 values in the layer's dtype, on any
+    device.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -101,8 +103,8 @@ class Precision:
 
 @dataclass(frozen=True)
 class SplitPrecision(Precision):
-    """state_layout=split: bf16 weights, 16 bits that complete them to float32, and 8-bit moments; state_layout=bf16 is
-    the same without those 16 bits."""
+    """state_layout=split: bf16 weights, 16 bits that complete them to float32, and 8-bit moments;
+    state_layout=bf16 is the same without those 16 bits."""
 
     keeps_remainders: bool = True
 

@@ -1,8 +1,8 @@
 """Frozen weights in 8 or 4 bits, quantized by torchao and held as plain tensors.
 
-torchao's own tensors are subclasses, of which autograd would keep a dequantized copy for the backward pass and which
-FSDP2 cannot shard. Their parts (values and scales) are parameters like any other: sharded by rows, gathered as they
-are, and dequantized when the layer computes, in the forward and in the backward pass.
+torchao's own tensors are subclasses, of which autograd would keep a dequantized copy for the backward pass
+and which FSDP2 cannot shard. Their parts (values and scales) are parameters like any other: sharded by rows,
+gathered as they are, and dequantized when the layer computes, in the forward and in the backward pass.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class FrozenProduct(torch.autograd.Function):
 
 
 class Int8Product(torch.autograd.Function):
-    """x W^T + b as a product of int8 in both passes: inputs and gradients are quantized row by row, each with a scale
-    of its own, and weights have one per output."""
+    """x W^T + b as a product of int8 in both passes: inputs and gradients are quantized row by row, each
+    with a scale of its own, and weights have one per output."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, dtype: torch.dtype, *parts: Tensor) -> Tensor:
@@ -150,8 +150,9 @@ def int8_product(left: Tensor, right_int8: Tensor) -> Tensor:
 
 
 ZERO_GRADIENTS = ("2.11", "2.12")
-"""Versions of torch (2.12 was not tried; 2.9, 2.10, 2.13 and 2.15 are right) that trace the forward of `Int8Product`
-through int8 and take its result for one without a gradient: layers before it learned nothing, with no word."""
+"""Versions of torch (2.12 was not tried; 2.9, 2.10, 2.13 and 2.15 are right) that trace the forward of
+`Int8Product` through int8 and take its result for one without a gradient: layers before it learned
+nothing, with no word."""
 
 
 def trace_as_one(product: type[torch.autograd.Function]) -> None:

@@ -25,9 +25,11 @@ SMALLEST_SCALE = 1e-28
 
 
 def write_float32(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
-    """Write the nearest bf16 numbers, and the int16 to add to their bits for those of `values`; all of one shape.
+    """Write the nearest bf16 numbers, and the int16 to add to their bits for those of `values`; all of one
+    shape.
 
-    Ties are rounded away from zero: rounded to even, half of them would differ by 32768, which int16 does not hold.
+    Ties are rounded away from zero: rounded to even, half of them would differ by 32768, which int16 does not
+    hold.
     """
     bits = values.view(torch.int32)
     upper = (bits + 0x8000) >> 16
@@ -41,14 +43,14 @@ def join_float32(rounded: Tensor, remainder: Tensor) -> Tensor:
 
 
 def write_rounded(values: Tensor, rounded: Tensor, noise: Tensor) -> None:
-    """Write one of the two bf16 numbers around each of `values`, so that the expected value is right; `noise` is what
-    `random_bits` returns, of which the moments use all bits, so it is hashed again."""
+    """Write one of the two bf16 numbers around each of `values`, so that the expected value is right;
+    `noise` is what `random_bits` returns, of which the moments use all bits, so it is hashed again."""
     rounded.view(torch.int16).copy_((values.view(torch.int32) + (mixed(noise) & 0xFFFF)) >> 16)
 
 
 def random_bits(seed: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Return 32 bits for each value from `start`, a hash of its place and a seed below 2 ** 31: a kernel computes it as
-    well, and memory holds none."""
+    """Return 32 bits for each value from `start`, a hash of its place and a seed below 2 ** 31: a kernel
+    computes it as well, and memory holds none."""
     return mixed(torch.arange(count, dtype=torch.int32, device=device).add_(start).bitwise_xor_(seed))
 
 
@@ -68,9 +70,9 @@ def uniform(bits: Tensor) -> Tensor:
 class QuantizedMoment:
     """A block-quantized moment of N values: code = round(max_code * (|x| / absmax) ** (1 / p)), 8 bits.
 
-    Signed values (the mean) take the square root and int8, others (the mean of squares) the fourth root and uint8: so
-    the mean and the root of the mean square, whose quotient is the update, have codes of equal relative precision.
-    Reading and writing again changes no bit.
+    Signed values (the mean) take the square root and int8, others (the mean of squares) the fourth root and
+    uint8: so the mean and the root of the mean square, whose quotient is the update, have codes of equal
+    relative precision. Reading and writing again changes no bit.
     """
 
     codes: Tensor
@@ -91,10 +93,11 @@ class QuantizedMoment:
         return _in_blocks(ratios).mul_(self._scales(start, count)).view(-1)[:count]
 
     def write(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
-        """Replace the values from `start`, where a block begins; with `noise`, a number from 0 to 1 for each, codes are
-        rounded stochastically.
+        """Replace the values from `start`, where a block begins; with `noise`, a number from 0 to 1 for each,
+        codes are rounded stochastically.
 
-        Nearest codes would hold a mean of squares fast: with a decay of 0.999 it changes by less than half a code.
+        Nearest codes would hold a mean of squares fast: with a decay of 0.999 it changes by less than half a
+        code.
         """
         signed, count = self.codes.dtype == torch.int8, values.numel()
         power, top = (2, 127) if signed else (4, 255)
@@ -135,8 +138,8 @@ class SplitAdamW(ShardAdamW):
     """Take the steps of torch's AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), computed in float32."""
 
     remainders: dict[Tensor, Tensor]
-    """Low bits of each parameter that bf16 leaves out (int16, of its shape), written like the parameter itself. Those
-    without are rounded stochastically."""
+    """Low bits of each parameter that bf16 leaves out (int16, of its shape), written like the parameter
+    itself. Those without are rounded stochastically."""
 
     gradient_scale: Tensor | None = None
     """Factor of all gradients of the next step. Clipped in place, bf16 gradients would be rounded once more."""
@@ -181,7 +184,7 @@ class SplitAdamW(ShardAdamW):
 
 
 def factors_of(steps: int, group: dict[str, Any]) -> list[float]:
-    """Return the factors of a step: of the mean and the mean of squares, epsilon, of the weight, of the update."""
+    """Factors of a step: of the mean and the mean of squares, epsilon, of the weight, of the update."""
     rate, (beta1, beta2) = group["lr"], group["betas"]
     squares = (beta2, 1 - beta2, 1 - beta2**steps)
     return [1 - beta1, *squares, group["eps"], 1 - rate * group["weight_decay"], rate / (1 - beta1**steps)]

@@ -1,5 +1,5 @@
-"""The torch engine of state_layout=split and bf16: bf16 weights, perhaps with what they lack of float32, and 8-bit
-moments."""
+"""The torch engine of state_layout=split and bf16: bf16 weights, perhaps with what they lack of float32,
+and 8-bit moments."""
 
 from __future__ import annotations
 

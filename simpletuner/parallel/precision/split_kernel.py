@@ -1,7 +1,8 @@
-"""Triton kernel of SplitAdamW: weights, gradients and state are read once and written once, 14 bytes per value with
-remainders and 10 without.
+"""Triton kernel of SplitAdamW: weights, gradients and state are read once and written once, 14 bytes per
+value with remainders and 10 without.
 
-Imported where a GPU steps: torch's CUDA builds bring Triton with them. It computes what `update_in_chunks` does.
+Imported where a GPU steps: torch's CUDA builds bring Triton with them. It computes what `update_in_chunks`
+does.
 """
 
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false

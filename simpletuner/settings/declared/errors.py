@@ -137,7 +137,7 @@ def shown_value(name: str, value: Any) -> str:
 
 
 def shorten(value: Any) -> str:
-    """Return a value as it was written, without secrets inside it, and without its middle where it is long."""
+    """Value as it was written, without secrets inside it, and without its middle where it is long."""
     is_json = isinstance(value, dict | list | bool | int | float | None)
     text = (
         repr(value)

@@ -24,16 +24,18 @@ NUMBERS = (int, float, int | None, float | None)
 def knob(
     default: Any, sentence: str, *, when: str = "", unit: str = "", aliases: tuple[str, ...] = (), **bounds: float
 ) -> Any:
-    """Declare a setting: its default, what it does, its unit, older names, and bounds (`ge`, `gt`, `le`, `lt`).
+    """Declare a setting: its default, what it does, its unit, older names, and bounds (`ge`, `gt`, `le`,
+    `lt`).
 
-    `when` is the condition on other settings without which it has no effect (`settings/rules/effects.py` reads it).
+    `when` is the condition on other settings without which it has no effect (`settings/rules/effects.py`
+    reads it).
     """
     extra = {"unit": unit, "aliases": list(aliases), "when": when}
     return Field(default, description=sentence, json_schema_extra=extra, **bounds)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def extra_of(field: FieldInfo, name: Literal["unit", "aliases", "when"]) -> Any:
-    """Return an addition of `knob` to pydantic's declaration: the unit, older names, or the condition of its effect."""
+    """Addition of `knob` to pydantic's declaration: the unit, older names, or the condition of its effect."""
     return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
 
 

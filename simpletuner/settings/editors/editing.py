@@ -1,11 +1,14 @@
-"""Set settings in a user's config file, or remove them, and leave everything else in it as it was, comments included.
+"""Set settings in a user's config file, or remove them, and leave everything else in it as it was, comments
+included.
 
-For each format candidate texts are made, the likeliest first; the first that reads back as the old entries plus the
-new one is written. So a layout that a format's editor does not foresee ends in a refusal, never in a damaged file.
+For each format candidate texts are made, the likeliest first; the first that reads back as the old entries
+plus the new one is written. So a layout that a format's editor does not foresee ends in a refusal, never in a
+damaged file.
 
-tomlkit and ruamel.yaml were tried for this: tomlkit puts a new key below the comment of the next table and ends its
-line with LF in a CRLF file; ruamel.yaml changes 5 of the 6 YAML files of tests/settings/editors/test_editing.py merely
-by reading and writing them, and reads YAML 1.2 (`yes` is text) where accelerate's own reader takes 1.1.
+tomlkit and ruamel.yaml were tried for this: tomlkit puts a new key below the comment of the next table and
+ends its line with LF in a CRLF file; ruamel.yaml changes 5 of the 6 YAML files of
+tests/settings/editors/test_editing.py merely by reading and writing them, and reads YAML 1.2 (`yes` is text)
+where accelerate's own reader takes 1.1.
 """
 
 from __future__ import annotations
@@ -50,13 +53,14 @@ def edit_text(path: Path, name: str, value: Any) -> str | None:
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a config file, its byte order mark included. Raises SettingsError where it does not parse."""
+    """Text of a config file, its byte order mark included. Raises SettingsError where it does not parse."""
     read_entries(path)
     return read_file(path).decode("utf-8")
 
 
 def change_text(path: Path, text: str, changes: Mapping[str, Any]) -> str:
-    """Return the text of the config file at `path` with some settings set, and those that are REMOVED left out.
+    """Return the text of the config file at `path` with some settings set, and those that are REMOVED left
+    out.
 
     Raises SettingsError for a text that does not parse, or that cannot be edited safely.
     """
@@ -92,14 +96,14 @@ def shown(edit: Edit) -> str:
 
 
 def as_read(path: Path, value: Any) -> Any:
-    """Return a value as the reader of a format returns it: TOML has no null, and in .env files all is text."""
+    """Value as the reader of a format returns it: TOML has no null, and in .env files all is text."""
     if value is REMOVED or suffix_of(path) in (".json", ".yaml", ".yml"):
         return value
     return as_text(value) if suffix_of(path) == ".env" else toml_value(value)
 
 
 def wanted(edit: Edit) -> list[str]:
-    """Return the values of the setting that an edited text must have; as Python writes them, since 1 == True."""
+    """Values of the setting that an edited text must have; as Python writes them, since 1 == True."""
     return [] if edit.removes else [repr(edit.value)]
 
 

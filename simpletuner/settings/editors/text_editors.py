@@ -1,7 +1,8 @@
 """Edit one value of a JSON, TOML or .env file and leave the rest as it is written.
 
-JSON: the text between two pairs is what the file already has between others. TOML: statements before all tables are
-lines; a table goes from its header to its last line that says something. `.env`: `NAME=value` as a shell reads it.
+JSON: the text between two pairs is what the file already has between others. TOML: statements before all
+tables are lines; a table goes from its header to its last line that says something. `.env`: `NAME=value` as a
+shell reads it.
 """
 
 from __future__ import annotations

@@ -40,10 +40,11 @@ class FoundConfig:
 def find_config(
     environment: Mapping[str, str], in_config_env: Mapping[str, str], named: Path | None = None
 ) -> FoundConfig:
-    """Find the config file that is named, that the environment or config/config.env chooses, or the first usual one.
+    """Find the config file that is named, that the environment or config/config.env chooses, or the first
+    usual one.
 
-    `ENV=foo` chooses config/foo/, as for users of the original. Raises SettingsError where it names a folder without a
-    config file; ENV=foo without such a folder may be meant for another program.
+    `ENV=foo` chooses config/foo/, as for users of the original. Raises SettingsError where it names a folder
+    without a config file; ENV=foo without such a folder may be meant for another program.
     """
     places = ((place, name) for place in (environment, in_config_env) for name in CONFIG_FOLDER)
     place, variable = next(
@@ -75,7 +76,7 @@ def first_file(names: Iterable[str]) -> Path | None:
 
 
 def named_path(path: Path | str, setting: str) -> Path:
-    """Return the path of a file that a setting names. Raises SettingsError for an empty one and for an unknown user."""
+    """Path of a file that a setting names. Raises SettingsError for an empty one and for an unknown user."""
     try:
         return expand_path(path)
     except ValueError as error:
@@ -146,8 +147,8 @@ def json_mistake(error: json.JSONDecodeError) -> NotParsed:
 
 
 def reason_of(error: Exception) -> str:
-    """The reason why a text does not parse. Python's words for a number of thousands of digits name a function of its
-    own."""
+    """The reason why a text does not parse. Python's words for a number of thousands of digits name a
+    function of its own."""
     return "a whole number has more than 4,300 digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 

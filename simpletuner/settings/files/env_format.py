@@ -46,8 +46,8 @@ class Reference:
 def env_entries(text: str, environment: Mapping[str, str] = os.environ) -> Iterator[FileEntry]:
     """Yield the assignments of a text; variables are those of earlier lines, else of `environment`.
 
-    A value that extends an earlier one of the same name takes its place. Raises NotParsed, also for a variable that is
-    set nowhere.
+    A value that extends an earlier one of the same name takes its place. Raises NotParsed, also for a
+    variable that is set nowhere.
     """
     entries: list[FileEntry] = []
     values = dict(environment)

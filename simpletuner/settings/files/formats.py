@@ -1,7 +1,8 @@
 """Read a config file as names, values and lines: JSON, TOML, YAML, or shell-like pairs.
 
-Every format keeps duplicate names (TOML refuses them itself, with the line), so that a mistake can name both lines.
-tomlkit carries no lines; PyYAML is what accelerate reads its own files with, so both take them for the same.
+Every format keeps duplicate names (TOML refuses them itself, with the line), so that a mistake can name both
+lines. tomlkit carries no lines; PyYAML is what accelerate reads its own files with, so both take them for the
+same.
 """
 
 from __future__ import annotations
@@ -124,9 +125,8 @@ def json_entries(text: str) -> Iterator[FileEntry]:
 def json_lines(text: str) -> list[tuple[int, dict[str, int]]]:
     """Line numbers of names, or of a list's objects, at depth 1, and of the names at depth 2.
 
-    The text must parse.
-    json has no positions, so this is a second pass over the tokens. Raises NotParsed for a duplicate key at any depth
-    but the first, of which json would silently take the last.
+    The text must parse. json has no positions, so this is a second pass over the tokens. Raises NotParsed for
+    a duplicate key at any depth but the first, of which json would silently take the last.
     """
     lines: list[tuple[int, dict[str, int]]] = []
     open_names: list[dict[str, int]] = []

@@ -36,13 +36,13 @@ def is_reference(value: object) -> bool:
 
 
 def file_of_reference(value: str) -> Path | None:
-    """Return the file that a reference names, if it names one. Raises ValueError for a path that cannot be."""
+    """File that a reference names, if it names one. Raises ValueError for a path that cannot be."""
     found = IN_FILE.fullmatch(value)
     return expand_path(found["path"]) if found else None
 
 
 def resolve_reference(value: Any) -> Any:
-    """Return the secret that a reference names; any other value as it is. Raises ValueError where it is not there."""
+    """Secret that a reference names; any other value as it is. Raises ValueError where it is not there."""
     if not isinstance(value, str):
         return value
     if found := ENVIRONMENT.fullmatch(value):
@@ -156,7 +156,7 @@ def parse_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def split_arguments(given: RawValue) -> list[RawValue]:
-    """Return the arguments that a variable holds, each as a value. Raises ValueError for a quote that is not closed."""
+    """Arguments that a variable holds, each as a value. Raises ValueError for a quote that is not closed."""
     try:
         flags = list(parse_arguments(shlex.split(str(given.value))))
         shown = dict(parse_arguments(shlex.split(str(given.as_written))))

@@ -1,7 +1,7 @@
 """accelerate's configuration as settings, and back.
 
-Every field has a rule: it becomes a setting, it asks for what happens anyway, or a warning says that it is not used
-and why.
+Every field has a rule: it becomes a setting, it asks for what happens anyway, or a warning says that it is
+not used and why.
 """
 
 from __future__ import annotations

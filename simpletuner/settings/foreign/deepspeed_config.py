@@ -68,8 +68,9 @@ def deepspeed_options(settings: Settings) -> DeepSpeedOptions | None:
 def deepspeed_config(settings: Settings, world_size: int, largest_tensor: int = 0) -> dict[str, Any]:
     """Return the JSON for `deepspeed.initialize`: nothing is `auto`, nothing is left to find out.
 
-    `largest_tensor` is the number of elements of the model's largest weight; buffers must hold a rank's part of it.
-    The scheduler is left out where DeepSpeed has none that does what ours does. The settings must have DeepSpeed on.
+    `largest_tensor` is the number of elements of the model's largest weight; buffers must hold a rank's part
+    of it. The scheduler is left out where DeepSpeed has none that does what ours does. The settings must have
+    DeepSpeed on.
     """
     options = deepspeed_options(settings)
     assert options is not None
@@ -131,7 +132,7 @@ SCHEDULE_SETTINGS = {
 
 
 def with_auto(config: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
-    """Return a complete configuration with `auto` for each number of a setting that is not among the chosen ones."""
+    """Complete configuration with `auto` for each number of a setting that is not among the chosen ones."""
     result = {name: value if name in chosen_keys(chosen) else AUTO for name, value in numbers_of(config).items()}
     rest = {name: value for name, value in config.items() if name not in result}
     # A number in the file would contradict another one in the settings of a run; `auto` takes theirs.

@@ -1,6 +1,7 @@
 """Every key of DeepSpeed's JSON, and what becomes of it: facts about DeepSpeed 0.19, in its own names.
 
-A key becomes a setting, is passed on to DeepSpeed, is ignored with a warning, or is refused; each has a reason.
+A key becomes a setting, is passed on to DeepSpeed, is ignored with a warning, or is refused; each has a
+reason.
 """
 
 from __future__ import annotations

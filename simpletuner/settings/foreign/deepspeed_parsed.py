@@ -65,8 +65,8 @@ class ParsedConfig:
         return f"{self.file} {path}" if self.file else f"{self.place} deepspeed_config.{path}"
 
     def name_of(self, path: str) -> str:
-        """Return the name of a key in messages: a file's keys by themselves, inline ones with the setting before
-        them."""
+        """Return the name of a key in messages: a file's keys by themselves, inline ones with the setting
+        before them."""
         return path if self.file else f"deepspeed_config.{path}"
 
     @property

@@ -123,7 +123,7 @@ def read_end(name: str, given: Mapping[str, Any], learning_rate: float, parsed: 
 
 
 def scheduler_block(settings: Settings) -> dict[str, Any]:
-    """Return the scheduler of DeepSpeed's JSON for our settings; empty where DeepSpeed has none that does the same."""
+    """Scheduler of DeepSpeed's JSON for our settings; empty where DeepSpeed has none that does the same."""
     own, total = settings.optimizer, settings.training.max_train_steps
     if 0 < own.lr_warmup_steps < 1:
         return {}  # DeepSpeed has no warm-up that is a fraction of the run

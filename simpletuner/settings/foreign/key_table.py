@@ -1,7 +1,7 @@
 """Tables for the configuration files of other tools: accelerate's YAML, DeepSpeed's JSON, the dataset file.
 
-A table has one rule per key, which says what becomes of it. `interpret` reads a file by a table; `export` reads the
-table backwards and returns the keys that settings can fill.
+A table has one rule per key, which says what becomes of it. `interpret` reads a file by a table; `export`
+reads the table backwards and returns the keys that settings can fill.
 """
 
 from __future__ import annotations

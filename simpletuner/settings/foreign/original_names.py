@@ -51,7 +51,7 @@ UNTRAINED = {
 
 
 def why_untrained(family: str) -> str:
-    """Return the sentence that a family of the original cannot be trained here, with the reason; empty for another."""
+    """Sentence that a family of the original cannot be trained here, with the reason; empty for another."""
     reason = UNTRAINED.get(family)
     return f"{family} cannot be trained: {reason}" if reason else ""
 
@@ -194,7 +194,7 @@ NOT_HERE = "this version does not have it; adamw takes its place, with a learnin
 
 
 def optimizer_here(value: Any) -> Any:
-    """Return the optimizer that takes the place of one of the original's. Raises ValueError where none does."""
+    """Optimizer that takes the place of one of the original's. Raises ValueError where none does."""
     name = normalize_name(value)
     if any(bits in name for bits in FEW_BITS):
         raise ValueError(EIGHT_BIT)
@@ -219,7 +219,7 @@ def zero_as(here: Any) -> Callable[[Any], Any]:
 
 
 def adapter_here(value: Any) -> Any:
-    """Return a kind of adapter, also for use_dora. Raises ValueError for LyCORIS, whose algorithm has its own file."""
+    """Kind of adapter, also for use_dora. Raises ValueError for LyCORIS, whose algorithm has its own file."""
     if normalize_name(value) == "lycoris":
         raise ValueError("set lora_type to the algorithm of lycoris_config (loha, lokr; lora for locon), and its sizes")
     return "dora" if normalize_name(value) == "true" else value

@@ -59,7 +59,7 @@ def trainer_of(values: Mapping[str, Any]) -> str:
 
 
 def untranslated(values: Mapping[str, Any]) -> str:
-    """Return the program whose files are recognised by what is in them, but have no translation; empty for others."""
+    """Program whose files are recognised by what is in them, but have no translation; empty for others."""
     job, datasets = values.get("config"), values.get("datasets")
     if isinstance(job, Mapping) and isinstance(job.get("process"), list):
         return AITOOLKIT
@@ -232,7 +232,7 @@ ANSWERS = {
 
 
 def meaning_of(name: str) -> str:
-    """Return an answer to a name of another program, as the end of a sentence; empty for one that is not known."""
+    """Answer to a name of another program, as the end of a sentence; empty for one that is not known."""
     for ours, theirs in RENAMED.items():
         if name in theirs.split():
             return f"did you mean `{ours}`?"

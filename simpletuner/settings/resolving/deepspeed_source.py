@@ -59,9 +59,11 @@ def apply_deepspeed_config(merged: MergedValues) -> list[str]:
 
 
 def warn_of_defaults(place: str, left_out: Iterable[RawValue], merged: MergedValues) -> list[str]:
-    """Say in one sentence what DeepSpeed itself would take where its file says nothing, as far as it is not ours.
+    """Say in one sentence what DeepSpeed itself would take where its file says nothing, as far as it is not
+    ours.
 
-    What another source sets is decided. `left_out` has DeepSpeed's value of a setting, and its key as the place.
+    What another source sets is decided. `left_out` has DeepSpeed's value of a setting, and its key as the
+    place.
     """
     own = own_defaults(merged.value("optimizer"))
     ours = {given.name: own.get(given.name, merged.value(given.name)) for given in left_out}

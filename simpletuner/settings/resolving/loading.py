@@ -46,7 +46,8 @@ NAME, MIRROR = "output_dir", "mirror_output"
 
 
 def apply_output_address(merged: MergedValues) -> None:
-    """Set mirror_output to the address that output_dir gives, and output_dir to a folder of the same name here.
+    """Set mirror_output to the address that output_dir gives, and output_dir to a folder of the same name
+    here.
 
     Another value of mirror_output is a mistake.
     """
@@ -143,7 +144,8 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
 
 
 def sort_outranked(found: Iterable[Mistake], merged: MergedValues) -> Iterator[str]:
-    """Yield a warning for each mistake of config/config.env beside a named config file that cannot change the run.
+    """Yield a warning for each mistake of config/config.env beside a named config file that cannot change the
+    run.
 
     The others, about settings that nothing else sets, are added to the mistakes.
     """
@@ -166,7 +168,7 @@ def refuse_original(source: Source) -> None:
 
 
 def hint_for_values(sources: Iterable[Source], invalid: frozenset[str]) -> str:
-    """Return the hint to translate a file whose refused values are the original's; empty for other mistakes."""
+    """Hint to translate a file whose refused values are the original's; empty for other mistakes."""
     for source in sources:
         for given in source.values if source.is_file else ():
             if (name := canonical_name(given.name)) in invalid and is_value_of_original(name, given.value):
@@ -321,7 +323,8 @@ def provenance(loaded: Loaded) -> str:
 def settings_as_json(loaded: Loaded) -> dict[str, Any]:
     """Return every setting by name, as `settings.json` holds them: a file that `--config` reads again.
 
-    A reference stands for a secret, so whoever reads the file learns only where it is, and a replay finds it there.
+    A reference stands for a secret, so whoever reads the file learns only where it is, and a replay finds it
+    there.
     """
     dumped = loaded.settings.model_dump(mode="json")
     values = {name: without_point(dumped[section][name]) for name, section in SECTION_OF.items()}

@@ -194,7 +194,7 @@ def collect_sources(flags: Mapping[str, Any], config: Path | None, environment: 
 
 
 def usual_config(environment: Mapping[str, str]) -> Path:
-    """Return the config file that a run would read if no flag named one. Raises SettingsError where there is none."""
+    """Config file that a run would read if no flag named one. Raises SettingsError where there is none."""
     base = Path(CONFIG_ENV) if Path(CONFIG_ENV).is_file() else None
     found = find_config(environment, folder_variables(base, environment) if base else {})
     if path := found.path or found.env_file or base:
@@ -218,8 +218,8 @@ def from_flags(flags: Mapping[str, Any]) -> Source:
 
 
 def from_launcher(environment: Mapping[str, str]) -> list[Source]:
-    """Return the number of ranks that a launcher has started, for one of them: the weakest source, since nobody wrote
-    it."""
+    """Return the number of ranks that a launcher has started, for one of them: the weakest source, since
+    nobody wrote it."""
     if not {"RANK", "WORLD_SIZE"} <= set(environment):
         return []
     return [Source("launcher", [RawValue("num_processes", environment["WORLD_SIZE"], "launcher WORLD_SIZE")])]

@@ -163,13 +163,13 @@ def torchrun(settings: Settings, *options: str) -> list[str]:
 
 
 def on_each_machine(number: str, address: str = "") -> list[str]:
-    """Return a command that starts a machine's ranks, before its flags; bash fills in its number and the address."""
+    """Command that starts a machine's ranks, before its flags; bash fills in its number and the address."""
     ip = f' --main_process_ip="{address}"' if address else ""
     return ["bash", "-c", f'exec simpletuner train --machine_rank="{number}"{ip} "$@"', "simpletuner"]
 
 
 def started(settings: Settings, values: Mapping[str, Any], number: str, address: str) -> list[str]:
-    """Return the command of every machine of a job; `number` and `address` are variables that the cluster sets."""
+    """Command of every machine of a job; `number` and `address` are variables that the cluster sets."""
     one = settings.launch.num_machines == 1
     return [*(["simpletuner", "train"] if one else on_each_machine(number, address)), *flags_without(values, OF_A_JOB)]
 
@@ -188,7 +188,7 @@ def applied(name: str, settings: Settings, words: list[str]) -> Exported:
 
 
 def filled(name: str, settings: Settings, **values: str) -> str:
-    """Return a file of `jobs/` with its places filled: `%{name}`, alone on a line for several lines, or for none."""
+    """File of `jobs/` with its places filled: `%{name}`, alone on a line for several lines, or for none."""
     values |= {
         "machines": str(settings.launch.num_machines),
         "cpus": str(ranks_per_machine(settings) * CPUS_PER_RANK),

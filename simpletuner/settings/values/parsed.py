@@ -21,7 +21,7 @@ LORA_TYPES = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr", "o
 
 
 def normalize_formats(text: str) -> str:
-    """Return the programs in one spelling, each once, diffusers' first. Raises ValueError for one that is not known."""
+    """Programs in one spelling, each once, diffusers' first. Raises ValueError for one that is not known."""
     names = [normalize_name(word) for word in text.split(",") if word.strip()]
     if unknown := [name for name in names if name not in PROGRAMS]:
         raise ValueError(f"{unknown[0]} is not known; use {DIFFUSERS}, or several: {','.join(PROGRAMS)}")
@@ -176,7 +176,7 @@ def parse_bucket(address: str) -> BucketAddress | None:
 
 
 def no_url(folder: Path) -> Path:
-    """Return a folder as it came. Raises ValueError for an address that is none of a bucket, such as `s3:/BUCKET`."""
+    """Folder as it came. Raises ValueError for an address that is none of a bucket, such as `s3:/BUCKET`."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
         raise ValueError("is no folder: use a path, or s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://CONTAINER/FOLDER")
     return folder

@@ -30,8 +30,8 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Return the shape that a word means. Raises ValueError for what is no EDGE and no WIDTHxHEIGHT, with @FRAMES
-        or without."""
+        """Return the shape that a word means. Raises ValueError for what is no EDGE and no WIDTHxHEIGHT,
+        with @FRAMES or without."""
         if not (found := WRITTEN.fullmatch(text)):
             raise ValueError("write an edge such as 1024, 1216x832, or several sizes, such as 1024x1024,1280x768")
         return cls(int(found["frames"] or 1), int(found["height"] or found["width"]), int(found["width"]))

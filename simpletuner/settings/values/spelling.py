@@ -1,4 +1,5 @@
-"""Tolerant spelling, applied to every source before validation, and names in braces in the paths of cache folders.
+"""Tolerant spelling, applied to every source before validation, and names in braces in the paths of cache
+folders.
 
 `{env:NAME}` is replaced in every path, where `~` is (`system/files/paths.py`).
 """

@@ -59,8 +59,8 @@ def replace_folder(new: Path, folder: Path) -> None:
 def move_folder(folder: Path, target: Path) -> None:
     """Rename a folder; where that cannot be done it is copied, synced, and removed in place. Raises OSError.
 
-    rename(2) answers EXDEV for a folder in a lower layer of an overlay, which every folder of a committed container
-    image is, and where mergerfs keeps source and target on different disks.
+    rename(2) answers EXDEV for a folder in a lower layer of an overlay, which every folder of a committed
+    container image is, and where mergerfs keeps source and target on different disks.
     """
     try:
         folder.rename(target)
@@ -132,8 +132,9 @@ def restore_replaced(folder: Path) -> None:
 def atomic_file(path: Path, durably: bool = True, mode: int = 0o666, hidden: str = "") -> Iterator[BinaryIO]:
     """Open a file for writing that gets its name, `path`, once it is whole and synced. A link is replaced.
 
-    All of it happens in the folder that is opened first, under a name that is created exclusively: an archive may have
-    brought links by that name, or by the final one, to any file of its reader's. `hidden` is another such name.
+    All of it happens in the folder that is opened first, under a name that is created exclusively: an archive
+    may have brought links by that name, or by the final one, to any file of its reader's. `hidden` is another
+    such name.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     new = hidden or unfinished_path(path).name

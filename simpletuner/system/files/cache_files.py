@@ -39,7 +39,7 @@ def shard_of(index: Path) -> Path:
 
 
 def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of a cache folder that simpletuner wrote, and all else; links count as written by others."""
+    """Files of a cache folder that simpletuner wrote, and all else; links count as written by others."""
     ours: list[Path] = []
     others: list[Path] = []
     for path in entries_of(folder):
@@ -85,8 +85,8 @@ def disk_bytes(state: os.stat_result) -> int:
 
 
 def block_cache_paths(environment: Mapping[str, str] = os.environ) -> tuple[Path, Path]:
-    """Return the file that caches which blocks were detected in which model, and the fallback if it is not writable:
-    in the user's home (see `user_home`), else in the system's folder for caches.
+    """Return the file that caches which blocks were detected in which model, and the fallback if it is not
+    writable: in the user's home (see `user_home`), else in the system's folder for caches.
     """
     from platformdirs import user_cache_path
 

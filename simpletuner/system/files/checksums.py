@@ -44,7 +44,8 @@ def stream_checksum(file: SupportsReadinto) -> str:
 
 
 def write_with_checksum(path: Path, parts: Iterable[memoryview], head: bytes = b"") -> str:
-    """Write `head` and all parts to a file and that to the disk; return the checksum of what was meant. Raises OSError.
+    """Write `head` and all parts to a file and that to the disk; return the checksum of what was meant.
+    Raises OSError.
 
     `parts` is asked for the next one when the last one is written.
     """

@@ -31,8 +31,9 @@ HANDOVER_SECONDS = 30
 """Longest wait for a run whose launcher has died: its ranks save their last step and exit."""
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 5.0
-"""Longest time that a write is on its way, where two may create one file: who still reads his own then has it, which is
-Fischer's algorithm (Lamport, A Fast Mutual Exclusion Algorithm, 1987). Slower writes are waited for four times as long.
+"""Longest time that a write is on its way, where two may create one file: who still reads his own then has
+it, which is Fischer's algorithm (Lamport, A Fast Mutual Exclusion Algorithm, 1987). Slower writes are waited
+for four times as long.
 """
 READS, REREAD_SECONDS = 3, 0.1
 """Reads of a record that may be in the middle of an overwrite, and the seconds between them."""
@@ -157,7 +158,8 @@ class Lease:
     def share(self, place: Place, stop: Callable[[], None] = nothing, say: Callable[[str], None] = nothing) -> None:
         """Be one of the users of a place, and write so; each of them holds its shared lock.
 
-        Raises LeaseLost where one holds it that shares it with none, and OSError where that cannot be written.
+        Raises LeaseLost where one holds it that shares it with none, and OSError where that cannot be
+        written.
         """
         own = replace(self.own or Record.of_this_process(), id=secrets.token_hex(8), shared=True)
         while True:
@@ -279,7 +281,7 @@ def read_record(place: Place, name: str) -> Record | None:
 
 
 def current_record(place: Place) -> Record | None:
-    """Return the record of who holds the place, or is about to: a claim that is made counts before the record."""
+    """Record of who holds the place, or is about to: a claim that is made counts before the record."""
     record = read_record(place, place.name)
     if record is not None and record.damaged:
         return record

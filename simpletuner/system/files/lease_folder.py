@@ -108,7 +108,7 @@ class FolderPlace(Place):
 
 
 def read_own_file(path: Path) -> bytes | None:
-    """Return the beginning of a file; None for none, of a FIFO or the like no record. Links are not followed."""
+    """Beginning of a file; None for none, of a FIFO or the like no record. Links are not followed."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):  # records are written over: one that is missing is not replaced
@@ -170,8 +170,8 @@ def shared_folders(
 ) -> Iterator[None]:
     """Use cache folders, which `cache clear` then leaves alone, on this rank.
 
-    Missing folders are created. A read-only folder is used without saying so. Raises EnvironmentNotReady when a folder
-    cannot be created, or is being cleared; `stop` may raise to end waiting for that.
+    Missing folders are created. A read-only folder is used without saying so. Raises EnvironmentNotReady when
+    a folder cannot be created, or is being cleared; `stop` may raise to end waiting for that.
     """
     with ExitStack() as stack:
         for folder in sorted(set(folders)):

@@ -64,8 +64,8 @@ def launcher_pid() -> int:
 
 @dataclass(frozen=True)
 class Record:
-    """A holder. `pid` is the process to signal, `process` the one that renews, which began at `ticks`; `token` grows by
-    one with each holder, `beat` with each renewal."""
+    """A holder. `pid` is the process to signal, `process` the one that renews, which began at `ticks`;
+    `token` grows by one with each holder, `beat` with each renewal."""
 
     id: str = ""
     token: int = 0

@@ -1,8 +1,8 @@
 """File locks: of leases (lease.py), and on files that several processes of a machine update.
 
-All are flock(2) locks. The kernel releases them when their process ends, however it ends, so no stale lock is left
-behind. Holders of an exclusive lock may delete the lock file: a lock counts only while its path still leads to the
-inode that was locked.
+All are flock(2) locks. The kernel releases them when their process ends, however it ends, so no stale lock is
+left behind. Holders of an exclusive lock may delete the lock file: a lock counts only while its path still
+leads to the inode that was locked.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ RUN_LOCK = ".lock"
 def lock_file(path: Path, exclusive: bool, create: bool = True, needed: bool = True) -> int:
     """Lock a file without waiting; return its descriptor, which the caller closes to release the lock.
 
-    Unless the lock is `needed`, it is the descriptor of a file that is not locked where its file system has no locks.
-    Raises BlockingIOError when another process holds it, FileNotFoundError when it does not exist, OSError when it
-    cannot be locked.
+    Unless the lock is `needed`, it is the descriptor of a file that is not locked where its file system has
+    no locks. Raises BlockingIOError when another process holds it, FileNotFoundError when it does not exist,
+    OSError when it cannot be locked.
     """
     while True:
         descriptor = open_lock_file(path, create)

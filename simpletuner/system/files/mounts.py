@@ -166,7 +166,8 @@ def sync(descriptor: int) -> None:
 def rename_over(new: Path | str, name: Path | str, folder: int | None = None) -> None:
     """Give a file a name that another one may have, which it replaces. Raises OSError.
 
-    At once, but where the file system cannot: a kill in between leaves both files under other names, and loses none.
+    At once, but where the file system cannot: a kill in between leaves both files under other names, and
+    loses none.
     """
     try:
         os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)

@@ -1,6 +1,7 @@
 """Paths as a user types them: `~`, `{env:NAME}`, and the pipes that a shell hands over as `/dev/fd/63`.
 
-What a shell, or an editor, would have replaced or cut off is refused: `$SCRATCH/out` was a folder of that name.
+What a shell, or an editor, would have replaced or cut off is refused: `$SCRATCH/out` was a folder of that
+name.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ ESCAPES = frozenset("\n\t\r\b\f\a\v\x1b")
 def expand_path(text: str | Path) -> Path:
     """Replace a leading `~` by the home folder, and `{env:NAME}` by that variable of the environment.
 
-    Raises ValueError for an empty text, for an unknown user, for a variable that is not set or empty, for one that only
-    a shell replaces, and for invisible characters.
+    Raises ValueError for an empty text, for an unknown user, for a variable that is not set or empty, for one
+    that only a shell replaces, and for invisible characters.
 
     A shell expands `~` only where a word begins, so `--output_dir=~/out` comes here as it was typed.
     """
@@ -63,8 +64,8 @@ def check_typed(text: str) -> None:
 
 
 def check_visible(name: str) -> None:
-    """Raise ValueError for characters in a path that nobody sees: at its ends any, elsewhere those that end a line or
-    move a cursor, unless such a path is there."""
+    """Raise ValueError for characters in a path that nobody sees: at its ends any, elsewhere those that
+    end a line or move a cursor, unless such a path is there."""
     first, *_, last = name if len(name) > 1 else name * 2
     for letter in (first, last):
         if unicodedata.category(letter) in INVISIBLE.split():
@@ -84,10 +85,11 @@ def called(letter: str) -> str:
 
 
 def ensure_home(environment: MutableMapping[str, str]) -> str:
-    """Set HOME where neither it nor the system's list of users names a folder, and return it; empty where there is one.
+    """Set HOME where neither it nor the system's list of users names a folder, and return it; empty where
+    there is one.
 
-    Libraries would make a folder called `~` in the current one (huggingface_hub, platformdirs), or fail without the
-    name of a user (torch's compiler), as in containers that are started with `--user 12345`.
+    Libraries would make a folder called `~` in the current one (huggingface_hub, platformdirs), or fail
+    without the name of a user (torch's compiler), as in containers that are started with `--user 12345`.
     """
     if environment.get("HOME"):
         return ""

@@ -77,7 +77,7 @@ def read_whole(path: Path, max_bytes: int) -> bytes:
 
 
 def read_end(path: Path, size: int) -> bytes:
-    """Return the last `size` bytes of a file; none where it is missing. Raises OSError as `open_regular` does."""
+    """Last `size` bytes of a file; none where it is missing. Raises OSError as `open_regular` does."""
     try:
         file = open_regular(path)
     except FileNotFoundError:
@@ -110,11 +110,12 @@ def open_any(path: Path) -> BufferedReader:
 
 
 def retry_while_replaced(path: Path, action: Callable[[], T]) -> T:
-    """Open or read a file, and try again for a while where it is just being replaced by a rename. Raises OSError.
+    """Open or read a file, and try again for a while where it is just being replaced by a rename. Raises
+    OSError.
 
-    On FUSE the node that open(2) or stat(2) was sent for may be gone by then: of 7,020 reads on bindfs 60 found no file
-    (https://github.com/libfuse/libfuse/issues/637). ESTALE is what GlusterFS and NFS answer for a file that another
-    client has replaced.
+    On FUSE the node that open(2) or stat(2) was sent for may be gone by then: of 7,020 reads on bindfs 60
+    found no file (https://github.com/libfuse/libfuse/issues/637). ESTALE is what GlusterFS and NFS answer for
+    a file that another client has replaced.
     """
     end, missing = time.monotonic() + REPLACED_SECONDS, 0
     while True:

@@ -31,8 +31,8 @@ class StopRequest:
     def __init__(self, unsaved: Callable[[], int] | None = None) -> None:
         self.signal_number, self.requested_at = 0, 0.0
         self.unsaved = unsaved
-        """The step that is finished and saved before exit, 0 for none and -1 for one whose number is not known; None
-        where another process prints the confirmation."""
+        """The step that is finished and saved before exit, 0 for none and -1 for one whose number is not
+        known; None where another process prints the confirmation."""
         self.save_seconds: Callable[[], float] = lambda: 0.0
         """Returns the seconds that saving will take; 0 where that is not known."""
         self.is_announced = False
@@ -100,8 +100,9 @@ def what_follows(unsaved: int, save_seconds: float) -> str:
 
 @contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """Exit at once on Ctrl-C, while there is nothing to lose: KeyboardInterrupt aborts the process where an extension
-    module such as torch's is being initialized (`terminate called after throwing an instance of ...`)."""
+    """Exit at once on Ctrl-C, while there is nothing to lose: KeyboardInterrupt aborts the process where
+    an extension module such as torch's is being initialized (`terminate called after throwing an instance
+    of ...`)."""
 
     def leave(number: int, frame: object) -> NoReturn:
         if "RANK" not in os.environ:  # for ranks, their launcher prints it
@@ -123,7 +124,8 @@ def print_line(text: str) -> None:
 
 @contextmanager
 def handle_stop_signals(unsaved: Callable[[], int] | None = None) -> Iterator[StopRequest]:
-    """Turn SIGINT, SIGTERM and SIGHUP into a StopRequest, except SIGHUP where it is ignored, as under `nohup`.
+    """Turn SIGINT, SIGTERM and SIGHUP into a StopRequest, except SIGHUP where it is ignored, as under
+    `nohup`.
 
     `unsaved`: see StopRequest.
     """
