@@ -1,1 +1,1 @@
-"""Latents and text embeddings, computed once and stored in shards; records that no longer apply are never read."""
+"""Latents and text embeddings, computed once and stored in shards; outdated records are never read."""

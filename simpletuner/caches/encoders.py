@@ -16,7 +16,7 @@ Model = TypeVar("Model")
 
 
 class Encoder(Generic[Model]):
-    """A model that `load` returns, used by one thread at a time and shared by the caches of several datasets."""
+    """Model returned by `load`, used by one thread at a time and shared by several datasets' caches."""
 
     def __init__(self, load: Callable[[], Model], device: torch.device, beside_training: bool = False) -> None:
         self.load, self.device, self.beside_training = load, device, beside_training

@@ -264,7 +264,7 @@ def way_of(disable: bool, ondemand: bool) -> Way:
 
 
 class RecordSource(Generic[Item, Loaded]):
-    """Records of a job's items, from a cache or `encoder`; a write-through cache is written until `writers` closes."""
+    """Records of a job's items; a write-through cache is written until `writers` closes."""
 
     def __init__(
         self, job: CacheJob[Item, Loaded], way: Way, encoder: Encoder[Any], world: World, writers: ExitStack

@@ -28,7 +28,7 @@ from simpletuner.settings.declared.sections import Data
 
 @dataclass(frozen=True)
 class Sources:
-    """Latents and captions by dataset, and prompts, among them the empty one; `vae` and `encoder` make them."""
+    """Latents and captions by dataset, and prompts with the empty one, made by `vae` and `encoder`."""
 
     latents: dict[str, LatentsSource]
     texts: dict[str, TextSource]

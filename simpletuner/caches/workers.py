@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 # A listing of 10,000 shards takes 5 ms.
 REFRESH_SECONDS = 1.0
 MERGED_AT, MERGED_SHARE = 4096, 16
-"""Waiting records that trigger a merge: a number, or a share of those merged. A row takes 64 bytes, a location 800."""
+"""Records to wait for before a merge: number, or share. A row takes 64 bytes, a location 800."""
 
 
 class RecentRecords:
-    """Records of a folder that are not in `known`, the index that was read when it was opened. For one thread."""
+    """Records of a folder that are not in `known`, the index read when it was opened. For one thread."""
 
     def __init__(self, folder: Path, known: MergedIndex) -> None:
         self.folder = folder
@@ -95,7 +95,7 @@ Made = Mapping[str, "Tensor"] | str
 
 @dataclass(frozen=True, slots=True)
 class CacheRequest:
-    """A record that a run needs: its name, what it depends on, and the group within which records share a batch."""
+    """Request for a record: name, key parts, and the group that may share a batch."""
 
     name: str
     parts: KeyParts
@@ -168,7 +168,7 @@ def open_writer(job: CacheJob[Item, Loaded], rank: int) -> AbstractContextManage
 def load_ahead(
     job: CacheJob[Item, Loaded], chunks: Sequence[Chunk], place: str, world: World, stop: Callable[[], None]
 ) -> Iterator[tuple[Chunk, list[Loaded]]]:
-    """Yield this rank's chunks with what was loaded of them; as many more as keep all threads busy load meanwhile."""
+    """Yield this rank's chunks with loaded items, loading ahead as many as keep all threads busy."""
     # No more than an equal share: of a short queue the other ranks would get nothing.
     ahead = min(-(-job.threads // job.chunk), len(chunks) // world.size)
     with ThreadPoolExecutor(job.threads, thread_name_prefix="load") as pool:
@@ -200,7 +200,7 @@ def chunks_to_make(job: CacheJob[Item, Loaded], missing: NDArray[np.bool_]) -> l
 
 
 def split_into_chunks(groups: Iterable[str], size: int) -> Iterator[Chunk]:
-    """Yield the positions of at most `size` equal groups each, group by group in the order of their first members."""
+    """Yield the positions of at most `size` equal groups each, group by group in order of first members."""
     numbers: dict[str, int] = {}
     codes = np.fromiter((numbers.setdefault(group, len(numbers)) for group in groups), np.int32)
     order = np.argsort(codes, kind="stable")

@@ -1,1 +1,1 @@
-"""Checkpoints and exported pipelines: named tensors on disk, the same for every engine and number of ranks."""
+"""Checkpoints and exported pipelines: tensors on disk, independent of engine and number of ranks."""

@@ -83,7 +83,7 @@ class DiskRoom:
 
 
 def room_of(settings: Settings, usage: DiskUsage, step: int, steps: int | None) -> DiskRoom:
-    """Compare the space of output_dir with what a run from `step` to `steps` writes there beside what it has."""
+    """Compare the space of output_dir with the writes of a run from `step` to `steps`."""
     output, limit = settings.training.output_dir, settings.checkpoints.checkpoints_total_limit
     nearest = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
     state = os.statvfs(nearest)

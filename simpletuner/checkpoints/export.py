@@ -43,7 +43,7 @@ from simpletuner.system.files.mounts import rename_over
 from simpletuner.system.files.regular_files import read_file
 
 SCHEDULER = "scheduler/scheduler_config.json"
-"""Written from the family's config, which holds the run's prediction type; all other components are copied."""
+"""Components written from the family's config, with the run's prediction type; others are copied."""
 
 
 class MarkerFields(BaseModel):
@@ -232,7 +232,7 @@ def check_export(family: ModelFamily, targets: list[Path]) -> None:
 
 
 def check_targets(targets: list[Path]) -> None:
-    """Raise EnvironmentNotReady for a folder that the pipeline would replace and that simpletuner did not write."""
+    """Raise EnvironmentNotReady instead of replacing a folder not written by simpletuner."""
     for target in targets:
         if os.path.lexists(target) and (target.is_symlink() or not (target / FINISHED).is_file()):
             raise EnvironmentNotReady(
@@ -262,7 +262,7 @@ def read_marker(pipeline: Path) -> dict[str, Any] | None:
 
 
 def finished_steps(pipeline: Path, world: World) -> int:
-    """Return after how many steps a complete, undamaged pipeline was exported; 0 if there is none. Collective."""
+    """Step of the complete, undamaged exported pipeline; 0 if there is none. Collective."""
     marker = read_marker(pipeline)
     steps = marker["steps"] if marker and has_all_files(pipeline, marker["files"]) else 0
     if min(int(text) for text in world.gather_texts(str(steps))) == 0 or marker is None:

@@ -1,4 +1,4 @@
-"""Save a run's state on all ranks together, or in a thread from copies in host memory while training goes on."""
+"""Save a run's state on all ranks, at once or in a thread from copies in host memory."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class BackgroundSaver:
         self.running: Future[Path] | None = None
 
     def start(self, snapshot: Snapshot, save: Callable[[Snapshot, World], Path]) -> None:
-        """Copy what a snapshot holds, and begin to save the copy. Collective. `wait` must have returned before."""
+        """Copy a snapshot's tensors and begin to save the copy. Collective, after `wait` has returned."""
         # One after the other, so that an engine converts one group at a time.
         copied = {name: self.copies.copy(name, make()) for name, make in snapshot.groups.items()}
         if self.world.device.type == "cuda":

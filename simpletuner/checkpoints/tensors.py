@@ -132,14 +132,14 @@ class WrittenTensor:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that are saved together. `plan` is equal on all ranks, `local` holds the shards that this rank writes."""
+    """Tensors saved together: `plan` is equal on all ranks, `local` has this rank's shards to write."""
 
     plan: Mapping[str, WrittenTensor]
     local: Mapping[str, Tensor]
 
 
 def plan_group(tensors: NamedTensors) -> TensorGroup:
-    """Choose the rank that writes each shard: of those that hold a copy of it, the one with the fewest elements."""
+    """Choose the writer of each shard: the rank with the fewest elements among its holders."""
     loads = [0] * dist.get_world_size()
     plan: dict[str, WrittenTensor] = {}
     # Once for a mesh and not for each tensor: DeviceMesh.mesh computes its ranks anew at 0.3 ms, before each save.

@@ -20,7 +20,7 @@ from simpletuner.system.processes.threads import map_in_daemons
 T = TypeVar("T")
 
 THREADS = 4
-"""Files read at once: XXH3 releases the GIL, and one stream rarely saturates a disk or a network file system."""
+"""Files read at once: XXH3 releases the GIL, and one stream rarely saturates a disk."""
 
 
 class Checksums:
@@ -31,7 +31,7 @@ class Checksums:
         self.found = in_background(lambda name: (name, file_checksum(files[name])), sorted(files), world)
 
     def wait(self) -> dict[str, str]:
-        """Collective: return all of them. Raises EnvironmentNotReady on all ranks when one cannot read a file."""
+        """Collective: all checksums. Raises EnvironmentNotReady on all ranks if one cannot read a file."""
         found, problem = {}, ""
         try:
             found = dict(self.found())
@@ -110,7 +110,7 @@ def find_newest(
 
 
 def find_folders_on_first_rank(root: Path, wish: str, world: World) -> list[Path]:
-    """Collective: return what rank 0 finds, since ranks may see different folders of a network file system."""
+    """Collective: rank 0's finding, since ranks may see different folders on a network."""
     found: dict[str, list[str]] = {}
     if world.is_first:
         try:
@@ -124,7 +124,7 @@ def find_folders_on_first_rank(root: Path, wish: str, world: World) -> list[Path
 
 
 def find_incomplete(folder: Path, world: World) -> str:
-    """Collective: return what is wrong with a checkpoint's state and the sizes of its files; empty if nothing is."""
+    """Collective: damage of a checkpoint's state or file sizes; empty if none."""
     try:
         load_checkpoint(folder)
         problem = ""

@@ -76,7 +76,7 @@ def write_full(folder: Path, group: TensorGroup, world: World, stem: str) -> dic
 
 
 def assign_owners(plan: Mapping[str, WrittenTensor], ranks: int) -> dict[str, int]:
-    """Choose the rank whose file gets each tensor: the one that has all of it, else the one with the least so far."""
+    """Choose the file of each tensor: of the rank with all of it, else of the one with the least."""
     loads, owners = [0] * ranks, {}
     for name in file_order(plan, plan):
         shards = plan[name].shards
@@ -117,7 +117,7 @@ def gather_owned(group: TensorGroup, owners: Mapping[str, int], world: World) ->
 
 
 def exchange_round(group: TensorGroup, names: Sequence[str | None], world: World) -> Iterator[Tensor]:
-    """Collective: send this rank's rows of `names[r]` to rank r; yield the bytes of its own, shard by shard."""
+    """Collective: send this rank's rows of `names[r]` to rank r; yield the bytes of its own."""
     nothing = torch.empty(0, dtype=torch.uint8)
     sent = [as_bytes(group.local[name]) if name is not None and name in group.local else nothing for name in names]
     own = group.plan[name] if (name := names[world.rank]) is not None else None
@@ -137,7 +137,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def write_safetensors(
     path: Path, contents: Mapping[str, Content], metadata: Mapping[str, str], parts: Iterable[Tensor]
 ) -> str:
-    """Write a file to the disk, its data from `parts` (bytes, one tensor after the other), and return its checksum."""
+    """Write a file from `parts` (bytes, one tensor after the other), and return its checksum."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_with_checksum(path, (part.numpy().data for part in parts), make_header(contents, metadata))
 

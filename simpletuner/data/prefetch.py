@@ -262,5 +262,5 @@ def read_sample(
 
 
 def stack_conditioning(conditionings: Sequence[Mapping[str, Tensor]]) -> Conditioning:
-    """Stack each kind of conditioning along a new batch axis; shorter sequences are padded with zeros at the end."""
+    """Stack each kind of conditioning along a new batch axis, padding shorter sequences with zeros."""
     return {name: pad_sequence([each[name] for each in conditionings], batch_first=True) for name in conditionings[0]}

@@ -1,1 +1,1 @@
-"""Start the ranks of one or many machines, supervise them, and shut them down together. No torch at import."""
+"""Start the ranks of all machines, supervise them, end them together. No torch at import."""

@@ -22,7 +22,7 @@ HEARTBEAT_SECONDS = 1.0
 ANSWER_SECONDS = 3.0
 """Longest wait for the thread to write a message."""
 SUSPECT_SECONDS = 5.0
-"""Longest silence of a machine once a rank has lost contact to another: then it is not just a slow network."""
+"""Longest silence of a machine after a rank lost contact to another: no slow network then."""
 
 TERMINATION_KEY = "launchers/ending"
 
@@ -85,7 +85,7 @@ class PeerMonitor:
         self.thread.join(0 if self._is_store_lost() else ANSWER_SECONDS)
 
     def terminate(self, termination: Termination) -> Termination:
-        """Publish why the run ends. Return the reason that was published first, here or on another machine."""
+        """Publish why the run ends. Return the reason published first, here or on another machine."""
         self.proposed = termination
         self._wait(lambda: self.termination, ANSWER_SECONDS)
         return self.termination or termination
@@ -131,7 +131,7 @@ class PeerMonitor:
         return max((beat.phase for beat, _ in self.received.values()), default=0)
 
     def leave(self, timeout_seconds: float) -> None:
-        """Publish that this machine has finished. Machine 0, which serves the store, waits for all others to leave."""
+        """Publish that this machine has finished. Machine 0 serves the store until all others leave."""
         self.state = "left"
         self._wait(lambda: self.has_left, ANSWER_SECONDS)
         if self.here == 0:

@@ -35,7 +35,7 @@ SAVE_SECONDS = 900.0
 
 
 class LauncherConnection:
-    """Sends a heartbeat every second from a thread; does nothing for a rank that has no launcher of ours (None)."""
+    """Sends a heartbeat every second from a thread; no-op for a rank without our launcher (None)."""
 
     def __init__(
         self, connection: socket.socket | None, activity: Activity, stop: StopRequest, stall_seconds: float
@@ -43,11 +43,11 @@ class LauncherConnection:
         self.connection, self.activity, self.stop, self.stall_seconds = connection, activity, stop, stall_seconds
         self.closed, self.is_gone = threading.Event(), False
         self.dump: Callable[[], None] = lambda: None
-        """Called when the launcher asks what this rank was last communicating, before it ends a run that hangs."""
+        """Called when the launcher asks for this rank's last collectives, before ending a hanging run."""
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def send(self, **message: Any) -> None:
-        """Send a message to the launcher, if there is one: `reason` of a failure, or `lost_contact` to another rank."""
+        """Send the launcher, if any, a message: `reason` of a failure, or `lost_contact` to a rank."""
         with suppress(OSError):
             if self.connection is not None:
                 self.connection.send(json.dumps(message).encode())
@@ -138,7 +138,7 @@ def connect_to_launcher(
 
 
 def exit_if_launcher_died(environment: Mapping[str, str]) -> None:
-    """Exit if the launcher died before the kernel was asked to tell: nobody would wait for this rank's imports."""
+    """Exit if the launcher died before the kernel was asked to signal its death."""
     if descriptor := environment.get(SOCKET_VARIABLE):
         try:
             os.write(int(descriptor), b"{}")

@@ -30,7 +30,7 @@ MAY_DIFFER = (
     "notify_url",
     "notify_format",
 )
-"""Settings that say where a machine is and what it has, not what is trained; and what the first rank alone uses."""
+"""Settings about a machine's place and equipment, not training; and rank 0's own settings."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class NodeInfo:
     """Random per process. Machine 0's is part of all signatures of the run."""
     uid: int = -1
     boot: str = ""
-    """Distinguishes this boot of this machine, and this container on it, from all others; empty where unknown."""
+    """Identity of this boot of this machine and of its container; empty if unknown."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,7 +114,7 @@ def versions() -> dict[str, str]:
 
 
 def difference(first: NodeInfo, first_name: str, other: NodeInfo, other_name: str) -> SimpleTunerError | None:
-    """Make the error that lists every difference with both values and both places; None where there is none."""
+    """Make the error that lists every difference with both values and both places; None if there is none."""
     names = (f"{first_name} ({first.host})", f"{other_name} ({other.host})")
     settings = differing(first.settings, other.settings, names)
     packages = differing(first.versions, other.versions, names)

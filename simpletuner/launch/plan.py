@@ -34,7 +34,7 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 
 
 def check_world_size(loaded: Loaded, environment: Mapping[str, str]) -> None:
-    """Raise SettingsError if `num_processes` is set and another launcher started a different number of ranks."""
+    """Raise SettingsError if another launcher's number of ranks differs from `num_processes`."""
     world_size = int(environment["WORLD_SIZE"]) if is_rank(environment) else 1
     wanted = loaded.settings.launch.num_processes
     if world_size != wanted:
@@ -86,7 +86,7 @@ def among_inherited(ids: list[str], inherited: str) -> list[str]:
 
 
 def choose_gpus(launch: Launch, environment: MutableMapping[str, str]) -> None:
-    """Hide the GPUs that gpu_ids leaves out. Call it before torch is imported: CUDA reads the environment once."""
+    """Hide GPUs that are not in gpu_ids. Call it before importing torch: CUDA reads this once."""
     environment.update(visible_gpus(launch, environment))
 
 
@@ -165,7 +165,7 @@ def plan_of(machine: int, launch: Launch, arguments: Sequence[str], port: int | 
 
 
 def chosen_variables(machine: int, launch: Launch) -> dict[str, str]:
-    """Choose threads, network interface and GPUs; variables set by the user take precedence, except for GPUs."""
+    """Choose threads, network interface and GPUs; user variables take precedence, except for GPUs."""
     # torchrun would give each rank one thread; a rank's share of the cores is what its CPU work can use.
     threads = str(max(1, (os.cpu_count() or 1) // ranks_per_machine(launch)))
     chosen = {"OMP_NUM_THREADS": threads}

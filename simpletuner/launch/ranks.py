@@ -18,7 +18,7 @@ from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
 from simpletuner.system.files.paths import descriptor_of
 
 KILL_SECONDS = 10
-"""Longest wait for a killed process to disappear; one that waits for a broken disk or GPU driver never does."""
+"""Longest wait for a killed process; one that waits for a broken disk or driver never ends."""
 MESSAGE_BYTES = 1 << 16
 DUMP_SECONDS = 5.0
 """Longest wait for ranks that write their last collectives: they look once a second whether they should."""
@@ -144,7 +144,7 @@ class Ranks:
         return ProcessExit(min(failed)[1], self.processes[min(failed)[1]].pid, min(failed)[0]) if failed else None
 
     def request_dumps(self) -> None:
-        """Ask all ranks to write what they were last communicating, and wait for those that send heartbeats."""
+        """Ask all ranks to dump their last collectives, and wait for those that send heartbeats."""
         began = time.monotonic()
         for connection in self.sockets.values():
             with suppress(OSError):

@@ -37,7 +37,7 @@ NOTICE_SECONDS = 5
 
 @dataclass(frozen=True)
 class Group:
-    """A group of machines or ranks: `kind` is `machine` or `rank`, `number` is this one's, `count` the size."""
+    """Group of machines or ranks: `kind` is `machine` or `rank`, `number` is this one's, `count` the size."""
 
     kind: str
     number: int
@@ -214,7 +214,7 @@ def serve(launch: Launch) -> TCPStore:
 
 
 def connect(launch: Launch, check: Callable[[], None], say: Callable[[str], None]) -> TCPStore:
-    """Connect to the store of machine 0, waiting for it to start. Raises EnvironmentNotReady at the timeout."""
+    """Connect to machine 0's store, waiting for its start. Raises EnvironmentNotReady at the timeout."""
     silence_torch()
     wait_for_machine_0(launch, check, say)
     host, port = launch.main_process_ip, launch.main_process_port
@@ -284,5 +284,5 @@ def machine_0_not_reached(launch: Launch, waited: float, why: str) -> Environmen
 
 
 def silence_torch() -> None:
-    """Keep torch from printing stack traces about lost connections, which the launcher reports in one sentence."""
+    """Silence torch's stack traces about lost connections: the launcher reports them in a sentence."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

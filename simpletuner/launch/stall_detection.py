@@ -31,7 +31,7 @@ BUSY_SHARE = 0.05
 """A process that waits in a hung call uses less CPU than this: its threads only poll."""
 SAMPLE_SECONDS = 5.0
 PAUSE_SECONDS = 10.0
-"""Silence after which this process must have been stopped itself, as by Ctrl-Z, probably together with the others."""
+"""Silence that means this process was stopped itself, as by Ctrl-Z, probably with the others."""
 STATES: dict[str, str] = {
     psutil.STATUS_STOPPED: "the process is stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "the process is held by a debugger",
@@ -211,7 +211,7 @@ def prefix_in(folder: Path, environment: Mapping[str, str]) -> Path:
 
 
 def write_records(prefix: Path, rank: int) -> None:
-    """Write the last collectives of this rank, as torch would; nothing before there were any. Raises OSError."""
+    """Write this rank's last collectives, as torch would, if there were any. Raises OSError."""
     from simpletuner.private_api.of_torch import flight_records
 
     if records := flight_records():

@@ -23,7 +23,7 @@ from simpletuner.launch.plan import LOOPBACK, is_rank
 from simpletuner.settings.declared.sections import Launch
 
 SPECIAL_STEPS = 0xFFFFFFF0
-"""Ids from here on are SLURM's batch script (...FB), interactive shell (...FA) and the like, which run once."""
+"""First of SLURM's ids for batch scripts (...FB), interactive shells (...FA) etc., which run once."""
 
 SCONTROL_SECONDS = 10
 # Below the ports that Linux gives to outgoing connections, 32768 and above.
@@ -167,7 +167,7 @@ def unknown_rank(task: Task, why: str, hint: str) -> SettingsError:
 
 
 def started_task(environment: Mapping[str, str]) -> Task | None:
-    """Return this task of what starts the command several times, if anything does; a shell in a SLURM job does not."""
+    """Task of a launcher that starts the command several times, if any; not a shell in a SLURM job."""
     step = number_of(environment, "SLURM_STEP_ID", "SLURM_STEPID")
     if step is not None and step < SPECIAL_STEPS and not is_typed(environment):
         return task_of_slurm(environment, step)

@@ -53,7 +53,7 @@ class Store(Protocol):
         ...
 
     def compare_set(self, key: str, expected: bytes, desired: str) -> bytes:
-        """Write a value if the present one is `expected` (empty: if there is none); return what the key then holds."""
+        """Write a value if the present one is `expected` (empty: none); return the value then held."""
         ...
 
 
@@ -82,7 +82,7 @@ class TorchStore:
 
 
 class MessageSigner:
-    """Signs and verifies texts. Without a secret nothing is signed, and only unsigned messages are accepted."""
+    """Signs and verifies texts. Without a secret, only unsigned messages are accepted."""
 
     def __init__(self, secret: bytes = b"") -> None:
         self.secret = secret
@@ -142,7 +142,7 @@ class MessageStore:
         return {key: message for key, message in decoded.items() if message is not None}
 
     def put_first(self, key: str, values: Mapping[str, Any], parse: Parser[Message]) -> Message:
-        """Write a message unless there is a valid one; return the one in effect. Invalid ones are overwritten."""
+        """Write a message unless a valid one exists; return the one in effect. Overwrites invalid ones."""
         mine, present = self.signer.encode(key, values), b""
         for _ in range(ATTEMPTS):
             holder = self.store.compare_set(key, present, mine)

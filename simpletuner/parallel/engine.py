@@ -26,12 +26,12 @@ class Engine(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """The module that a training step calls: the denoiser, or a wrapper such as DistributedDataParallel."""
+        """Module that a training step calls: the denoiser, or a wrapper such as DistributedDataParallel."""
         ...
 
     @property
     def module(self) -> nn.Module:
-        """The denoiser itself, with its own parameter names. Calling it is collective, since shards are gathered."""
+        """Denoiser with its own parameter names. Calling it is collective, since shards are gathered."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class Engine(Protocol):
         ...
 
     before_update: Callable[[], None]
-    """Called before weights change, in `step` or in the backward pass: orders reads of them (`EMA`) before that."""
+    """Called before weights change, in `step` or backward, to finish reads of them (`EMA`) first."""
 
     @property
     def micro_batch(self) -> Callable[[bool], AbstractContextManager[None]]:
@@ -77,7 +77,7 @@ class Engine(Protocol):
         ...
 
     def update_shards(self, change: ShardUpdate) -> None:
-        """Call `change(name, shard)` on every local shard, then refresh the compute-dtype weights. Collective."""
+        """Call `change(name, shard)` on local shards, then refresh the compute-dtype weights. Collective."""
         ...
 
     def to_checkpoint(self, name: str, shard: Tensor, /) -> Tensor:
@@ -103,11 +103,11 @@ class Engine(Protocol):
     def load_optimizer_state(
         self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
     ) -> None:
-        """Put back what `optimizer_state` returned: `read(moment, tensors)` fills the tensors in place. Collective."""
+        """Restore `optimizer_state`: `read(moment, tensors)` fills the tensors in place. Collective."""
         ...
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Put the weights that `local_shards` yields into the denoiser within the block, where it trains others."""
+        """Put the weights of `local_shards` into the denoiser within the block, if it trains others."""
         ...
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from simpletuner.settings.declared.sections import Parallel
 from simpletuner.system.importing import import_named
 
 SYNC_EACH_BATCH_ABOVE = 2_000_000_000
-"""Parameters above which whole gradients, 4 bytes each on every rank, cost more than the added communication."""
+"""Parameter count above which whole gradients (4 bytes each per rank) cost more than communication."""
 
 
 def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: torch.dtype, mesh: Mesh) -> None:

@@ -90,7 +90,7 @@ def return_memory(device: torch.device) -> None:
 
 @contextmanager
 def explain_out_of_memory(settings: Settings, device: torch.device) -> Iterator[None]:
-    """Raise TrainingError with what was used, what was free, and what to try, where a GPU's memory is used up."""
+    """Raise TrainingError for used-up GPU memory, with used and free bytes and what to try."""
     try:
         yield
     except RuntimeError as error:
@@ -179,7 +179,7 @@ def view_of_rank(local_rank: int, use_cpu: bool = False, devices: Path = DEVICES
 
 
 def check_no_gpu_is_lost(devices: Path) -> None:
-    """Raise EnvironmentNotReady on a machine with a GPU that torch cannot use: it would train for days on the CPU."""
+    """Raise EnvironmentNotReady for a GPU that torch cannot use: the CPU would train for days."""
     # Not nvidia0 alone: a container that is given the fourth GPU has nvidia3.
     for device_file in sorted(devices.glob("nvidia[0-9]*"))[:1]:
         build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"

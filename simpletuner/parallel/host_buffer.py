@@ -38,7 +38,7 @@ class HostBuffer:
 
 
 def lock_pages(block: Tensor) -> None:
-    """Lock a block of memory. Where the system refuses (WSL2, limits of containers), copies are correct, but slower."""
+    """Lock a block of memory. If the system refuses (WSL2, container limits), copies are slower."""
     # int: it returns an enum of which cudaSuccess is true, too.
     if int(cuda_runtime().cudaHostRegister(block.data_ptr(), block.nbytes, 0)):
         # The runtime keeps the error, and the next launch of any kernel would raise it: this one does, and is no loss.

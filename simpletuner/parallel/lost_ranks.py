@@ -1,4 +1,4 @@
-"""Sentences for ranks that cannot reach others: gloo's and the store's own texts name a line of C++, not a rank."""
+"""Messages for unreachable ranks: gloo's and the store's texts name a line of C++, not a rank."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Mesh:
         return self.shard_meshes[device_type]
 
     def sum_over_shards(self, value: torch.Tensor) -> torch.Tensor:
-        """Add up a tensor, in place, over the ranks that hold shards of one copy of the parameters. Collective."""
+        """Sum a tensor, in place, over the ranks that shard one copy of the parameters. Collective."""
         dist.all_reduce(value, group=self.shard_mesh(value.device.type).get_group(SHARDS))
         return value
 

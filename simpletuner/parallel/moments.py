@@ -62,7 +62,7 @@ class TrainedWeights:
 
     @classmethod
     def of_count(cls, num_parameters: int) -> TrainedWeights:
-        """Know the number alone, which says all but for optimizers that need shapes: of those it is the most."""
+        """Weights of known number only: exact, or an upper bound for optimizers that need shapes."""
         return cls([((num_parameters,), False)], num_parameters, num_parameters)
 
     @property

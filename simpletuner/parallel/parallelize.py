@@ -28,7 +28,7 @@ from simpletuner.private_api import of_torch
 from simpletuner.settings.declared.sections import Compile, Settings
 
 RECOMPILE_LIMIT = 1024
-"""Variants of one block's code before torch gives up: one per image size, block shape, and one for inference."""
+"""Limit of torch's variants of a block: one per image size, block shape, and inference."""
 
 LINES_OF_A_REASON, LETTERS_OF_A_REASON = 2, 300
 
@@ -139,7 +139,7 @@ def ddp_engine(
 
 
 def reduce_in_float32(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket of bf16 gradients in float32, as FSDP2 does: in bf16 a sum loses what each rank adds."""
+    """Average a bucket of bf16 gradients in float32, as FSDP2 does: bf16 sums lose a rank's share."""
     exact = bucket.buffer().float().div_(dist.get_world_size())
     work = dist.all_reduce(exact, async_op=True)
     assert work is not None

@@ -1,4 +1,4 @@
-"""The ranks of a run: joining them, small collectives, work queues in the key-value store, and failing together."""
+"""Ranks of a run: joining, small collectives, work queues in the store, and failing together."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def joined(
 
 
 def abort(device: torch.device) -> None:
-    """Drop all communicators without waiting for the other ranks, which may be in a collective that never ends."""
+    """Abort all communicators without waiting for other ranks, which may hang in a collective."""
     if device.type != "cuda":
         return  # gloo ends with the process, and the others notice that
     # NCCL's destroy waits for what was begun, its abort does not; should that hang too, the process ends without it
@@ -292,7 +292,7 @@ def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Sto
 
 @contextmanager
 def report_first_failure(world: World, stop: StopRequest, launcher: LauncherConnection) -> Iterator[None]:
-    """Print the error of the first rank of a machine that fails; the others exit with the same code, without a word."""
+    """Print the error of a machine's first failing rank; the others exit silently with its code."""
     try:
         yield
     except SimpleTunerError as error:

@@ -1,1 +1,1 @@
-"""The lowest layer: files, locks, signals, network, imports and number formats; above only errors and report."""
+"""Lowest layer: files, locks, signals, network, imports and number formats; above only errors and report."""

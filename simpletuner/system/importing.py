@@ -1,4 +1,4 @@
-"""Imports: of a module named in a setting, also from the current folder; of libraries without collecting garbage."""
+"""Imports: of modules named in settings (also from the current folder), and without garbage collection."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def interface_towards(host: str, port: int) -> str:
 
 
 def addresses() -> Iterator[tuple[str, str]]:
-    """Yield interface name and address for all addresses of this machine; nothing on systems other than Linux."""
+    """Yield interface name and address for this machine's addresses; nothing outside Linux."""
     yield from ipv4_addresses()
     if IPV6_ADDRESSES.exists():
         for line in IPV6_ADDRESSES.read_text().splitlines():

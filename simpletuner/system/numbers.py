@@ -53,7 +53,7 @@ def format_flops(count: int) -> str:
 
 
 def with_three_digits(count: int, letters: Mapping[str, float]) -> str:
-    """Format a number with three digits and the first letter whose size it reaches; in full below all of them."""
+    """Format a number with three digits and a unit letter; in full if small."""
     for letter, size in letters.items():
         # From here on three digits round to 1.00 of the next letter.
         if count >= 0.9995 * size:

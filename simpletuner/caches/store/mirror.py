@@ -134,7 +134,7 @@ class Mirror:
         write_file(self.folder / index, self.storage.read(index, MAX_BYTES))
 
     def _restore(self, name: str, away: dict[str, int]) -> None:
-        """Upload a shard that is not in the bucket; if records of it are not here, remove it: they are made again."""
+        """Upload a shard missing in the bucket; if records are missing here, remove it to remake them."""
         shard = self.folder / name
         places = [entry.location for entry in read_index(index_of(shard))]
         if places and all(place.checksum_with(read_from_file(place)) == place.checksum for place in places):
@@ -192,7 +192,7 @@ def is_behind(shard: str, one: dict[str, int], other: dict[str, int]) -> bool:
 
 
 def make_sparse(path: Path, size: int) -> None:
-    """Make a file of this size, or extend one, with a hole that takes no room and reads as zeros; follow no link."""
+    """Create or extend a file to this size with a hole that reads as zeros; follow no link."""
     with open_own(path, os.O_WRONLY | os.O_CREAT) as file:
         if os.fstat(file.fileno()).st_size < size:
             file.truncate(size)

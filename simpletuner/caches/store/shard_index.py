@@ -259,7 +259,7 @@ def encode(index: MergedIndex) -> Iterable[bytes | memoryview]:
 
 
 def load(path: Path) -> MergedIndex:
-    """Map a merged index. Raises ValueError where it is damaged or of another format, OSError where there is none."""
+    """Map a merged index. Raises ValueError if it is damaged or of another format, OSError if missing."""
     import xxhash
 
     if not is_plain_file(path):  # opening a FIFO would block

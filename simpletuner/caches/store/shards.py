@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from simpletuner.caches.store.mirror import Mirror
 
 MAPS = 256
-"""Shards that a reader keeps mapped. Page tables of a map take up to 2 MiB, and a process may have 65,530 maps."""
+"""Shards that a reader keeps mapped: page tables take 2 MiB each, and 65,530 maps are allowed."""
 SHARD_BYTES = 1 << 30
 # In the name of shards that hold only retractions: readers do not know their rank.
 RETRACTING_RANK = 999
@@ -265,7 +265,7 @@ def read_note(reader: ShardReader, digest: str) -> dict[str, str] | None:
 
 
 def write_note(reader: ShardReader, digest: str, broken: dict[str, str]) -> None:
-    """Remember that all records of these requests are there, but for broken ones. In a read-only folder do nothing."""
+    """Note that all records of these requests exist, but broken ones. No-op in a read-only folder."""
     digests = [*read_digests(reader).items()][1 - MOST_DIGESTS :]
     note = with_checksum({"shards": identity(reader), "digests": dict([*digests, (digest, broken)])})
     with contextlib.suppress(OSError):

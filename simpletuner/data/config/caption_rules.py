@@ -28,7 +28,7 @@ SUBSTITUTION = re.compile(r"s/((?:\\.|[^/\\])+)/((?:\\.|[^/\\])*)(?:/([gi]*))?")
 
 
 class CaptionShuffle(Section):
-    """Show the parts of a caption in `count` more orders; the first `position_start` parts stay in their place."""
+    """Shuffle the parts of a caption into `count` more orders; the first `position_start` parts stay."""
 
     enable: bool = False
     count: int = Field(1, ge=1, le=1000)

@@ -133,7 +133,7 @@ def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:
 
 
 def without_block(entry: FileEntry) -> Iterable[FileEntry]:
-    """Flatten the original's block `huggingface`, whose keys are top-level keys here; return any other key as it is."""
+    """Flatten the original's block `huggingface`, with top-level keys here; other keys stay as they are."""
     is_block = name_of_key(entry.key) == "huggingface" and isinstance(entry.value, Mapping)
     return inner_entries(entry) if is_block else [entry]
 

@@ -1,4 +1,4 @@
-"""Blocks of a dataset's entry: crops, clips of videos, shares and times, and the table that holds captions or sizes."""
+"""Blocks of a dataset entry: crops, video clips, shares and times, table of captions or sizes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CropKeys(DatasetSettings):
 
 VIDEO = "video"
 DEFAULT_FRAMES = 125
-"""5 s at the 25 frames per second of LTX-Video, as other trainers have it; Wan's 4n + 1 and LTX's 8n + 1 round it."""
+"""5 s at LTX-Video's 25 frames per second, as in other trainers; Wan's 4n + 1 and LTX's 8n + 1 round it."""
 
 
 def parse_lengths(value: Any) -> Any:
@@ -236,7 +236,7 @@ class TableSettings(Section):
 
 
 def check_table(table: TableSettings | None, caption_strategy: str, metadata_backend: str) -> None:
-    """Raise PydanticCustomError, whose type is the key to change, where a dataset and its table do not fit."""
+    """Raise PydanticCustomError, whose type is the key to change, if a dataset and its table do not fit."""
     captions = caption_strategy in TABLE_STRATEGIES
     if not table and (captions or metadata_backend == PARQUET):
         asks = f"caption_strategy {caption_strategy}" if captions else "metadata_backend parquet"

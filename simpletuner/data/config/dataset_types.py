@@ -1,4 +1,4 @@
-"""Types of entries in a dataset file: images and videos by storage, and masks and references that belong to them."""
+"""Entry types of a dataset file: images and videos by storage, masks and references of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     dataset_type: Literal["image", "video", "eval", "conditioning"] = "image"
     conditioning_type: Literal["mask", "reference_strict", "reference_loose"] | None = None
     conditioning_data: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
-    """The datasets of type conditioning that have a mask or a reference of each image, under the same name."""
+    """Datasets of type conditioning that have a mask or a reference of each image, under the same name."""
     source_dataset_id: str | None = None
     """For a dataset of type conditioning: id of its images' dataset, instead of `conditioning_data` there."""
     video: VideoSettings | None = None
@@ -249,7 +249,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class SnapshotImages(ImageDataset):
-    """Images or videos of a Hugging Face dataset: in Parquet files of a folder, or by the dataset's name on the hub."""
+    """Images or videos of a Hugging Face dataset: Parquet files of a folder, or a dataset id on the hub."""
 
     dataset_name: Path
     revision: str | None = None

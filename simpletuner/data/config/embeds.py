@@ -43,7 +43,7 @@ class ImageEmbeds(Embeds):
 
 
 class BucketEmbeds(BucketPlace):
-    """A cache in a bucket. Its local copy is below output_dir, which a run has for itself, and of bounded size."""
+    """A cache in a bucket. Its local copy is below output_dir, private to the run, and bounded in size."""
 
     cache_size_limit_gb: float = Field(100, gt=0)
 

@@ -52,7 +52,7 @@ EXIF_IFD, INTEROPERABILITY_IFD, COLOUR_SPACE, INDEX = 0x8769, 0xA005, 0xA001, 1
 ADOBE_INDEX: Final = b"R03"
 """DCF 2.0: the index of files in its optional colour space, which is Adobe RGB; R98 is sRGB."""
 LEAST_GAMMA, LARGEST, LEAST_VOLUME = 0.1, 10.0, 0.01
-"""Bounds of a gamma, of a matrix, and of what three colours span (sRGB: 19): what is beyond them is damaged."""
+"""Bounds of gamma, of a matrix, and of the span of three colours (sRGB: 19); beyond is damaged."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def of_gamma(gamma: float | None, coordinates: Primaries | None) -> Colours:
 
 
 def of_exif(exif: bytes | FileBytes) -> Colours:
-    """Return Adobe RGB where EXIF names it, by DCF's interoperability index or by the value 2 of some cameras."""
+    """Adobe RGB if EXIF names it, by DCF's interoperability index or by some cameras' value 2."""
     if isinstance(exif, bytes):
         exif = exif.removeprefix(EXIF_MARK)
     index, space = exif_entry(exif, EXIF_IFD, INTEROPERABILITY_IFD, INDEX), exif_entry(exif, EXIF_IFD, COLOUR_SPACE)
@@ -204,7 +204,7 @@ def columns_of(primaries: Primaries) -> np.ndarray:
 
 
 def adapted(primaries: Primaries) -> np.ndarray:
-    """Return XYZ of red, green and blue as columns, adapted to D50 by Bradford's matrix (ICC.1:2022, annex E)."""
+    """XYZ of red, green and blue as columns, adapted to D50 by Bradford's matrix (ICC.1:2022, annex E)."""
     columns = columns_of(primaries)
     white, corners = columns[:, 0], columns[:, 1:]
     cones = (BRADFORD @ np.array(D50)) / (BRADFORD @ white)

@@ -26,7 +26,7 @@ ALONE: Final = frozenset({0x01, *range(0xD0, 0xDA)})
 SOS, APP0, APP1, APP2, APP14, COM = 0xDA, 0xE0, 0xE1, 0xE2, 0xEE, 0xFE
 XMP_MARK, ICC_MARK = b"http://ns.adobe.com/xap/1.0/\0", b"ICC_PROFILE\0"
 LEAST_BYTES: Final = {APP0: 14, APP14: 12}
-"""Shorter ones say nothing to libjpeg, and make Pillow give up (JFIF and Adobe, which say what the colours are)."""
+"""Shortest segments to keep: shorter ones mean nothing to libjpeg, and make Pillow give up (JFIF, Adobe)."""
 
 PNG_PIXELS: Final = frozenset({b"IHDR", b"PLTE", b"tRNS"})
 """Chunks before the pixels that decide how these are decoded."""
@@ -39,7 +39,7 @@ TEXTS: Final = {
 }
 TEXT_KINDS: Final = (b"tEXt", b"zTXt", b"iTXt")
 NOTE_MARKS: Final = {b"eXIf": 0, b"XML:com.adobe.xmp\0": 4, b"Raw profile type ": 4}
-"""Marks of chunks that are looked for behind the pixels, and how many bytes before them the chunk's type stands."""
+"""Marks of chunks to look for behind the pixels, and the bytes from the chunk's type to them."""
 TAIL_BYTES: Final = 32 << 10
 """Bytes read from the end of a PNG, the place of EXIF and XMP written by exiftool and editors. Walking all
 chunks would read most of the file, since libpng writes 8 KiB of pixels per chunk. In a bucket this is a
@@ -151,7 +151,7 @@ def jpeg_pixels(file: BinaryIO) -> tuple[BinaryIO, Colours]:
 
 
 def png_chunks(file: BinaryIO, position: int = len(PNG_MARK)) -> Iterator[tuple[bytes, int, int]]:
-    """Yield type, position and length of the content of each chunk up to the end of the file, or to what is none."""
+    """Yield type, position and length of each chunk's content, to the end of the file or of valid chunks."""
     while True:
         file.seek(position)
         head = file.read(8)

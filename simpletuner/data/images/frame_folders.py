@@ -37,7 +37,7 @@ def frame_suffixes() -> frozenset[str]:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Sort frames by their numbers. Raises ValueError where one has none, or one is missing or there twice."""
+    """Sort frames by their numbers. Raises ValueError if one has none, or one is missing or there twice."""
     found: dict[int, str] = {}
     for name in sorted(names):
         path = PurePosixPath(name)

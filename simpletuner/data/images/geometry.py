@@ -25,7 +25,7 @@ MORE_THAN_ANY_RATIO = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Transform of one image, or of each frame of a clip: resize to `resized`, crop `target` at `crop_left_top`."""
+    """Transform of an image, or of each frame of a clip: resize to `resized`, crop `target`."""
 
     original: Shape
     resized: Shape

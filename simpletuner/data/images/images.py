@@ -21,7 +21,7 @@ from simpletuner.data.images.image_formats import INSTALL, PILLOW_FORMATS, PLUGI
 from simpletuner.data.images.orientation import TAG, UPRIGHT, turned_upright
 
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image.DecompressionBombError)
-"""Exceptions of Pillow and its plugins for a file that is not an image, is cut short or claims an absurd size."""
+"""Exceptions of Pillow and its plugins for a file that is no image, cut short or absurdly large."""
 
 MAX_PIXELS = 400_000_000
 """1.6 GB while it is decoded; JPEGs are decoded at an eighth of their sides, and take 25 MB."""
@@ -45,7 +45,7 @@ DOUBT = "simpletuner_doubt"
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """Facts from the header of an image or a video, before decoding: (width, height) as displayed, turned upright."""
+    """Facts from an image's or video's header: upright (width, height) as displayed."""
 
     size: tuple[int, int]
     animated: bool = False
@@ -61,7 +61,7 @@ def read_header(file: BinaryIO) -> ImageHeader:
 
 
 def read_stored(file: BinaryIO) -> StoredImage:
-    """Read how an image is stored, as `read_rgb` decodes it. Raises one of DECODE_ERRORS, also for too many pixels."""
+    """Read an image's storage, as `read_rgb` decodes it. Raises one of DECODE_ERRORS, also for its size."""
     if (found := read_container(file)) is None:
         with open_image(file) as image:
             is_animated = getattr(image, "is_animated", False)
@@ -147,7 +147,7 @@ def other_colours(image: Image.Image, file: BinaryIO) -> Colours:
 
 
 def reduced(image: Image.Image, factor: int) -> Image.Image:
-    """Decode an image, and shrink it by a whole number, strip by strip; also its colours stay those of the profile."""
+    """Decode an image and shrink it by a whole number, strip by strip, in the colours of its profile."""
     image.load()
     if factor < 2:
         return image

@@ -32,7 +32,7 @@ UPRIGHT: Final = {
 
 
 def orientation_of(exif: bytes, xmp: bytes) -> int:
-    """Return 1 to 8, what EXIF says before what XMP says; 1 where neither does, or what it says means nothing."""
+    """Orientation from 1 to 8, by EXIF before XMP; 1 if neither has a valid one."""
     value = exif_orientation(exif)
     if value is None and (found := IN_XMP.search(xmp)):
         value = int(found[1])

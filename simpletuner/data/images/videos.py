@@ -54,7 +54,7 @@ class Film(Protocol):
     def header(self) -> ImageHeader: ...
 
     def images(self, numbers: Sequence[int]) -> Iterator[Image.Image]:
-        """Yield the frames with these ascending numbers, upright in RGB. Raises ValueError where one is not there."""
+        """Yield frames by ascending number, upright in RGB. Raises ValueError if one is missing."""
         ...
 
 
@@ -271,7 +271,7 @@ def too_short(found: int, needed: int) -> ValueError:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Place of a clip in its video: the first frame, and how many frames of the video one of the clip stands for."""
+    """Place of a clip in its video: first frame, and frames of the video per frame of the clip."""
 
     start: int
     stride: float

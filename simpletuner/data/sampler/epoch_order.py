@@ -78,7 +78,7 @@ def feistel_permute(positions: np.ndarray, size: int, keys: Keys) -> np.ndarray:
 
 
 def feistel_rounds(cells: np.ndarray, rows: int, columns: int, keys: Keys) -> np.ndarray:
-    """Shift one coordinate of each cell, cyclically, by a hash of the other one; then the other one, and so on."""
+    """Shift one coordinate of each cell, cyclically, by a hash of the other, then vice versa, and so on."""
     coordinates, lengths = list(np.divmod(cells, np.uint64(columns))), (np.uint64(rows), np.uint64(columns))
     for number in range(ROUNDS):
         moved, length = number % 2, lengths[number % 2]
@@ -181,7 +181,7 @@ class EpochOrder:
 
 
 class EpochStream:
-    """The rest of one bucket in one epoch: samples that wait, then the items of `order` after `consumed` ones."""
+    """Rest of one bucket in one epoch: samples that wait, then the items of `order` after `consumed` ones."""
 
     def __init__(self, order: EpochOrder, consumed: int, waiting: Sequence[int]) -> None:
         self.order, self.consumed, self.waiting = order, consumed, deque(waiting)

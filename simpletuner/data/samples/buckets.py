@@ -128,7 +128,7 @@ def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray
 
 
 def digest_buckets(buckets: Buckets, samples: Samples, *identity: object) -> str:
-    """Return 16 hex digits that change with `identity`, and with the samples of a bucket or how often one is shown."""
+    """Fingerprint (16 hex digits) of `identity`, and of a bucket's samples with their repeats."""
     digest = hashlib.blake2b(repr((identity, samples.names_checksum())).encode(), digest_size=8)
     for name, bucket in buckets.items():
         for copies, indices in bucket.groups.items():

@@ -37,7 +37,7 @@ class Mask:
     version: str
 
     def image(self, size: tuple[int, int]) -> Image.Image:
-        """Return it in grey, in the size that its image is resized to, with its doubt. Raises one of DECODE_ERRORS."""
+        """Mask in grey, in the size of its resized image, with its doubt. Raises one of DECODE_ERRORS."""
         with self.storage.open(self.name) as file:
             found = read_mask_image(file, size)
         resized = found.resize(size, Image.Resampling.BOX)

@@ -74,7 +74,7 @@ def cropped_away(sizes: Sizes) -> np.ndarray:
 
 
 def summarize(samples: Samples, buckets: Buckets, held_out: np.ndarray) -> list[DatasetSummary]:
-    """Describe the datasets of a run; `buckets` and `held_out` (indices of samples) are those that it trains with."""
+    """Describe the datasets of a run from its `buckets` and `held_out` sample indices."""
     starts = np.cumsum([0, *map(len, samples.parts)])
     shown = np.zeros(len(samples))
     for bucket in buckets.values():

@@ -51,7 +51,7 @@ class Discovery:
     others: list[OtherFiles] = field(default_factory=list)
     """Files of the datasets that are not images."""
     uncaptioned: dict[str, list[str]] = field(default_factory=dict)
-    """Names of images without a caption, by dataset. They are samples unless the dataset has `skip_uncaptioned`."""
+    """Names of images without a caption, by dataset: samples, unless it has `skip_uncaptioned`."""
     unreadable_captions: dict[str, dict[str, str]] = field(default_factory=dict)
     """Caption files that cannot be read as text, and why, by dataset."""
 
@@ -59,7 +59,7 @@ class Discovery:
     """Caption files of several lines, by dataset."""
 
     unpaired: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    """Names of images without a mask or a reference, by dataset and the one of type conditioning that has none."""
+    """Names of images without a mask or a reference, by dataset and by its conditioning dataset."""
 
     @property
     def not_read(self) -> Counter[str]:
@@ -72,7 +72,7 @@ class Discovery:
         return sum(len(self.uncaptioned[scan.dataset.id]) for scan in self.scans if scan.dataset.skip_uncaptioned)
 
     def errors(self) -> Iterator[DataError]:
-        """Yield what ends a run: a dataset without a usable image, and captions that are missing or unreadable."""
+        """Yield errors that end a run: no usable image in a dataset, missing or unreadable captions."""
         for scan, part in zip(self.scans, self.samples.parts, strict=True):
             dataset = scan.dataset
             # Images without a mask or a reference are left out, too, which is said below.

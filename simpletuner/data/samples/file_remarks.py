@@ -151,7 +151,7 @@ def formats_read(dataset: ImageDataset) -> str:
 
 
 def frames_hint(datasets: Iterable[ImageDataset], not_read: Collection[str]) -> str:
-    """Say how images, among the suffixes that are not read, would be read as frames of clips; else nothing."""
+    """Hint for images with unread suffixes that would be read as frames of clips; else nothing."""
     has_none = any(dataset.clips and not dataset.clips.frame_folders_fps for dataset in datasets)
     if not has_none or frame_suffixes().isdisjoint(not_read):
         return ""

@@ -288,7 +288,7 @@ def held_out_batches(samples: Samples, held_out: np.ndarray, size: int) -> list[
 
 
 class References(Sequence[Sample]):
-    """The references of samples in one of their dataset's datasets of references, in the order of the samples."""
+    """References of samples in one of their dataset's datasets of references, in the order of the samples."""
 
     def __init__(self, samples: DatasetSamples, number: int) -> None:
         self.samples, self.number, self.files = samples, number, samples.references[number]

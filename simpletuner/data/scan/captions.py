@@ -313,7 +313,7 @@ class CaptionLines:
 
 
 def find_lines(dataset: ImageDataset, table: pa.Table) -> CaptionLines:
-    """Look at all caption files of a scan (SCANNED), so that all ranks decide alike, where `caption_lines` is auto."""
+    """Examine all caption files of a scan (SCANNED) for `caption_lines=auto`, so that all ranks agree."""
     if dataset.caption_strategy != "textfile" or dataset.caption_lines != "auto":
         return CaptionLines(0, 0)
     several, texts = of_several_lines(table.select(["captions"])), one_text_files(table)

@@ -39,7 +39,7 @@ BLOCK_BYTES = 4096
 SHOWN_LETTERS = 60
 
 LOCAL_KEYS = ("instance_data_dir", "dataset_name", "cache_dir_vae", *sorted(MACHINE_KEYS))
-"""Settings of a dataset that may differ: machines may keep the same data under other paths, or reach it otherwise."""
+"""Dataset settings that may differ: machines may keep the same data under other paths or endpoints."""
 
 
 @dataclass(frozen=True)

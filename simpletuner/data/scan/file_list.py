@@ -80,7 +80,7 @@ def with_folder_rows(
 
 
 def folder_row(name: str, frames: Sequence[StoredFile]) -> StoredFile:
-    """Return a folder as a file: with the size of its largest frame, and a version that changes when any frame does."""
+    """Folder of frames as one file: its largest frame's size, and a version over all frames."""
     digest = xxhash.xxh3_128()
     for frame in frames:
         digest.update(f"{frame.name}\0{frame.version}\0{frame.problem}\0".encode("utf-8", "surrogateescape"))
@@ -121,7 +121,7 @@ class OtherFiles:
     system_folders: dict[str, int] = field(default_factory=dict)
     """Number of folders of other programs that are left out, by name."""
     by_others: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Number of images that other programs have put there or would take for something else: by what, and folder."""
+    """Number of images from other programs, or with another meaning to them, by kind and folder."""
     beside: dict[str, list[Any]] = field(default_factory=dict)
     """Images with a caption under another name, by how that differs: their number, and the first ones."""
     caption_tables: dict[str, list[str]] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class FileList:
 
 
 def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None]) -> FileList:
-    """List the images of a dataset, and where its captions are files, those. Raises DataError for a missing folder."""
+    """List a dataset's images, and its caption files if any. Raises DataError for a missing folder."""
     reads_captions = dataset.caption_strategy == "textfile"
     # Where they are not read, they are counted: whoever wrote them expects them to be used.
     own = {CAPTION_SUFFIX} if dataset.caption_strategy in ("textfile", "instanceprompt", "filename") else frozenset()
@@ -208,7 +208,7 @@ def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None
 
 
 def decodable(files: list[StoredFile], undecodable: list[str]) -> Iterator[StoredFile]:
-    """Yield files whose names can be stored; ids go into JSON, messages and hashes, which take no undecodable bytes."""
+    """Yield files with storable names; ids go into JSON, messages and hashes: no undecodable bytes."""
     for file in files:
         try:
             file.name.encode()

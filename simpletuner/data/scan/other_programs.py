@@ -22,7 +22,7 @@ CAPTION_TABLES = frozenset(
     {"metadata.jsonl", "metadata.csv", "metadata.parquet", "captions.json", "captions.jsonl", "captions.csv"}
     | {"meta_cap.json", "meta_clean.json", "meta_lat.json", "metadata.json", "dataset.jsonl", "dataset.json"}
 )
-"""Names under which Hugging Face's imagefolder, diffusion-pipe and sd-scripts keep the captions of a folder."""
+"""Caption files of a folder in Hugging Face's imagefolder, diffusion-pipe and sd-scripts."""
 MAX_EXAMPLES = 3
 MAX_HEADER_BYTES = 1 << 16
 MAX_UNCAPTIONED = 1 << 16
@@ -41,7 +41,7 @@ BY_NAME = {
     REPEATS: r"(^|/)[1-9]\d{0,2}_[^/]+/[^/]+$",
     MASKS: r"(^|/)masks?/[^/]+$|[-_.](mask|masklabel|condlabel)\.\w+$",
 }
-"""Patterns of the names of images, the first of which counts. 20_cat is a folder with 20 repeats for sd-scripts."""
+"""Patterns of image names; the first match counts. 20_cat means 20 repeats to sd-scripts."""
 MASK_ENDING = r"(?i)([-_.](mask|masklabel|condlabel))?\.[^./]*$"
 
 

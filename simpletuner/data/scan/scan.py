@@ -43,7 +43,7 @@ SCANNED = pa.schema(
 how many are shown per second, 0 where nothing says it; the lines of its caption file or the captions of
 the table, or why there are none; and the form by which these lines are one text (`captions.py`)."""
 NO_ROW = "has no row in the table"
-"""The `caption_problem` of an image that does not belong to the dataset, since metadata_backend is a table."""
+"""`caption_problem` of an image outside the dataset, which metadata_backend=parquet defines by its table."""
 
 
 @dataclass(frozen=True)

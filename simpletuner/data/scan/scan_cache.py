@@ -65,7 +65,7 @@ def named(kind: str, path: Path) -> str:
 
 
 def open_table(path: Path) -> tuple[pa.Table, dict[str, Any]]:
-    """Map a file that is known to be whole; return its rows, and the metadata written with them. Raises OSError."""
+    """Map a file known to be whole; return its rows, and the metadata written with them. Raises OSError."""
     check_regular(path)
     # The stream format, and no threads: opening a file of the other one starts Arrow's pool, whose threads now and then
     # abort a process at its exit ("terminate called without an active exception", apache/arrow issue 34314).
@@ -115,7 +115,7 @@ not: FAT, and buckets that are mounted as folders."""
 
 
 def write_folder_times(folder: Path, storage: Storage, files: FileList, scan: str) -> None:
-    """Keep the times of the folders of a listing, next to the scan that was made of it, for the next start."""
+    """Keep the times of the folders of a listing, next to the scan made of it, for the next start."""
     if not isinstance(storage, LocalStorage) or len(files.table) < FEW_FILES:
         return
     old = intact_files(folder, kind_of(storage))

@@ -1,4 +1,4 @@
-"""Give the images of a dataset what its table says of them: captions, sizes, or which of them belong to it."""
+"""Join the images of a dataset with its table: captions, sizes, or membership."""
 
 # pyright: basic, reportAttributeAccessIssue=false
 # pyarrow comes without types.

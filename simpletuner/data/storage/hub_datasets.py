@@ -46,7 +46,7 @@ class HubFiles:
 
 
 def find_files(dataset: SnapshotImages) -> HubFiles:
-    """Ask the hub for commit and files of a dataset. Raises EnvironmentNotReady, and DataError without images."""
+    """Look up a dataset's commit and files. Raises EnvironmentNotReady, and DataError without images."""
     from huggingface_hub import HfApi
 
     name = str(dataset.dataset_name)
@@ -130,7 +130,7 @@ def as_fetched(dataset: SnapshotImages, found: HubFiles) -> ImageDataset:
 
 
 def as_image_folder(dataset: SnapshotImages, found: HubFiles, folder: Path) -> LocalImages:
-    """Return images or videos with their captions in `metadata`, which names them relative to its own folder."""
+    """Images or videos with captions in `metadata`, which has paths relative to its folder."""
     tables = sorted(filter(is_metadata, found.files))
     shared = (LocalImages.model_fields.keys() & SnapshotImages.model_fields) - {"type", "parquet", "caption_strategy"}
     values = {name: getattr(dataset, name) for name in shared}  # validated already

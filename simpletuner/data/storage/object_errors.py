@@ -59,7 +59,7 @@ IN_WORDS = re.compile(r"object.?lock|retention|immutab|legal hold|\bWORM\b", re.
 """Error texts about locked objects: AWS (InvalidRequest, AccessDenied), Google (AccessDenied), Azure's
 batches (409)."""
 LAST_PLACES = r"Error performing \w+ \S*(/latest/(api|meta-data)/|/computeMetadata/|/metadata/identity/)"
-"""The metadata server of a cloud instance, the last place that obstore asks, which other machines do not have."""
+"""Metadata server of a cloud instance, the last place that obstore asks, which other machines do not have."""
 
 
 class StoreFails(EnvironmentNotReady):
@@ -67,7 +67,7 @@ class StoreFails(EnvironmentNotReady):
 
 
 class StoreRefuses(EnvironmentNotReady):
-    """The store is well, and will not do what was asked: a right that is missing, a lock, a request that it lacks."""
+    """Refusals by a healthy store: a missing right, a lock, an unsupported request."""
 
 
 def code_of(text: str) -> str:

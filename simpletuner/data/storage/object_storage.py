@@ -38,7 +38,7 @@ from simpletuner.report import Report
 from simpletuner.system.files.regular_files import RangeReader
 
 HEADER_BYTES = 64 << 10
-"""First range that is read of an image; headers are longer only where cameras write large thumbnails into them."""
+"""First range read of an image; headers are longer only where cameras write large thumbnails into them."""
 PART_BYTES, MOST_PARTS = 8 << 20, 9_000
 """Part size and number of a multipart upload: S3 allows 10,000 parts of at least 5 MiB."""
 PARTS_AT_ONCE = 6
@@ -65,7 +65,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class ObjectStorage:
-    """The objects of a bucket below a prefix; `owner` is the dataset, the bucket and the endpoint, for messages."""
+    """Objects of a bucket below a prefix; `owner` is dataset, bucket and endpoint, for messages."""
 
     store: Store = field(repr=False, compare=False)
     address: str
@@ -141,7 +141,7 @@ class ObjectStorage:
         return content
 
     def upload(self, name: str, path: Path) -> None:
-        """Store a file as an object, in parts if it is large. An interrupted upload leaves what was there before."""
+        """Store a file as an object, in parts if it is large. An interrupted upload changes nothing."""
         with self._writing():
             obstore.put(self.store, name, path)
 
@@ -151,7 +151,7 @@ class ObjectStorage:
             obstore.put(self.store, name, content, use_multipart=False)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Store an object unless there is one, and return whether it did. Some stores overwrite it, and say that."""
+        """Store an object unless it exists; True if stored. Some stores overwrite, and say so."""
         with self._explained():
             try:
                 obstore.put(self.store, name, content, mode="create", use_multipart=False)
@@ -160,7 +160,7 @@ class ObjectStorage:
         return True
 
     def write_parts(self, name: str, parts: Iterable[bytes | memoryview], size: int) -> None:
-        """Store an object of about `size` bytes as its content comes; an error of `parts` leaves what was there."""
+        """Stream an object of about `size` bytes; an error of `parts` leaves the old one."""
         chunk = max(PART_BYTES, -(-size // MOST_PARTS))
         with self._writing():
             obstore.put(self.store, name, parts, chunk_size=chunk, max_concurrency=PARTS_AT_ONCE)
@@ -225,7 +225,7 @@ class ObjectStorage:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Say of a store that fails to take what it is sent whether it is well otherwise, as a full one is."""
+        """Tell a store that fails only on writing, such as a full one, from one that fails altogether."""
         try:
             with self._explained():
                 yield
@@ -236,7 +236,8 @@ class ObjectStorage:
 
     @contextmanager
     def _explained(self, name: str = "", removing: bool = False) -> Iterator[None]:
-        """Turn obstore's errors into FileNotFoundError or UnreadableFileError, for one object, or what ends the run."""
+        """Map obstore's errors for one object to FileNotFoundError or UnreadableFileError; others end the
+        run."""
         try:
             yield
         except InvalidPathError as error:
@@ -257,7 +258,7 @@ class ObjectStorage:
             raise run_error(text, self.owner, self.service, removing) from None
 
     def _check_answers(self, name: str) -> None:
-        """Raise what ends the run if the store does not answer: then it is not this object that is damaged."""
+        """End the run if the store does not answer: then it is not this object that is damaged."""
         with self._explained():
             obstore.head(self.store, name)
 

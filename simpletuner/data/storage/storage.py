@@ -85,7 +85,7 @@ class Listing:
     system_folders: dict[str, int] = field(default_factory=dict)
     """Number of folders of other programs that are left out, by name; as complete as `left_out`."""
     folders: dict[str, int] = field(default_factory=dict)
-    """The time of change of each folder that was listed, in ns; NOT_SETTLED where another change may have the same."""
+    """Modification time of each listed folder, in ns; NOT_SETTLED if another change may have the same."""
 
 
 class Storage(Protocol):
@@ -116,7 +116,7 @@ class Storage(Protocol):
         ...
 
     def read(self, name: str, limit_bytes: int) -> bytes:
-        """Read a small file whole. Raises FileNotFoundError, or UnreadableFileError also for what is larger."""
+        """Read a small file. Raises FileNotFoundError, or UnreadableFileError, also for larger ones."""
         ...
 
     def describe(self, name: str = "") -> str:

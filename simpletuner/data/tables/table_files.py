@@ -54,12 +54,12 @@ ROW = pa.schema(
         "fps": pa.float64(),
     }
 )
-"""Columns of a table's row; sizes in px, 0 where there is no usable one; of an image 1 frame, and 0 per second."""
+"""Columns of a table row; sizes in px, 0 if unusable; an image has 1 frame and 0 per second."""
 
 
 @dataclass(frozen=True)
 class TableFile:
-    """The table of a dataset: a local file, or for images in a bucket, an object there if its path is relative."""
+    """Table of a dataset: a local file, or, for images in a bucket and a relative path, an object there."""
 
     dataset: ImageDataset
     storage: Storage
@@ -108,7 +108,7 @@ class TableFile:
         return Path(self.storage.describe(name)).resolve() in {each.settings.path.resolve() for each in self.parts()}
 
     def with_own_columns(self) -> TableFile:
-        """Return this table with names of columns where none are given: those that it has. Raises DataError."""
+        """Return this table with names of columns if none are given: those that it has. Raises DataError."""
         settings, chosen = self.settings, dict[str, Any]()
         if self.dataset.caption_strategy in TABLE_STRATEGIES and not settings.caption_columns:
             chosen["caption_column"] = [CAPTION_COLUMN]
@@ -338,7 +338,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def captions_by_row(texts: pa.Array, parents: np.ndarray, rows: int) -> pa.LargeListArray:
-    """Return those texts that are not empty, as one list per row; `parents` (texts,) are the rows, in order."""
+    """Non-empty texts as one list per row; `parents` (texts,) are the rows, in order."""
     filled = pc.not_equal(texts, "").to_numpy(zero_copy_only=False)
     counts = np.bincount(parents[filled], minlength=rows)
     texts = texts if filled.all() else texts.filter(pa.array(filled))

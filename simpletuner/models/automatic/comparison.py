@@ -21,7 +21,7 @@ from simpletuner.settings.values.shape import Shape
 
 @torch.no_grad()
 def compare_class(by_class: ModelFamily, auto: AutomaticFamily, shape: Shape, device: torch.device) -> Iterator[Check]:
-    """Yield what a class makes of an image and of captions, each against the pipeline that has been proven."""
+    """Yield a class's results for an image and captions, each with the proven pipeline's."""
     name, pipeline = type(by_class).__name__, auto.pipeline_class.__name__
     picture = random((3, *shape.axes), 6).clamp(-1, 1)
     latents, ours = (family.vae(device).encode(picture).float().cpu() for family in (auto, by_class))

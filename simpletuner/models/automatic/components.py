@@ -104,7 +104,7 @@ def load_shared(family: AutomaticFamily, device: torch.device) -> nn.Module:
 
 
 def share_equal_blocks(model: nn.Module) -> None:
-    """Put the first of equal blocks in place of all between it and the last, whose weights may differ in use."""
+    """Replace blocks between the first and last of equal ones by the first; the last may be used otherwise."""
     for module in list(model.modules()):
         if not isinstance(module, nn.ModuleList) or len(module) < 3:
             continue
@@ -126,7 +126,7 @@ def described(block: nn.Module) -> tuple[str, str]:
 
 
 class AutomaticVae(Vae):
-    """A VAE whose latents are normalized as the pipeline's loop ends, in the shape of the noise that it draws."""
+    """A VAE with latents normalized as at the end of the pipeline's loop, in the shape of its noise."""
 
     def __init__(self, family: AutomaticFamily, device: torch.device, predictor: Callable[[Any], Predictor]) -> None:
         super().__init__(family.folder / "vae", device, family.settings.model)
@@ -237,7 +237,7 @@ class MetaCalls:
     recorded: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
 
     def predict(self, model: nn.Module, noised: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call a denoiser with tensors of the shapes that a run on the CPU gives it; return all outputs, flat."""
+        """Call a denoiser with tensors shaped as in a run on the CPU; return all outputs, flat."""
         rows = {name: len(conditioning[name][0]) for name in self.predictor.found.text.names.values()}
         outputs: list[Any] = []
         for given in self.inputs(tuple(noised.shape), rows):

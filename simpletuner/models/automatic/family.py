@@ -174,7 +174,7 @@ class AutomaticFamily(ModelFamily):
         return AutomaticVae(self, device, lambda model: Predictor(open_pipeline(self, cpu, None, model), self.found))
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
-        """Encode captions one by one, as `encode_prompt` is called for one; the empty one as a negative prompt."""
+        """Encode captions one by one, as `encode_prompt` does; the empty one as a negative prompt."""
         records = [self.encode_caption(pipeline, caption) for caption in captions]
         return {
             name: nn.utils.rnn.pad_sequence([each[name][0] for each in records], batch_first=True)

@@ -19,7 +19,7 @@ from simpletuner.settings.values.shape import Shape
 
 @dataclass(frozen=True)
 class Layout:
-    """The noise that a pipeline draws: its shape without batch, and its axes of frames, rows and columns of cells."""
+    """Layout of a pipeline's noise: its shape without batch; axes of frames, rows and columns of cells."""
 
     shape: tuple[int, ...]
     rows: int

@@ -105,7 +105,7 @@ class CalledBlocks:
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
-        """Raise SettingsError for a folder with code of its own, EnvironmentNotReady where it lacks a component."""
+        """Raise SettingsError for a folder with its own code, EnvironmentNotReady for a missing component."""
         if (folder / "modular_config.json").is_file():
             raise refused(cls.__name__, "its blocks are in its folder, whose code is never run")
         index, sources = read_index(folder), read_json(folder / MODULAR_INDEX)
@@ -124,7 +124,7 @@ class CalledBlocks:
         return next((each.create() for each in specs if each.default_creation_method == "from_config"), None)
 
     def split_blocks(self, blocks: Sequence[Any]) -> None:
-        """Split blocks after the last that encodes text, and before the first that decodes what the loop ends at."""
+        """Split blocks after the last text encoder, and before the first decoder of the loop's result."""
         numbered = list(enumerate(blocks))
         first = 1 + max(number for number, each in numbered if encodes_text(each))
         loop = max((number for number, each in numbered if isinstance(each, LoopSequentialPipelineBlocks)), default=0)

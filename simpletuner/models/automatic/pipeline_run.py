@@ -1,4 +1,4 @@
-"""A run of a pipeline: values that hooks supply and record, and the refusal of one that shows something else."""
+"""A run of a pipeline: values that hooks supply and record, and refusals of other behaviour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, Ty
 
 
 class StopCall(BaseException):
-    """Ends a pipeline's call, which has shown all that was asked of it. No error, which modular pipelines would log."""
+    """Ends a pipeline's call once all was seen. Not an Exception, which modular pipelines would log."""
 
 
 REFUSED = "cannot be trained by its own call"
@@ -50,7 +50,8 @@ class PipelineRun:
     denoise: Callable[[dict[str, Any]], Any] | None = None
     """Gets all inputs of the denoiser by name."""
     at_step: Callable[..., Any] | None = None
-    """Gets the scheduler's own `step` and its arguments, and returns what `step` returns; None: `step` ends the run."""
+    """Called as `at_step(scheduler, step, ...)` in place of the scheduler's `step`; None: `step` ends the
+    run."""
     decode: Callable[[Tensor], Any] | None = None
     """Gets the latents for the VAE; None: the VAE's own `decode`."""
     stop_at_noise: bool = False

@@ -22,7 +22,7 @@ from simpletuner.settings.values.shape import Shape
 Denoise = Callable[[dict[str, Any]], Any]
 
 DIGIT = 1024
-"""Indices of elements pass through a pipeline as two numbers below this, which float32 and scales keep apart."""
+"""Base of element indices in a pipeline: two numbers below it survive float32 and scales."""
 
 
 class Stepped(tuple[Tensor]):
@@ -35,7 +35,7 @@ class Stepped(tuple[Tensor]):
 
 @dataclass(frozen=True)
 class VaeMap:
-    """Latents for the VAE: element k is `scale[k]` times element `where[k]` of the denoiser's, plus `shift[k]`."""
+    """Latents for the VAE: element k is `scale[k] * denoiser's[where[k]] + shift[k]`."""
 
     shape: tuple[int, ...]
     """Shape of the VAE's input, without batch."""
@@ -54,7 +54,7 @@ class Predictor:
     maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
 
     def predict(self, denoise: Denoise, noised: Tensor, timesteps: Tensor, texts: Sequence[Sequence[Any]]) -> Tensor:
-        """Predict the objective's target for (B, ...) noised latents, float32; `texts` are leaves, by sample."""
+        """Predict the objective's target for noised latents (B, ...), float32; `texts` are leaves per sample."""
         found, device = self.found, noised.device
         if len(noised) > 1 and found.axes is None:
             each = zip(noised.split(1), timesteps.split(1), texts, strict=True)
@@ -181,7 +181,7 @@ def encode_guided(hooked: HookedPipeline, prompt: str, negative: str | None, sha
 
 
 def find_guided_text(hooked: HookedPipeline, shape: Shape, found: Findings, captions: Sequence[str]) -> Findings:
-    """Find by three captions which part of a guided run's text is of the prompt, and which of the negative prompt."""
+    """Find, by three captions, a guided run's embeddings of the prompt and of the negative prompt."""
     count = len(found.text.names)
     prompt, other, negative = captions
     own, other_prompt, other_negative = (

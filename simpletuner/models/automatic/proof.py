@@ -25,7 +25,7 @@ from simpletuner.settings.values.shape import Shape
 
 STEPS = 4
 CLOSE = 1e-3
-"""Largest difference between two predictions, relative to the largest element: they are of different kernels."""
+"""Largest difference of two predictions, relative to the largest element: kernels differ."""
 ALIKE = 2e-2
 """Largest mean difference of two images in 0..1, one of them through a VAE in bf16."""
 
@@ -61,7 +61,7 @@ class Proof:
         return found
 
     def latents_of_image(self) -> Tensor:
-        """Return normalized latents (1, ...) of an image, or a clip, which the pipeline's loop is to end at."""
+        """Normalized latents (1, ...) of an image or a clip, as the goal of the pipeline's loop."""
         try:
             clean = self.vae.encode(moving_ramp(self.study.shape))
         except torch.OutOfMemoryError:
@@ -75,7 +75,7 @@ class Proof:
         return clean
 
     def find_sign(self, clean: Tensor) -> float:
-        """Find the sign of exact predictions that leads the pipeline's loop to known latents and their image."""
+        """Find the sign of exact predictions with which the loop ends at known latents and their image."""
         off: dict[float, float] = {}
         for sign in (1.0, -1.0):
             ended, image = self.exact_loop(clean, sign)

@@ -1,4 +1,4 @@
-"""A pipeline's scheduler: its objective and times, exact predictions for its steps, and one with a single step."""
+"""Schedulers of a pipeline: objective and times, exact predictions, and a scheduler of one step."""
 
 from __future__ import annotations
 

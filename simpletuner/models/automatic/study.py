@@ -191,7 +191,7 @@ class Study:
             raise self.refused("what its encode_prompt returns depends on the size, or on the number of frames")
 
     def find_embedded_guidance(self, found: Findings) -> Findings:
-        """Take the setting for the guidance scale where it is an input, and the denoiser is still called once."""
+        """Use the guidance scale's setting if it is an input and the denoiser is still called once."""
         noise, time = random(found.layout.shape, 0), found.schedule.example()
         if "guidance_scale" not in self.hooked.parameters:
             return found

@@ -41,11 +41,11 @@ class TextLayout:
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes in the record of the longest caption that was studied."""
     counts: Mapping[int, Tensor]
-    """Leaves of that caption with numbers above 1, such as where texts end (Kandinsky 5), as the record has them."""
+    """Leaves of that caption with numbers above 1, such as text ends (Kandinsky 5), as recorded."""
 
     @classmethod
     def of(cls, encoded: Sequence[Any], pipeline: str) -> TextLayout:
-        """Compare the encodings of several captions of different lengths. Raises SettingsError for what differs."""
+        """Compare the encodings of captions of different lengths. Raises SettingsError for differences."""
         flat, structures = zip(*map(tree_flatten, encoded), strict=True)
         if any(structure != structures[0] for structure in structures):
             raise refused(pipeline, "its encode_prompt returns another structure for another caption")
@@ -155,7 +155,7 @@ def padded(column: Sequence[Tensor], axis: int) -> list[Tensor]:
 
 
 def batch_axes(one: Any, two: Any) -> tuple[list[int | None] | None, str]:
-    """Return each leaf's batch axis, given the encodings of a caption and of the same caption twice; or why none."""
+    """Batch axis of each leaf, from one caption encoded alone and twice; or the reason for none."""
     (first, structure), (both, other) = tree_flatten(one), tree_flatten(two)
     if structure != other:
         return None, "it returns a list of texts"

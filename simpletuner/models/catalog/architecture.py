@@ -32,7 +32,7 @@ LONGEST_HEADER = 100_000_000
 
 
 def parameters_of(model: Model) -> tuple[int, str] | None:
-    """The number of parameters and where it is from; None if it cannot be known without loading the denoiser."""
+    """Number of parameters and its source; None if it cannot be known without loading the denoiser."""
     base = Path(model.pretrained_model_name_or_path)
     if model.pretrained_model_name_or_path and base.is_dir():
         folder = next((base / name for name in DENOISERS if (base / name).is_dir()), base)
@@ -60,7 +60,7 @@ def weights_of_variant(files: Iterable[Path], variant: str | None) -> list[Path]
 
 
 def parameters_in(path: Path) -> int:
-    """Count the numbers of a safetensors file by its header, which lists every shape; 0 for a damaged file."""
+    """Count a safetensors file's elements by its header, which has every shape; 0 if damaged."""
     try:
         with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")

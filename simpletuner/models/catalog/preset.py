@@ -15,7 +15,7 @@ NEEDS_CLASS = "context parallelism needs a class"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A denoiser as published: diffusers' class and config, its parameters as the published files hold them."""
+    """Denoiser as published: diffusers' class and config, its parameters as the published files hold them."""
 
     class_name: str
     parameters: int | None = None
@@ -79,11 +79,11 @@ class Preset:
     flavours: Mapping[str, Flavour]
     """The published checkpoints, the default one first."""
     family_class: str = ""
-    """Import path of the ModelFamily; empty if the family cannot be trained and only its blocks can be detected."""
+    """Import path of the ModelFamily; empty if only the blocks of the family can be detected."""
     pipelines: Sequence[str] = ()
     """Pipeline classes with folders that the family opens, including its variants."""
     heads: int = 0
-    """Attention heads by the default config of the denoiser's class, where context parallelism can split it."""
+    """Attention heads by the default config of the denoiser's class, if context parallelism can split it."""
     unsplittable: str = ""
     """Why context parallelism cannot split the denoiser, where it cannot."""
     fixed_prompt_length: bool = False
@@ -95,13 +95,13 @@ class Preset:
     cell_px: int = 8
     """Width of one latent cell in px."""
     frame_step: int = 0
-    """Clips have a multiple of this and one more frame, as the VAE takes them; 0 for a family of images alone."""
+    """Frame step of clips: a multiple of it, plus one, as the VAE takes them; 0 for image families."""
     fps: float = 0
     """Frames per second of the clips that the model was trained on; 0 where nothing published says it."""
     flow_shift: float = 0
     """Sampling shift of the published scheduler at 1024 x 1024 px; 0 without a flow."""
     clip_shift: Mapping[str, float] = field(default_factory=dict)
-    """The shift of clips by their tokens, as in a scheduler_config.json; empty where clips have flow_shift."""
+    """The shift of clips by their tokens, as in a scheduler_config.json; empty if clips have flow_shift."""
     tiny: Tiny | None = None
     loads_lora: bool = True
     """True if diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""

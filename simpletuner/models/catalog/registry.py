@@ -108,7 +108,7 @@ def has_tiny(family: str) -> bool:
 
 
 def flavour_of(model: Model) -> Flavour | None:
-    """The chosen published flavour, or the family's default one; None for tiny and for a user's own family."""
+    """Chosen published flavour, or the family's default one; None for tiny and for a user's own family."""
     flavours = flavours_of(model.model_family)
     return flavours.get(model.model_flavour) if model.model_flavour else next(iter(flavours.values()), None)
 
@@ -126,7 +126,7 @@ def published_shift(model: Model) -> float:
 
 
 def heads_of(preset: Preset, config: Mapping[str, Any]) -> int:
-    """Attention heads of a family's denoiser with this config; 0 where context parallelism cannot split it."""
+    """Attention heads of a family's denoiser with this config; 0 if context parallelism cannot split it."""
     return preset.heads and (config.get("num_attention_heads") or config.get("n_heads") or preset.heads)
 
 
@@ -136,7 +136,7 @@ def alltoall_sizes(heads: int) -> list[int]:
 
 
 def check_heads(name: str, heads: int, parallel: Parallel) -> None:
-    """Raise SettingsError if context parallelism by alltoall cannot share out a denoiser's attention heads."""
+    """Raise SettingsError if alltoall cannot divide a denoiser's attention heads."""
     size = parallel.context_parallel_size
     if parallel.context_parallel_comm_strategy == "alltoall" and heads % size:
         sizes = ", ".join(map(str, alltoall_sizes(heads)))
@@ -231,7 +231,7 @@ def installed_families() -> dict[str, str]:
 
 
 def import_object(path: str, subject: str, form: str) -> Any:
-    """Import `package.module:name`. Raises SettingsError, which begins with `subject`, if that is not possible."""
+    """Import `package.module:name`. Raises SettingsError, beginning with `subject`, on failure."""
     module, _, name = path.partition(":")
     try:
         return getattr(import_named(module), name)

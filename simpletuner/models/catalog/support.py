@@ -1,4 +1,4 @@
-"""Refusals and warnings of `train` before a rank is started, from the settings and presets alone; no torch."""
+"""Refusals and warnings of `train` before ranks start, from settings and presets; no torch."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def check_trains_clips(model: Model, dataset: str) -> None:
 
 
 def frame_step(model: Model) -> int:
-    """Return by how much the frames of clips differ; 0 for a family of images, and for one without a preset."""
+    """Frame step of clips; 0 for image families, and for one without a preset."""
     preset = preset_of(model)
     return preset.frame_step if preset else 0
 
@@ -235,7 +235,7 @@ def check_shapes(name: str, text: str, setting: str, model: Model) -> None:
 
 
 def check_frames(name: str, value: str, frames: int, setting: str, model: Model) -> None:
-    """Raise SettingsError for a number of frames that the family's VAE cannot decode; a proof finds it for `auto`."""
+    """Raise SettingsError for a frame count that the VAE cannot decode; `auto` is proven later."""
     if frames == 1 or model.model_family in ("", AUTO):
         return
     if not (step := frame_step(model)):
@@ -268,7 +268,7 @@ CHECKS: dict[Callable[[Settings], None], tuple[str, ...]] = {
 
 
 def settings_without_effect(loaded: Loaded) -> Iterator[tuple[str, bool]]:
-    """Yield a sentence for each setting that was changed and has no effect in its family, and whether it does harm."""
+    """Yield a sentence for each changed setting without an effect in its family, and its harm if any."""
     settings, family = loaded.settings, loaded.settings.model.model_family
     preset = preset_of(settings.model)
     # Of a user's own family nothing is known before it is imported; opening it checks its objective.

@@ -33,14 +33,15 @@ class AuraFlow(ModelFamily):
         return 256
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
-        """Encode to prompt_embeds (B, max_length, D), zero after each caption's end, and their mask (B, max_length)."""
+        """Encode to prompt_embeds (B, max_length, D), zero after each caption's end, and mask (B,
+        max_length)."""
         encoded = encode_with_mask(self, pipeline, captions)
         # The pipeline repeats the mask for every channel of the embeddings; one is enough to cache.
         mask = encoded["prompt_attention_mask"].view(encoded["prompt_embeds"].shape)
         return encoded | {"prompt_attention_mask": mask[..., 0].clone()}
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as AuraFlowPipeline does. Raises DataError for latents that it has no positions for."""
+        """Call the transformer as AuraFlowPipeline does. Raises DataError for more latents than positions."""
         self.check_positions(noised_BCHW)
         return model(
             noised_BCHW,

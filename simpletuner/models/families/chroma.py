@@ -1,4 +1,4 @@
-"""Chroma: FLUX.1-schnell without its modulation layers and CLIP, with T5-XXL text that is masked and real guidance."""
+"""Chroma: FLUX.1-schnell without modulation layers and CLIP, with masked T5-XXL text and real guidance."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Chroma(ModelFamily):
         return {**shapes, "prompt_attention_mask": shapes["prompt_embeds"][:1]}
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
-        """Encode to prompt_embeds (B, max_length, D) and their mask (B, max_length), with one token of padding."""
+        """Encode to prompt_embeds (B, max_length, D), mask (B, max_length), with one token of padding."""
         embeds, _, mask, *_ = pipeline.encode_prompt(
             captions, do_classifier_free_guidance=False, max_sequence_length=self.max_length
         )

@@ -124,7 +124,7 @@ def pack(latents_BCHW: Tensor) -> Tensor:
 
 
 def unpack(tokens_BLD: Tensor, shape: Shape) -> Tensor:
-    """Convert tokens to latents (B, C, height, width), the inverse of `pack`; an odd last row or column is left out."""
+    """Convert tokens to latents (B, C, height, width), inverse of `pack`; drops an odd last row or column."""
     b, _, d = tokens_BLD.shape
     rows, columns = shape.height // 2, shape.width // 2
     patches = tokens_BLD.view(b, rows, columns, d // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)

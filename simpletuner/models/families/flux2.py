@@ -43,7 +43,7 @@ class Flux2(ModelFamily):
         return 512
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
-        """Encode to prompt_embeds (B, max_length, 3 D): hidden states of three layers side by side, with padding."""
+        """Encode to prompt_embeds (B, max_length, 3 D): hidden states of three layers, with padding."""
         embeds, _ = pipeline.encode_prompt(captions, max_sequence_length=self.max_length)
         return {"prompt_embeds": embeds}
 
@@ -71,7 +71,7 @@ class Flux2(ModelFamily):
         return unpack(tokens[:, : height * width], Shape(1, height, width))
 
     def shift_exponent(self, tokens: int, config: Mapping[str, Any]) -> float:
-        """Return `mu`, which here depends on the denoising steps, too: of the 50 that are the pipelines' default."""
+        """`mu`, which here also depends on the number of steps: the pipelines' default of 50."""
         from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
         return compute_empirical_mu(tokens, num_steps=50)

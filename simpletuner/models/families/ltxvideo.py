@@ -58,7 +58,7 @@ class LTXVideo(ModelFamily):
         return {"prompt_embeds": embeds, "prompt_attention_mask": mask}
 
     def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as LTXConditionPipeline does, or as `image_to_video_class` with a first frame."""
+        """Call the transformer as LTXConditionPipeline does, or `image_to_video_class` with a first frame."""
         shape, timesteps = Shape.of_axes(noised.shape[2:]), timesteps_B[:, None] * 1000
         if FIRST_FRAME in conditioning:
             first = self.first_shown(conditioning[FIRST_FRAME], noised[:, :, :1], timesteps_B)
@@ -111,7 +111,7 @@ class LTXVideo(ModelFamily):
 
 
 def video_coords(shape: Shape, cell: Shape, has_short_first_frame: bool, device: torch.device) -> Tensor:
-    """Second, top and left (px) of each latent cell, shape (3, frames * height * width); the first is at second 0."""
+    """Second, top and left (px) of each latent cell, (3, frames * height * width), from second 0."""
     frames, rows, columns = torch.meshgrid(*(torch.arange(side, device=device) for side in shape), indexing="ij")
     first = frames * cell.frames
     if has_short_first_frame:

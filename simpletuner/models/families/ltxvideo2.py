@@ -32,7 +32,7 @@ FRAME_RATE = 24
 """Frames per second of a clip: the pipeline's default."""
 
 OF_AUDIO = ("audio_", "av_cross_attn_", "video_to_audio_", "video_a2v_")
-"""Beginnings of the names of weights, also in blocks, that only audio or its attention with the video depends on."""
+"""Prefixes of weights, also in blocks, that only audio or its attention with the video uses."""
 
 
 class LTXVideo2(ModelFamily):
@@ -52,7 +52,7 @@ class LTXVideo2(ModelFamily):
         self.check_length()
 
     def check_length(self) -> None:
-        """Raise SettingsError for a length of captions that the connectors cannot fill up with their registers."""
+        """Raise SettingsError for a caption length that the connectors' registers cannot fill up."""
         if not (config := self.folder / "connectors" / "config.json").is_file():
             return  # known by the preset alone
         step, length = read_json(config).get("video_connector_num_learnable_registers"), self.max_length
@@ -91,7 +91,7 @@ class LTXVideo2(ModelFamily):
         return tuple(f"{place}{start}" for place in ("", *blocks) for start in OF_AUDIO)
 
     def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as LTX2Pipeline or LTX2ImageToVideoPipeline does where it isolates the video."""
+        """Call the transformer as LTX2(ImageToVideo)Pipeline does with the video isolated."""
         shape, dtype = Shape.of_axes(noised.shape[2:]), noised.dtype
         timesteps, mask = timesteps_B * 1000, conditioning["prompt_attention_mask"]
         times: dict[str, Tensor] = {"timestep": timesteps}
@@ -152,7 +152,7 @@ class LTXVideo2(ModelFamily):
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
     ) -> dict[str, Any]:
-        """Guidance by the negative prompt alone, as strong for the audio: not the pipeline's two further kinds."""
+        """Guidance by the negative prompt, as strong for audio; not the pipeline's two other kinds."""
         return {
             **joined(positive, ""),
             **joined(negative, "negative_"),
@@ -166,7 +166,7 @@ class LTXVideo2(ModelFamily):
         }
 
     def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-        """The VAE of the audio, whose statistics the pipeline reads; it decodes nothing, so it stays in host memory."""
+        """Audio VAE, for its statistics only: it decodes nothing, so it stays in host memory."""
         if self._audio_vae is None:
             cls = component_class(self.index, "audio_vae", self.folder)
             variant = variant_of(any_weights_files(self.folder / "audio_vae")[0])

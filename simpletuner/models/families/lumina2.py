@@ -1,4 +1,4 @@
-"""Lumina Image 2.0: a flow-matching transformer that reads captions and latents as one sequence, with Gemma-2 text."""
+"""Lumina Image 2.0: a flow-matching transformer over captions and latents in one sequence; Gemma-2 text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Lumina2(ModelFamily):
         return encode_with_mask(self, pipeline, captions)
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as Lumina2Pipeline does: its time is 0 at noise, and it predicts latents - noise."""
+        """Call the transformer as Lumina2Pipeline does: time 0 is noise, prediction is latents - noise."""
         return -model(
             hidden_states=noised_BCHW,
             timestep=1 - timesteps_B,

@@ -57,7 +57,7 @@ class QwenImage(ModelFamily):
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as QwenImagePipeline does: with a mask only where one text is shorter than another."""
+        """Call the transformer as QwenImagePipeline does: with a mask only for texts of different lengths."""
         batch, _, height, width = noised_BCHW.shape
         images = [noised_BCHW, *(each.to(noised_BCHW.dtype) for each in references_in(conditioning))]
         mask = conditioning["prompt_embeds_mask"]
@@ -125,7 +125,7 @@ class QwenImageEdit(QwenImage):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit 2509 and 2511, with several references, which the text encoder reads at 384 x 384 px."""
+    """Qwen-Image-Edit 2509 and 2511, with several references, at 384 x 384 px for the text encoder."""
 
     pipelines = ("QwenImageEditPlusPipeline",)
     most_references = 3  # what its publisher has trained it with

@@ -57,7 +57,7 @@ class SD3(ModelFamily):
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as StableDiffusion3Pipeline does: it patchifies itself and takes time in 0..1000."""
+        """Call the transformer as StableDiffusion3Pipeline does: it patchifies itself; time is in 0..1000."""
         dtype = noised_BCHW.dtype
         return model(
             hidden_states=noised_BCHW,

@@ -123,7 +123,7 @@ class Wan(ModelFamily):
         return self.unpack_latents(video_BCFHW, shape)
 
     def mask_of_first(self, latents_BCFHW: Tensor) -> Tensor:
-        """Return 1 for each frame of the video that is given, as many channels as a latent frame has of them."""
+        """Mask with 1 for each given frame of the video, with a channel per frame of a latent frame."""
         mask = torch.zeros_like(latents_BCFHW[:, :1]).repeat(1, self.cell.frames, 1, 1, 1)
         mask[:, :, 0] = 1
         return mask

@@ -1,4 +1,4 @@
-"""Z-Image: a flow-matching transformer over one sequence of image and text, with the last layer but one of Qwen3."""
+"""Z-Image: a flow-matching transformer over image and text in one sequence; Qwen3's last layer but one."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA: `targets` are the suffixes that lora_target_modules has, `modules` the full names of the layers."""
+    """A LoRA: `targets` are suffixes in lora_target_modules, `modules` full names of layers."""
 
     rank: int
     alpha: float
@@ -233,7 +233,7 @@ def attention_projections(model: nn.Module) -> tuple[str, ...]:
 
 
 def count_targets(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Count, for each attention projection, its layers and the parameters that a LoRA of rank 1 has on them."""
+    """Count the layers of each attention projection, and a LoRA's parameters on them at rank 1."""
     counts = {}
     for target in attention_projections(model):
         shapes = [model.get_parameter(f"{name}.weight").shape for name in layers_ending_with(model, target)]

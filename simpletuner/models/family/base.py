@@ -57,10 +57,10 @@ class ModelFamily(PipelineFolder, ABC):
     """Arguments of the denoiser's `forward` that it must be given, and that no prediction depends on."""
 
     round_sigmas_in_bf16: ClassVar[Callable[[Tensor], Tensor]] = staticmethod(keep_float32)
-    """Flow matching in bf16: maps the sigmas of a batch to those that the denoiser computes with (objectives.py)."""
+    """Flow matching in bf16: maps a batch's sigmas to those that the denoiser uses (objectives.py)."""
 
     has_equal_blocks: ClassVar[bool] = True
-    """True if blocks of one list of the denoiser do the same work: `plan` then counts two or three of them."""
+    """True if blocks of one list do the same work: `plan` then counts two or three of them."""
 
     outputs_vae_latents: ClassVar[bool] = False
     """True if the pipeline returns latents as its VAE decodes them, not as the denoiser sees them."""
@@ -80,7 +80,8 @@ class ModelFamily(PipelineFolder, ABC):
     """Number of reference images that the pipeline takes."""
 
     encodes_first_frame: ClassVar[bool] = False
-    """True if the denoiser is given the latents of a clip that is grey after its first frame, not that frame's own."""
+    """True if the denoiser gets the latents of a clip that is grey after its first frame, not that frame's.
+    """
 
     frame_rate: ClassVar[float] = 24
     """Frames per second of the clips that its published models generate."""
@@ -129,15 +130,15 @@ class ModelFamily(PipelineFolder, ABC):
         return EVERY_SIGMA
 
     def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-        """Components that sampling needs besides the VAE and the trained denoiser; each call returns the same ones."""
+        """Components for sampling, besides VAE and trained denoiser; each call returns the same ones."""
         return {}
 
     def encode_edits(self, pipeline: Any, captions: list[str], references: Sequence[Image]) -> Conditioning:
-        """Encode captions by text encoders that read the references of a sample; what `encode_prompts` returns."""
+        """Encode captions with references, for text encoders that read them; returns as `encode_prompts`."""
         raise NotImplementedError(f"{type(self).__name__} has reads_references, and no encode_edits")
 
     def default_max_length(self) -> int | None:
-        """Longest prompt in tokens unless tokenizer_max_length is set; None where text encoders fix the length."""
+        """Longest prompt in tokens, unless tokenizer_max_length is set; None if text encoders fix it."""
         return None
 
     def unconditional(self, empty: Conditioning) -> Conditioning:
@@ -195,7 +196,7 @@ class ModelFamily(PipelineFolder, ABC):
         return self.shift_exponent(self.image_tokens(shape), config)
 
     def shift_exponent(self, tokens: int, config: Mapping[str, Any]) -> float:
-        """Return `mu`, which the pipeline gives to a scheduler with dynamic shifting: linear in the tokens."""
+        """`mu` for a scheduler with dynamic shifting: linear in the number of tokens."""
         first, last = config["base_image_seq_len"], config["max_image_seq_len"]
         slope = (config["max_shift"] - config["base_shift"]) / (last - first)
         return config["base_shift"] + slope * (tokens - first)
@@ -284,7 +285,7 @@ class ModelFamily(PipelineFolder, ABC):
     def sample(
         self, model: nn.Module, vae: Vae, sampling: SamplingParams, positive: Conditioning, negative: Conditioning
     ) -> Tensor:
-        """Sample one image or clip with diffusers' own pipeline and scheduler; return its latents (1CHW or 1CFHW)."""
+        """Sample an image or clip with diffusers' pipeline and scheduler; returns latents (1CHW or 1CFHW)."""
         dtype = positive["prompt_embeds"].dtype
         others = self.sampling_components(vae.device, dtype)
         cls = (
@@ -303,7 +304,7 @@ class ModelFamily(PipelineFolder, ABC):
 
 
 def family_class(model: Model) -> type[ModelFamily]:
-    """Import a family's class. Raises SettingsError if a user's own cannot be imported, or is no ModelFamily."""
+    """Import a family's class. Raises SettingsError if a user's own fails or is no ModelFamily."""
     path = class_path_of(model) or ""
     cls = import_object(path, f"model_families: {model.model_family} = {path}", "package.module:ClassName")
     if not (isinstance(cls, type) and issubclass(cls, ModelFamily)):

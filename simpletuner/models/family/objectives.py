@@ -39,7 +39,7 @@ class NoisedLatents:
 
 
 class Objective(Protocol):
-    """A training objective: adds noise to latents and returns the target. Must match the scheduler of the pipeline."""
+    """Training objective: adds noise to latents, returns the target. Must match the pipeline's scheduler."""
 
     def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
         """Noise latents at timesteps that uniform numbers `u` (B) choose, and return the regression target with it."""
@@ -69,7 +69,7 @@ def signal_to_noise(alphas_cumprod: Tensor) -> Tensor:
 
 
 def min_snr_weights(snr: Tensor, gamma: float, prediction: Literal["epsilon", "v_prediction"]) -> Tensor:
-    """min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v (Hang et al. 2023, arXiv:2303.09556, section 3.4)."""
+    """min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v (Hang et al. 2023, arXiv:2303.09556, 3.4)."""
     if prediction == "v_prediction":
         return snr.clamp(max=gamma) / (snr + 1)
     # min(snr, gamma) / snr would be 0 / 0 at zero terminal SNR, where the weight tends to 1.

@@ -1,4 +1,4 @@
-"""A pipeline folder in diffusers format, and what diffusers builds of it: denoiser, VAE, scheduler, pipeline."""
+"""A pipeline folder in diffusers format, and its objects: denoiser, VAE, scheduler, pipeline."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class PipelineFolder:
     """Pipeline classes of diffusers; a folder that names none of them is opened as the first."""
 
     denoiser_name: ClassVar[str] = "transformer"
-    """The denoiser's component in the pipeline, which is also the name of its folder: `transformer` or `unet`."""
+    """Denoiser's component in the pipeline, which is also the name of its folder: `transformer` or `unet`."""
 
     tiny_pipeline: ClassVar[str] = ""
     """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the
     flavour `tiny`; a built-in family has a table `[tiny]` in its preset."""
 
     other_denoiser: str = ""
-    """Component that denoises the rest of the noise levels, where the pipeline has two: it is kept as it is."""
+    """Component that denoises the rest of the noise levels, if the pipeline has two: it is kept as it is."""
 
     @classmethod
     def variants(cls) -> tuple[type[Self], ...]:
-        """Further classes of this family, for pipelines that are called differently (FLUX.2: klein and dev)."""
+        """Further classes of this family, for pipelines called differently (FLUX.2: klein and dev)."""
         return ()
 
     @classmethod
@@ -80,7 +80,7 @@ class PipelineFolder:
         refuse_second_denoiser(self.folder, self.index, self.denoiser_name)
 
     def unused_parameters(self) -> tuple[str, ...]:
-        """Prefixes of parameters that no prediction depends on: they get no gradient and stay as published."""
+        """Prefixes of parameters without an effect on predictions: no gradient, values as published."""
         return ()
 
     def optional_encoders(self) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ class PipelineFolder:
         return cell_of(self.vae_config)
 
     def denoiser(self, include_buffers: bool = False) -> nn.Module:
-        """Build the denoiser with parameters, or buffers too, on the meta device; unused parameters are frozen."""
+        """Build the denoiser with parameters (and buffers) on the meta device, unused parameters frozen."""
         model, unused = build_on_meta(self.config, include_buffers), self.unused_parameters()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(unused))
@@ -101,14 +101,14 @@ class PipelineFolder:
 
     @cached_property
     def meta_denoiser(self) -> nn.Module:
-        """The denoiser without any memory, buffers included, for names, shapes and classes. Not to be modified."""
+        """Denoiser without memory, buffers included, for names, shapes and classes. Not to be modified."""
         return self.denoiser(include_buffers=True)
 
     def published_scheduler_config(self) -> dict[str, Any]:
         return read_json(self.folder / "scheduler" / "scheduler_config.json")
 
     def exported_config(self) -> dict[str, Any]:
-        """The denoiser's config as diffusers writes it into config.json: with all defaults and its own class."""
+        """Denoiser's config as diffusers writes it into config.json: with all defaults and its own class."""
         return json.loads(self.meta_denoiser.to_json_string())
 
     @property

@@ -13,7 +13,7 @@ from simpletuner.settings.values.shape import Shape
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one sampled image or clip: its shape in px, number of denoising steps, guidance scale, seed."""
+    """Parameters of a sampled image or clip: shape in px, denoising steps, guidance scale, seed."""
 
     shape: Shape
     steps: int

@@ -61,7 +61,7 @@ def is_cleaned(text: str) -> bool:
 
 
 def clean_texts(pipeline: Any) -> None:
-    """Let CLIP's tokenizers in a pipeline clean what they are given; other tokenizers were trained without."""
+    """Clean the input of CLIP's tokenizers in a pipeline; other tokenizers were trained without."""
     from tokenizers import Regex, normalizers
 
     for part in pipeline.components.values():

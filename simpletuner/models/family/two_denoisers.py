@@ -1,4 +1,4 @@
-"""Pipelines of two denoisers, for much and for little noise, and clips with a clean first frame at timestep 0."""
+"""Pipelines of two denoisers, for high and low noise, and clips with a clean first frame at time 0."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def per_token_timesteps(timesteps_B: Tensor, tokens: Shape) -> Tensor:
 def condition_on_first_frame(
     first: Tensor, noised: Tensor, timesteps_B: Tensor, tokens: Shape
 ) -> tuple[Tensor, Tensor]:
-    """Return latents (B, C, F, H, W) with another first frame, and timesteps of all tokens, 0 in that frame."""
+    """Latents (B, C, F, H, W) with another first frame, and timesteps of all tokens, 0 in that frame."""
     times = per_token_timesteps(timesteps_B, tokens)
     times[:, : tokens.area] = 0
     return torch.cat([first.to(noised.dtype), noised[:, :, 1:]], dim=2), times

@@ -58,7 +58,7 @@ class Vae:
 
     @contextmanager
     def casting(self) -> Iterator[None]:
-        """Cast what is encoded to the dtype of the weights: pipelines give references the dtype of the text."""
+        """Cast the encoder's input to the dtype of the weights: pipelines give references the text's."""
         hook = self.model.encoder.register_forward_pre_hook(lambda _, given: (given[0].to(self.dtype), *given[1:]))
         try:
             yield
@@ -72,7 +72,7 @@ class Vae:
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Encode pixels in -1..1, BCHW or BCFHW, to normalized latents with as many axes, float32, on the CPU."""
+        """Encode pixels in -1..1, BCHW or BCFHW, to normalized latents, float32, on the CPU."""
         is_image = self.has_frames and pixels.ndim == 4
         pixels = pixels.to(self.device, self.dtype)
         pixels = torch.cat([pixels, torch.ones_like(pixels[:, :1])], 1) if self.has_alpha else pixels  # opaque
@@ -94,7 +94,7 @@ class Vae:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode normalized latents, BCHW or BCFHW, to pixels in -1..1 with as many axes, float32, on the CPU."""
+        """Decode normalized latents, BCHW or BCFHW, to pixels in -1..1, float32, on the CPU."""
         latents = self.denormalize(latents).to(self.device, self.dtype)
         is_image = self.has_frames and latents.ndim == 4
         config: Any = self.model.config
@@ -121,7 +121,7 @@ class Vae:
 
 
 def enable_parts(model: nn.Module, settings: Model) -> None:
-    """Let a VAE work on tiles of images, or on one image at a time. Raises SettingsError for one that cannot."""
+    """Make a VAE work on tiles, or on one image at a time. Raises SettingsError if it cannot."""
     for part, is_on in (("tiling", settings.vae_enable_tiling), ("slicing", settings.vae_enable_slicing)):
         if is_on and not hasattr(model, f"use_{part}"):
             raise SettingsError(f"vae_enable_{part}: {type(model).__name__} has no {part}", "leave it out")

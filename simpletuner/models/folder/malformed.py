@@ -32,7 +32,7 @@ WIDTH = re.compile(r"(^|_)(dims?|axes|channels|heads|size|width)(_|$)")
 """Keys of a config that say how large something is that is built, such as axes_dims_rope."""
 
 MAX_WIDTH = 2_000_000
-"""The largest vocabularies have some hundred thousand entries; tables of 1e9 positions take minutes and all memory."""
+"""The largest vocabularies have some 100,000 entries; tables of 1e9 take minutes and all memory."""
 
 MAX_REASON_LENGTH = 300
 CHECK_COPY = "copy or download the model again, or check pretrained_model_name_or_path"
@@ -40,7 +40,7 @@ CHECK_COPY = "copy or download the model again, or check pretrained_model_name_o
 
 @contextmanager
 def translate_load_errors(component: Path) -> Iterator[None]:
-    """Turn whatever a library raises within the block into an EnvironmentNotReady that names the component."""
+    """Turn any error of a library in the block into an EnvironmentNotReady naming the component."""
     try:
         yield
     except Exception as error:
@@ -62,7 +62,7 @@ def reason(error: Exception) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a component's JSON file. Raises EnvironmentNotReady when it is missing, damaged, or holds no object."""
+    """Read a component's JSON file. Raises EnvironmentNotReady if missing, damaged, or not an object."""
     hint = "pretrained_model_name_or_path must be a pipeline folder in diffusers format"
     try:
         content = json.loads(read_file(path))
@@ -76,14 +76,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a model's config.json. Raises EnvironmentNotReady also where it asks for more modules than any model has."""
+    """Read a model's config.json. Raises EnvironmentNotReady, also for more modules than any model has."""
     config = read_json(path)
     refuse_too_many_modules(config, path)
     return config
 
 
 def refuse_too_many_modules(config: Mapping[str, Any], source: object) -> None:
-    """Raise EnvironmentNotReady for a config with so many or large modules that building them would never end."""
+    """Raise EnvironmentNotReady for a config with modules too many or too large ever to be built."""
     for name, value in numbers_in(config):
         too_many = MODULE_COUNT.search(name) and value > MAX_MODULES
         if too_many or (WIDTH.search(name) and value > MAX_WIDTH):

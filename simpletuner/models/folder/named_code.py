@@ -46,7 +46,7 @@ def refuse_code(folder: Path) -> None:
 
 
 def refuse_entry(index: Path, name: str, value: list[Any]) -> None:
-    """Raise EnvironmentNotReady for an entry of an index that is no library and class, or of another library."""
+    """Raise EnvironmentNotReady for an index entry that is not a class of a known library."""
     named = [part for part in value[:2] if part is not None]
     if name != "_class_name" and not (len(named) == 2 and all(isinstance(part, str) for part in named)):
         return  # a component that the pipeline does without, or a list of its own config

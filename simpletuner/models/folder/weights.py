@@ -53,7 +53,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def refuse_other_folder(folder: Path) -> None:
-    """Raise SettingsError that says what a folder is, where it is a LoRA's, a denoiser's, a checkpoint or a run's."""
+    """Raise SettingsError naming the kind of a folder: a LoRA, a denoiser, a checkpoint or a run."""
     if any((folder / name).is_file() for name in LORA_FILES):
         raise SettingsError(f"{folder} is the folder of a LoRA, not of a model", LORA_HINT)
     if (folder / "config.json").is_file() and (name := read_json(folder / "config.json").get("_class_name")):
@@ -90,13 +90,13 @@ COMPONENT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
 """Suffixes of configs, weights, vocabularies and chat templates: all that is fetched, read or exported."""
 
 PICKLE_STARTS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))
-"""First bytes of what `torch.load` or `pickle.load` would read: torch's zip archives, and pickles since protocol 2."""
+"""First bytes of files for `torch.load` or `pickle.load`: zip archives, and pickles since protocol 2."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def weights_files(folder: Path, variant: str | None = None) -> list[Path]:
-    """List the safetensors of one component, of one variant. Raises EnvironmentNotReady when there are none."""
+    """List a component's safetensors of one variant. Raises EnvironmentNotReady without any."""
     every = sorted(folder.glob("*.safetensors"))
     files = [path for path in every if variant_of(path) == variant]
     if files:
@@ -130,7 +130,7 @@ def belongs_to_component(path: Path) -> bool:
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Raise EnvironmentNotReady for a FIFO, a device or a broken link in a component: libraries would wait for them."""
+    """Raise EnvironmentNotReady for a FIFO, device or broken link: libraries would wait for it."""
     components = [folder / name for name in read_index(folder)]
     for path in sorted(path for component in components if component.is_dir() for path in component.iterdir()):
         if not (path.is_file() or path.is_dir()):
@@ -139,7 +139,7 @@ def refuse_special_files(folder: Path) -> None:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raise EnvironmentNotReady if any component of a pipeline has its weights in pickles only, or names one."""
+    """Raise EnvironmentNotReady if a component has its weights in pickles only, or names one."""
     # Libraries read whatever file an index, or `transformers_weights` in a config, names.
     for component in sorted(path for path in folder.iterdir() if path.is_dir()):
         if any(is_pickle(path) for path in component.iterdir()):
@@ -155,7 +155,7 @@ def refuse_pickles(folder: Path) -> None:
 
 
 def check_weight_map(path: Path, weight_map: Any) -> None:
-    """Raise EnvironmentNotReady unless every file that an index names is a safetensors file in the same folder."""
+    """Raise EnvironmentNotReady unless an index names only safetensors files in its own folder."""
     if not isinstance(weight_map, dict):
         raise EnvironmentNotReady(f"{path} has no weight_map: it is no index of weights", CHECK_COPY)
     for tensor, name in weight_map.items():

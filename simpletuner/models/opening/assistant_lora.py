@@ -17,7 +17,7 @@ from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.settings.declared.sections import Settings
 
 Deltas = Mapping[str, list[tuple[Tensor, Tensor]]]
-"""Pairs of matrices (rank, inputs) and (outputs, rank) by the name of the weight that their product is added to."""
+"""Pairs of matrices (rank, inputs), (outputs, rank) by the name of the weight to add their product to."""
 
 
 def assistant_files(settings: Settings) -> list[Path]:
@@ -66,7 +66,7 @@ def read_products(path: Path, family: ModelFamily) -> dict[str, tuple[Tensor, Te
 
 @torch.no_grad()
 def read_merged(read: Callable[[Mapping[str, Tensor]], None], tensors: Mapping[str, Tensor], deltas: Deltas) -> None:
-    """Collective: let `read` fill tensors by name, and add assistants: in float32, so that bf16 is rounded to once."""
+    """Collective: `read` tensors by name and add assistants in float32, so that bf16 is rounded to once."""
     merged = {name: each.detach() for name, each in tensors.items() if name in deltas}
     if others := {name: each for name, each in tensors.items() if name not in deltas}:
         read(others)
@@ -80,7 +80,7 @@ def read_merged(read: Callable[[Mapping[str, Tensor]], None], tensors: Mapping[s
 
 @torch.no_grad()
 def merge_assistants(tensors: Mapping[str, Tensor], deltas: Deltas) -> None:
-    """Add assistants to weights in float32 by the base model's names: to whole ones or to this rank's rows."""
+    """Add assistants to float32 weights by the base model's names: whole, or this rank's rows."""
     for name, pairs in deltas.items():
         if (tensor := tensors.get(name)) is not None:
             local = local_tensor(tensor.detach())

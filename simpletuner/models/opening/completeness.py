@@ -164,7 +164,7 @@ def check_text_part(family: ModelFamily, name: str) -> None:
 
 
 def check_model(folder: Path, cls: Any, variant: str | None) -> None:
-    """Load a model onto the meta device; raise EnvironmentNotReady for weights that its class would initialize."""
+    """Load a model onto meta. Raises EnvironmentNotReady for weights that its class would initialize."""
     from diffusers import ModelMixin
     from transformers import PreTrainedModel
 
@@ -207,7 +207,7 @@ def refuse_missing(folder: Path, missing: Iterable[str], unknown: Iterable[str])
 
 
 def refuse_left_out(folder: Path, model: nn.Module, unknown: Iterable[str]) -> None:
-    """Raise EnvironmentNotReady for whole blocks that weights hold and a config leaves out, as by `num_layers`."""
+    """Raise EnvironmentNotReady for blocks in the weights that the config leaves out (`num_layers`)."""
     left: dict[str, set[int]] = {}
     for name in unknown:
         parts, module = name.split("."), model

@@ -1,4 +1,4 @@
-"""Find the pipeline to start from: a local folder, a download from the hub, or the tiny one that is built here."""
+"""Find the pipeline to start from: a local folder, a download from the hub, or the tiny one built here."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def tiny_folder(settings: Settings) -> Path:
 
 
 def refuse_other_family(folder: Path, cls: type[ModelFamily], model: Model) -> None:
-    """Raise SettingsError for a pipeline of another family, EnvironmentNotReady for a folder without a denoiser."""
+    """Raise SettingsError for another family's pipeline, EnvironmentNotReady without a denoiser."""
     named = read_index(folder).get("_class_name")
     if named is None:  # diffusers would raise KeyError when it opens the folder, after training
         raise EnvironmentNotReady(f"{index_file(folder)} does not name the pipeline's class (_class_name)", CHECK_COPY)

@@ -40,7 +40,7 @@ KINDS = {"lora_magnitude_vector": "dora", ".hada_": "loha", ".lokr_": "lokr", ".
 """Parts of the names in a file that tell its lora_type."""
 
 PEFT_TYPES = ("LORA", "LOKR", "LOHA", "OFT")
-"""Values of peft_type that are read; DoRA is a LORA. Others, such as ADALORA, have tensors of the same names."""
+"""Supported values of peft_type; DoRA is a LORA. Others, such as ADALORA, have the same tensor names."""
 
 SCALING = {"r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern", "use_dora", "lora_bias"}
 """Keys of peft's LoraConfig that `LoraFile.scale_of` and the tensors account for."""
@@ -52,7 +52,7 @@ WITHOUT_EFFECT = {
     *("fan_in_fan_out", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config"),
     *("lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
 }
-"""Keys of peft's configs that change nothing of what saved matrices compute: how they were found and trained."""
+"""Keys of peft's configs without an effect on saved matrices: how they were found and trained."""
 
 KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Values of peft's init_lora_weights that leave the base model as it is. PiSSA, OLoRA, CorDA, LoftQ and
@@ -175,7 +175,7 @@ DIFFUSERS_NAMES, KOHYA_NAMES = "transformer.", "lora_unet_"
 
 @dataclass(frozen=True)
 class OriginalLayer:
-    """A layer of the original model: its name, and the layers of diffusers whose rows it stacks, such as q, k and v."""
+    """A layer of the original model: its name, and the layers of diffusers stacked in it (q, k and v)."""
 
     name: str
     parts: tuple[str, ...]

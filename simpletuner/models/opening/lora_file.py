@@ -175,7 +175,7 @@ LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 OF_PEFT = ("loha", "oft")
-"""Kinds of adapters that diffusers does not load, written as peft's `PeftModel.from_pretrained` opens them."""
+"""Adapters that diffusers does not load, written for peft's `PeftModel.from_pretrained`."""
 
 
 def lora_file(path: Path) -> Path:
@@ -274,7 +274,7 @@ def tensors_of(file: LoraFile, family: ModelFamily) -> dict[str, Tensor]:
 
 
 def load_lora(path: Path, family: ModelFamily, tensors: Mapping[str, Tensor]) -> None:
-    """Copy a LoRA into a new adapter's tensors, so that it computes what it did, whatever its scale and its program."""
+    """Copy a LoRA, of any program and scale, into a new adapter's tensors with the same output."""
     stored = tensors_of(read_lora(path, f"{family.lora_prefix}.", "lora_init"), family)
     for name, value in stored.items():
         # A layer of a lower rank leaves the rest as it is in a new LoRA: random in lora_A, zero in lora_B.

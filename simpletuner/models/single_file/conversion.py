@@ -73,7 +73,7 @@ def convert_pipeline(path: Path, config: Path, folder: Path, names: Sequence[str
 
 
 def convert_denoiser(path: Path, config: Path, folder: Path, name: str, dtype: torch.dtype) -> None:
-    """Convert a file that holds the denoiser alone; all other components are linked or copied from the folder."""
+    """Convert a file with the denoiser alone; other components are linked or copied from the folder."""
     components = [part for part in config.iterdir() if part.is_dir() and part.name != name]
     missing = [part.name for part in components if (part / "config.json").exists() and not has_weights(part)]
     if missing:
@@ -122,7 +122,7 @@ def explaining_missing_weights(path: Path, config: Path) -> Iterator[None]:
 
 
 def refuse_missing_weights(component: Any, name: str, path: Path, config: Path) -> None:
-    """Raise EnvironmentNotReady for a weight of a model that was not read, which is still on the meta device."""
+    """Raise EnvironmentNotReady for a weight that was not read and is still on the meta device."""
     tensors = component.state_dict() if isinstance(component, torch.nn.Module) else {}
     if missing := next((weight for weight, tensor in tensors.items() if tensor.is_meta), None):
         raise EnvironmentNotReady(

@@ -1,4 +1,4 @@
-"""A base model in one file, in its original layout: which file it is, and whether it has been converted. No torch."""
+"""A base model in one file of the original layout: which file, and whether it is converted. No torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The flavour `tiny`: each family's architecture with few, narrow layers and random weights, for the demo and tests."""
+"""The flavour `tiny`: a family's architecture, few narrow layers, random weights; for demo and tests."""

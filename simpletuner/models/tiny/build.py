@@ -30,7 +30,7 @@ SEED = 0
 
 
 def build_tiny(model: Model, folder: Path) -> None:
-    """Write a family's tiny pipeline, with the same weights each time. Raises SettingsError if it has none."""
+    """Write a family's tiny pipeline, always with the same weights. Raises SettingsError without one."""
     choose_accelerator()
     if (preset := preset_of(model)) is not None and preset.tiny is not None:
         pipeline = build_preset(preset.tiny)

@@ -1,4 +1,4 @@
-"""Parts shared by tiny pipelines: the small trained VAEs of this package, and text encoders with random weights."""
+"""Parts of tiny pipelines: small trained VAEs of this package, text encoders with random weights."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from simpletuner.private_api.of_torch import functional_collectives as collectiv
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The ranks that share one sequence. Plain values, since torch.compile cannot guard on a process group."""
+    """Ranks that share one sequence. Plain values, since torch.compile cannot guard on a process group."""
 
     name: str
     size: int
@@ -37,7 +37,7 @@ class SequenceGroup:
 
 
 class AllGather(torch.autograd.Function):
-    """(n, ...) -> (ranks * n, ...). Collective, as is its backward, which sums each row's gradients over ranks."""
+    """(n, ...) -> (ranks * n, ...). Collective, as is backward, which sums gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, size: int, name: str) -> Tensor:
@@ -52,7 +52,7 @@ class AllGather(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Send `sent[r]` rows to each rank r and receive `received[r]` from it. Collective; backward swaps the two."""
+    """Send `sent[r]` rows to rank r, receive `received[r]` from it. Collective; backward swaps both."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
@@ -107,7 +107,7 @@ class SplitAttention:
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """scaled_dot_product_attention of this rank's tokens; each tensor is (B, heads, tokens, D). Collective."""
+        """SDPA of this rank's tokens; each tensor is (B, heads, tokens, D). Collective."""
         assert query.shape == key.shape == value.shape and not is_causal and dropout_p == 0, "not split attention"
         attend = self.allgather_attention if self.strategy == "allgather" else self.ulysses_attention
         return attend(query, key, value, attn_mask, options)

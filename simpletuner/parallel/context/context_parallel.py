@@ -29,7 +29,7 @@ from simpletuner.private_api.of_diffusers import context_parallel_splits
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """The axis of a sequence that is split, and the number of axes if it is known, as diffusers' plans have them."""
+    """Split axis of a sequence, and the number of axes if known, as in diffusers' plans."""
 
     split_dim: int
     expected_dims: int | None = None
@@ -71,14 +71,14 @@ class SequencePlan:
 
 @dataclass
 class SplitModel:
-    """The group, how attention communicates, and the full length of each sequence in the current forward pass."""
+    """Group, how attention communicates, and the full length of each sequence in the current forward pass."""
 
     group: SequenceGroup
     strategy: str
     lengths: dict[str, int] = field(default_factory=dict)
 
     def part(self, name: str, tensor: Any, split: TokenSplit) -> Any:
-        """Return this rank's part of a tensor; one with other dimensions, such as a timestep, is returned unchanged."""
+        """This rank's part of a tensor; one with other dimensions, such as a timestep, unchanged."""
         if tensor is None or split.expected_dims not in (None, tensor.ndim):
             return tensor
         if split.shared_if_one and tensor.shape[split.split_dim] == 1:
@@ -96,7 +96,7 @@ class SplitModel:
 
 
 def split_sequence(model: nn.Module, plan: SequencePlan, group: SequenceGroup, strategy: str) -> None:
-    """Register the hooks that split, exchange and gather. In place, before the denoiser is compiled and sharded."""
+    """Register hooks that split, exchange and gather, in place, before compiling and sharding."""
     split = SplitModel(group, strategy)
     for pattern, parts in plan.splits_of(model).items():
         for module in modules_of(model, pattern):
@@ -110,7 +110,7 @@ def split_sequence(model: nn.Module, plan: SequencePlan, group: SequenceGroup, s
 
 
 def modules_of(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
-    """Yield the modules that a pattern matches: none where a block lacks it (SD 3.5's second attention is optional)."""
+    """Yield the modules of a pattern: none if a block lacks it (SD 3.5's optional second attention)."""
     first, _, rest = pattern.partition(".")
     if not first:
         yield model
@@ -159,7 +159,7 @@ def gather_output(module: nn.Module, name: str, split: SplitModel) -> None:
 
 
 def override_attention(module: nn.Module, names: tuple[str, ...], split: SplitModel) -> None:
-    """Let the self-attention of a module attend to the whole sequence. Raises TrainingError if it bypasses SDPA."""
+    """Make a module's self-attention span the whole sequence. Raises TrainingError if it bypasses SDPA."""
     own_forward = module.forward
 
     # `forward` and not hooks: gradient checkpointing may stop a recomputation early by an exception, which skips

@@ -61,7 +61,7 @@ def attention_by(name: str, device: torch.device, dtype: torch.dtype, kernel: st
 
 
 def activate_flash3(kernel: str) -> None:
-    """Make FlashAttention 3 torch's own: of the hub, as `owner/name@commit`, or else of flash_attn_interface."""
+    """Register FlashAttention 3 with torch: from the hub (`owner/name@commit`), or flash_attn_interface."""
     needs = f"attention_kernel = {kernel}" if kernel else "attention_backend = flash3 needs flash_attn_interface"
     try:
         if kernel:

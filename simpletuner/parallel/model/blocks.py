@@ -24,7 +24,7 @@ CONTAINERS = ("ModuleList", "Sequential", "ModuleDict")
 
 @dataclass
 class ClassStats:
-    """The modules of one class in a model; `within` counts, by class, how many of them lie inside a module of it."""
+    """Modules of one class in a model; `within` counts those inside another class's module."""
 
     paths: list[str] = field(default_factory=list)
     parameters: int = 0
@@ -98,10 +98,10 @@ everything else, twice when the next unit is prefetched. Published transformers 
 The first bound is used under which the units hold ENOUGH of the model."""
 
 ENOUGH = 0.95
-"""Share of the model that units should hold; the rest is gathered with the root and kept for the whole pass."""
+"""Share of the model to cover by units; the rest is gathered with the root and kept all pass."""
 
 SMALLEST_SHARE = 1 / 500
-"""Blocks whose largest module is a smaller share of the model stay outside: each all-gather costs its latency."""
+"""Smallest share of the model for a unit's largest module: each all-gather costs its latency."""
 
 PATHS_SHOWN = 3
 

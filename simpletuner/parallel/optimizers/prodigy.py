@@ -79,7 +79,7 @@ class Prodigy(ShardOptimizer):
 
     @staticmethod
     def _accumulate(parameter: Tensor, gradient: Tensor, state: dict[str, Any], decay: float, share: Tensor) -> Tensor:
-        """Add a gradient to s, and return what this rank's rows add to <g, x_0 - x> and to the L1 norm of s: (2,)."""
+        """Add a gradient to s; return this rank's share of <g, x_0 - x> and of the L1 norm of s: (2,)."""
         slope = state["slope"].mul_(decay).add_(gradient * share)
         return torch.stack([(gradient * (state["start"] - parameter)).sum(), slope.abs().sum()])
 

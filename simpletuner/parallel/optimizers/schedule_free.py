@@ -58,7 +58,7 @@ class ScheduleFreeAdamW(ShardAdamW):
 
 
 class ScheduleFreeEngine(TorchEngine):
-    """A TorchEngine whose weights, in the eyes of checkpoints, are the averages x, while its parameters hold y."""
+    """A TorchEngine with parameters y, and the averages x as its weights in checkpoints."""
 
     optimizer: ScheduleFreeAdamW
 

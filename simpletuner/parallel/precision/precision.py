@@ -68,7 +68,7 @@ GROUP_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Precision:
-    """Weights in float32, or in the dtype of a frozen base; `float8` computes linear layers of blocks in float8."""
+    """Weights in float32, or a frozen base's dtype; `float8` computes blocks' linear layers in float8."""
 
     float8: bool = False
 
@@ -91,7 +91,7 @@ class Precision:
         parameters_on: torch.device,
         load_weights: LoadWeights,
     ) -> MakeEngine:
-        """Allocate this rank's shards, load the weights, and return the engine that steps them. Collective."""
+        """Allocate this rank's shards, load the weights, return the engine that steps them. Collective."""
         allocate(model, device, parameters_on)
         return self.fill(model, load_weights)
 
@@ -169,7 +169,7 @@ def grouped(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
 
 
 def allocate(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
-    """Give parameters (of this rank's shards only) uninitialized memory; what has values already keeps them."""
+    """Allocate parameters (this rank's shards) without initialization, except those with values."""
     # to_empty() also empties buffers; those that are not in the checkpoint, such as rotary tables, exist only here. So
     # do the matrices of a LoRA.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

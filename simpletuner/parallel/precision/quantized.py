@@ -33,7 +33,7 @@ FIRST_TORCHAO = (0, 18)
 
 
 def check_torchao(setting: str) -> None:
-    """Raise EnvironmentNotReady where torchao is not installed, too old, or does not fit the installed torch."""
+    """Raise EnvironmentNotReady if torchao is not installed, too old, or does not fit the installed torch."""
     hint = f"{install_command('torchao')}, or leave {setting.partition('=')[0]} out"
     try:
         importlib.import_module("torchao.quantization")
@@ -81,7 +81,7 @@ QUANTIZERS: dict[str, Callable[[Tensor], Any]] = {"int8": to_int8, "float8": to_
 
 @dataclass
 class FlattenSpec:
-    """Class, names, shapes and context that `__tensor_unflatten__` makes a quantized weight of, besides its parts."""
+    """Class, names, shapes and context for `__tensor_unflatten__` of a quantized weight."""
 
     kind: Any
     names: tuple[str, ...]

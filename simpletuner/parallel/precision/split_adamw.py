@@ -55,7 +55,7 @@ def random_bits(seed: int, start: int, count: int, device: torch.device) -> Tens
 
 
 def mixed(bits: Tensor) -> Tensor:
-    """Hash int32 to int32: lowbias32 of https://nullprogram.com/blog/2018/07/31/, as int32 multiplies like uint32."""
+    """Hash int32 to int32: lowbias32 of https://nullprogram.com/blog/2018/07/31/; int32 wraps as uint32."""
     bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
     return bits ^ (bits >> 16 & 0xFFFF)
@@ -142,7 +142,7 @@ class SplitAdamW(ShardAdamW):
     itself. Those without are rounded stochastically."""
 
     gradient_scale: Tensor | None = None
-    """Factor of all gradients of the next step. Clipped in place, bf16 gradients would be rounded once more."""
+    """Gradient factor of the next step. Clipped in place, bf16 gradients would be rounded again."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)

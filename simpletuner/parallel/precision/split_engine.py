@@ -18,13 +18,13 @@ LOAD_BYTES = 2**30
 
 
 def hold_in_bf16(model: nn.Module) -> None:
-    """Make the parameters of a model on the meta device bf16; buffers, such as rotary tables, keep their precision."""
+    """Make parameters on the meta device bf16; buffers, such as rotary tables, keep their precision."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def load_split(model: nn.Module, load_weights: Callable[[dict[str, Tensor]], None]) -> dict[str, Tensor]:
-    """Read float32 weights into a bf16 model, and return this rank's shard of what bf16 leaves out. Collective."""
+    """Read float32 weights into a bf16 model; return this rank's shard of the remainders. Collective."""
     remainders: dict[str, Tensor] = {}
     for weights in groups_of_bytes(model.state_dict(), LOAD_BYTES):
         held = {name: weight for name, weight in weights.items() if weight.dtype == torch.bfloat16}
@@ -37,7 +37,7 @@ def load_split(model: nn.Module, load_weights: Callable[[dict[str, Tensor]], Non
 
 
 def groups_of_bytes(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Yield tensors in groups of so many bytes in float32, or of one tensor that is larger; equal on all ranks."""
+    """Yield tensors in groups of so many float32 bytes, or one larger tensor; equal on all ranks."""
     group: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if group and 4 * sum(each.numel() for each in [*group.values(), tensor]) > limit:

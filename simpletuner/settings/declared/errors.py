@@ -1,4 +1,4 @@
-"""Say what is wrong with a value: where it was written, what is allowed, and the nearest name; never a secret."""
+"""Mistake in a value: its place, allowed values, and the nearest name; never a secret."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ MAX_LENGTH = 80
 
 
 class InvalidSettings(SettingsError):
-    """All mistakes of the settings, and the settings as far as they are valid, for checks that can still be made."""
+    """All mistakes of the settings, and the settings as far as valid, for checks that can still be made."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Editors, one per format: each yields candidate texts for an edit, the likeliest first; editing.py checks them."""
+"""Editors, one per format: each yields candidate texts, the likeliest first; editing.py checks them."""

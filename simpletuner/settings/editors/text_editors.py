@@ -25,7 +25,7 @@ REMOVED: Final = object()
 
 @dataclass(frozen=True)
 class Edit:
-    """A setting and its new value, as the format's reader will return it; `is_there`: the text has the setting."""
+    """A setting and its new value as the format's reader returns it; `is_there`: the text has the setting."""
 
     name: str
     value: Any

@@ -1,4 +1,4 @@
-"""YAML: PyYAML's nodes know where they begin and end; lines are removed whole, with the comment after a value."""
+"""YAML editor: PyYAML's nodes have positions; lines are removed whole, with the comment after a value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from simpletuner.settings.resolving.loading import canonical_name
 
 
 def edit_yaml(text: str, edit: Edit) -> Iterator[str]:
-    """Replace or remove a value; or add a line at the end, else before all others, or a pair within braces."""
+    """Replace or remove a value, or add a line at the end or before all others, or a pair within braces."""
     node = yaml.compose(text, yaml.SafeLoader)
     if not isinstance(node, yaml.MappingNode):
         for value in yaml_texts(edit.value):

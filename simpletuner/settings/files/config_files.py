@@ -1,4 +1,4 @@
-"""The config file that a run reads when no flag names one, its entries in any format, and errors about its text."""
+"""Default config file of a run, its entries in any format, and errors about its text."""
 
 from __future__ import annotations
 

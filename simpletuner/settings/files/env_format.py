@@ -1,4 +1,4 @@
-"""Read `NAME=value` lines as a shell would: quotes, comments, `export`, `+=`, a leading `~`, `$NAME` and `${NAME}`."""
+"""Read `NAME=value` lines as a shell: quotes, comments, `export`, `+=`, leading `~`, `$NAME`, `${NAME}`."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def format_of(path: Path, environment: Mapping[str, str]) -> Format:
 
 
 def suffix_of(path: Path) -> str:
-    """A file's suffix; `.env` is a whole name, too. For a pipe, the one that suits its text. Raises OSError."""
+    """File's suffix; `.env` is a whole name, too. For a pipe, the one that suits its text. Raises OSError."""
     if descriptor_of(path) is None and str(path) != os.devnull:
         suffix = path.suffix.lower() or path.name.lower()
         return ".env" if suffix == ".envrc" else suffix  # direnv's
@@ -110,7 +110,7 @@ JSON_TOKEN = re.compile(r'(?P<text>"(?:\\.|[^"\\])*")(?P<colon>\s*:)?|[\[{]|[\]}
 
 
 def json_entries(text: str) -> Iterator[FileEntry]:
-    """Read a JSON object. The names of the outermost object, in order, are the strings before a colon at depth 1."""
+    """Read a JSON object. The outermost names, in order, are the strings before a colon at depth 1."""
     try:
         value = json.loads(text, object_pairs_hook=Pairs)
     except json.JSONDecodeError as error:

@@ -138,7 +138,7 @@ EXTRA_ARGS = ("trainer_extra_args", "debug_extra_args")
 
 
 def parse_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield names, with their dashes, and values; a flag without one is true, such as the original's --push_to_hub."""
+    """Yield names, with dashes, and values; a flag without one is true, as the original's --push_to_hub."""
     waiting = ""  # the flag whose value may come next
     for argument in arguments:
         is_flag = re.match(r"-[^\d.]", argument) is not None  # -1 is a value

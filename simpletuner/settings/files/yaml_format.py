@@ -1,4 +1,4 @@
-"""YAML as names, values and lines. PyYAML reads it, as accelerate does; numbers mean what YAML 1.2 says they mean."""
+"""YAML as names, values and lines, read by PyYAML as in accelerate; numbers are YAML 1.2's."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_yaml(text: str) -> Iterator[FileEntry]:
 
 
 def check_nesting(text: str) -> None:
-    """Raise NotParsed for deep nesting: where it is very deep, composing it overflows the stack of libyaml."""
+    """Raise NotParsed for deep nesting: if it is very deep, composing it overflows the stack of libyaml."""
     depth = 0
     for event in yaml.parse(text, Loader=PARSER):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -123,7 +123,7 @@ def refuse_duplicates(node: yaml.MappingNode) -> None:
 
 
 def outermost_pairs(loader: Loader, node: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
-    """Resolve `<<: *anchor`: a name of the file itself takes precedence over a merged one, a later one over another."""
+    """Resolve `<<: *anchor`: the file's own names override merged ones, and later merges earlier ones."""
     own = [pair for pair in node.value if pair[0].tag != MERGE]
     loader.flatten_mapping(node)
     names = {name_of(key) for key, _ in own}

@@ -1,4 +1,4 @@
-"""Fields that `accelerate launch` hands to its ranks in the environment, and messages about those not used."""
+"""Fields that `accelerate launch` passes to its ranks in the environment, and messages on unused ones."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def read_strategy(value: Any) -> bool:
 
 
 def read_resharding(value: Any) -> Any:
-    """Convert whether weights are freed, or a strategy in its place; what is neither is left to validation."""
+    """Convert a boolean for freeing weights, or a strategy; validation refuses anything else."""
     return RESHARDS.get(strategy_name(value), value)
 
 

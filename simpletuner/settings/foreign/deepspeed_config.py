@@ -24,10 +24,10 @@ AIO = {
     "overlap_events": True,
     "use_gds": False,
 }
-"""Reading and writing of files: DeepSpeed's own defaults, as benchmarked for an NVMe disk by its `ds_nvme_tune`."""
+"""File I/O options: DeepSpeed's own defaults, as benchmarked for an NVMe disk by its `ds_nvme_tune`."""
 
 BUFFER_ELEMENTS = 100_000_000
-"""DeepSpeed's default for a buffer through which weights travel to files; a larger tensor needs a larger one."""
+"""DeepSpeed's default buffer for weights on their way to files; a larger tensor needs a larger one."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def numbers_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chosen_keys(chosen: Collection[str]) -> set[str]:
-    """DeepSpeed's keys whose settings were chosen. train_batch_size is never one: it depends on the number of ranks."""
+    """DeepSpeed keys of chosen settings; never train_batch_size, which depends on the number of ranks."""
     return {name for name, rule in RULES.items() if isinstance(rule, Maps) and rule.setting in chosen}
 
 

@@ -54,7 +54,7 @@ class Keeps:
 
 @dataclass(frozen=True)
 class Ignores:
-    """The key has no effect here; the user is warned unless `warns` is false or the value asks for nothing."""
+    """Key has no effect here; the user is warned unless `warns` is false or the value asks for nothing."""
 
     reason: str
     neutral: tuple[Any, ...] = ()
@@ -102,7 +102,7 @@ class KeyTable:
     unset: tuple[Any, ...] = (None,)
     """Values that stand for a key that is not there."""
     is_off: Callable[[Any], bool] = lambda value: value is None
-    """Predicate of values that turn off what is ignored or refused, so that there is nothing to say about it."""
+    """Predicate of values that turn an ignored or refused key off, so that there is nothing to report."""
 
     @cached_property
     def sections(self) -> frozenset[str]:
@@ -117,7 +117,7 @@ class KeyTable:
 def in_section(
     section: str, rules: Mapping[str, Rule], export_if: Callable[[Settings], bool] = always
 ) -> dict[str, Rule]:
-    """Rules of a section by their whole names, exported only where `export_if` holds for the settings, too."""
+    """Rules of a section by full names, exported only if `export_if` also holds for the settings."""
 
     def both(rule: Maps) -> Maps:
         own = rule.export_if

@@ -103,7 +103,7 @@ def parse(config: Mapping[str, Any], merged: MergedValues) -> ParsedConfig:
 
 
 def drop_offload_param(parsed: ParsedConfig, merged: MergedValues) -> None:
-    """Warn of offloaded weights below stage 3: DeepSpeed ignores them there, and samples of the original have them."""
+    """Warn of offloaded weights below stage 3, which DeepSpeed ignores; samples of the original have them."""
     stage = next((given.value for given in parsed.settings if given.name == "zero_stage"), merged.value("zero_stage"))
     unused = [given for given in parsed.settings if given.name == "offload_param" and given.value != "none"]
     if stage in (1, 2) and unused:
@@ -121,7 +121,7 @@ def peak_learning_rate(parsed: ParsedConfig, merged: MergedValues) -> float:
 
 
 def split_batch(parsed: ParsedConfig, merged: MergedValues, source: str) -> None:
-    """Set the factor of DeepSpeed's train_batch_size that no source gives; it counts the samples of all ranks."""
+    """Set the missing factor of DeepSpeed's train_batch_size, which counts the samples of all ranks."""
     # Popped: our setting of this name is per rank, and deepspeed_config() computes the total again.
     total = parsed.kept.pop(MICRO, None)
     numbers = {name: merged.value(name) for name in FACTORS}

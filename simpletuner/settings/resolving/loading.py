@@ -158,7 +158,7 @@ def sort_outranked(found: Iterable[Mistake], merged: MergedValues) -> Iterator[s
 
 
 def refuse_original(source: Source) -> None:
-    """Raise SettingsError for a file with names that only the original's files have: `config import` translates it."""
+    """Raise SettingsError for a file with the original's own names: `config import` translates it."""
     if source.is_file and not source.is_outranked:
         theirs = names_of_original(plain_name(given.name) for given in source.values)
         if theirs:
@@ -250,7 +250,7 @@ def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError where it does not parse, is nested deeply, or has a duplicate key in an object."""
+    """Parse JSON. Raises ValueError for a syntax error, deep nesting or a duplicate key in an object."""
     try:
         value = json.loads(text, object_pairs_hook=without_duplicates)
     except RecursionError:
@@ -289,7 +289,7 @@ def plain_name(key: str) -> str:
 def validate(
     values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes: list[Mistake]
 ) -> tuple[Settings, frozenset[str]]:
-    """Return typed settings, and the names of those that are at their default, after adding a mistake for each."""
+    """Build typed settings and the names at their defaults, after adding a mistake for each."""
     sections: dict[str, Any] = {}
     invalid: set[str] = set()
     for section_name, section in SECTIONS.items():

@@ -55,7 +55,7 @@ NOT_SETTINGS = {
     "log_format": "errors are short; `--debug` shows more",
     "accelerate_extra_args": "set gpu_ids, use_cpu or an accelerate file",
 }
-"""Names that users have next to settings in config.env or in the environment, and why not used ("": quietly)."""
+"""Names beside settings in config.env or the environment, and the reason for not using them ("": quiet)."""
 OTHER_PROGRAMS = (
     *("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "DIFFUSERS_", "TOKENIZERS_", "SAFETENSORS_"),
     *("CUDA_", "NVIDIA_", "CUDNN_", "CUBLAS_", "NCCL_", "GLOO_", "UCX_", "RCCL_", "HIP_", "HSA_", "ROCR_", "MIOPEN_"),
@@ -132,7 +132,7 @@ class MergedValues:
         self.origins[given.name] = Origin(given.place, as_written, source, outranks, file=given.file)
 
     def require_equal(self, given: RawValue, source: str, reason: str = "") -> None:
-        """Take a value that another setting implies; a source that says otherwise is a mistake, not outranked."""
+        """Take a value that another setting implies; a contradicting source is a mistake, not outranked."""
         before = self.origins.get(given.name)
         if before is None:
             self.set(given, source)
@@ -170,7 +170,7 @@ def validate_value(name: str, value: Any) -> Any:
 
 
 def collect_sources(flags: Mapping[str, Any], config: Path | None, environment: Mapping[str, str]) -> list[Source]:
-    """Return all sources, weakest first. Raises SettingsError for a file that is missing or does not parse."""
+    """All sources, weakest first. Raises SettingsError for a file that is missing or does not parse."""
     flag_source = from_flags(flags)
     base = Path(CONFIG_ENV) if Path(CONFIG_ENV).is_file() else None
     in_base = folder_variables(base, environment) if base else {}
@@ -271,7 +271,7 @@ def from_accelerate(chosen: Any, environment: Mapping[str, str]) -> list[Source]
 
 
 def accelerate_source(name: str, entries: list[FileEntry], implicit: bool) -> Source:
-    """accelerate's fields as settings; those that are not used as warnings, those that cannot be meant as mistakes."""
+    """Settings from accelerate's fields, with warnings for unused and mistakes for impossible ones."""
     fields = map_file(entries)
     values = [RawValue(found.setting, found.value, accelerate_place(name, found)) for found in fields if found.setting]
     needs_ranks = "" if any(value.name == RANKS for value in values) else place_of_ranks(name, entries)
@@ -291,7 +291,7 @@ SIZES_SHOWN, LARGEST_SHOWN = 6, 10_000
 
 
 def apply_global_batch_size(merged: MergedValues) -> None:
-    """Set gradient_accumulation_steps to what the ranks leave of the global batch; another value of it is a mistake."""
+    """Set gradient_accumulation_steps from the global batch; another given value is a mistake."""
     wanted, batch, ranks, shared = (merged.value(name) for name in (GLOBAL_BATCH, BATCH, RANKS, CONTEXT))
     if wanted is None or not all(type(each) is int and each > 0 for each in (wanted, batch, ranks, shared)):
         return  # validation says so

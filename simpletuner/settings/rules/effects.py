@@ -1,4 +1,4 @@
-"""Settings that have no effect beside others: the conditions that `knob(when=...)` declares, read and said."""
+"""Settings without an effect beside others: evaluation and messages of `knob(when=...)`."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def compiler_chooses_activations(settings: Settings) -> Iterator[BrokenRule]:
 
 
 def projections_can_be_fused(settings: Settings) -> Iterator[BrokenRule]:
-    """Refuse fuse_qkv_projections where a projection is more than its weight, or where its weight may be away."""
+    """Refuse fuse_qkv_projections if a projection is more than its weight, or if its weight may be away."""
     if not settings.training.fuse_qkv_projections:
         return
     policy, name = settings.parallel.fsdp_auto_wrap_policy, "fuse_qkv_projections"

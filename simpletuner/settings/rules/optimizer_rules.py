@@ -16,7 +16,7 @@ NOT_FOR_DEEPSPEED = {
 
 
 def split_state_is_possible(settings: Settings) -> Iterator[BrokenRule]:
-    """Refuse layouts with bf16 weights where something else holds weights and moments, or float32 is computed."""
+    """Refuse bf16 weights if something else holds weights and moments, or computes in float32."""
     name, layout = settings.optimizer.optimizer, settings.optimizer.state_layout
     if layout == "fp32":
         return
@@ -47,7 +47,7 @@ def split_state_is_possible(settings: Settings) -> Iterator[BrokenRule]:
 
 
 def schedule_free_replaces_schedule_and_average(settings: Settings) -> Iterator[BrokenRule]:
-    """Refuse what schedule-free AdamW does itself: it averages weights in place of lowering the learning rate."""
+    """Refuse settings that schedule-free AdamW replaces: it averages weights instead of lowering the rate."""
     own = settings.optimizer
     if own.optimizer != "adamw_schedulefree":
         return

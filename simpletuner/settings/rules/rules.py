@@ -1,4 +1,4 @@
-"""Rules between settings, checked before torch is imported: contradictions, what is missing, what has no effect."""
+"""Rules between settings, checked before torch is imported: contradictions, gaps, missing effects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def find_missing(settings: Settings) -> list[BrokenRule]:
 
 
 def normalize(settings: Settings) -> tuple[Settings, dict[str, str]]:
-    """Reset choices that have no effect, so that saved files stay the same; return by name why each was reset."""
+    """Reset choices without an effect, so that saved files stay the same; return the reasons by name."""
     parallel, model = settings.parallel, settings.model
     changes: dict[str, Any] = {}
     reasons: dict[str, str] = {}
@@ -173,7 +173,7 @@ def images_have_one_source(settings: Settings) -> Iterator[BrokenRule]:
 
 
 def lora_is_for_whole_denoisers(settings: Settings) -> Iterator[BrokenRule]:
-    """Refuse what shares out all weights, or reads them, together with an adapter; and what only an adapter can use."""
+    """Refuse settings that shard or read all weights with an adapter, and adapter settings without one."""
     if settings.model.model_type != "lora":
         if settings.lora.base_model_precision != "no_change":
             message = (

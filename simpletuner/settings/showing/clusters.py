@@ -135,7 +135,7 @@ def to_kubeflow(settings: Settings, values: dict[str, Any]) -> Exported:
 
 
 def to_skypilot(settings: Settings, values: dict[str, Any]) -> Exported:
-    """A task for `sky jobs launch`, which finds machines, and starts the task again on others when they are taken."""
+    """A task for `sky jobs launch`, which finds machines and restarts the task on others after preemption."""
     words = started(settings, values, "$SKYPILOT_NODE_RANK", '$(sed -n 1p <<< "$SKYPILOT_NODE_IPS")')
     cards = "" if settings.launch.use_cpu else f"accelerators: H100:{ranks_per_machine(settings)}\n"
     text = filled("sky.yaml", settings, cards=cards, command=format_command(words))

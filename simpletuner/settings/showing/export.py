@@ -36,7 +36,7 @@ def export(loaded: Loaded, to: str, everything: bool = False) -> Exported:
 
 
 def values_to_write(loaded: Loaded, everything: bool) -> dict[str, Any]:
-    """Choose the values to write: also a default that a source gives, since weaker sources may say otherwise."""
+    """Choose the values to write, including defaults given by a source, since weaker ones may differ."""
     values = settings_as_json(loaded)
     changed = {name for name, field in setting_fields().items() if field.default != field_value(loaded.settings, name)}
     return {name: value for name, value in values.items() if everything or name in loaded.origins or name in changed}
@@ -85,7 +85,7 @@ def to_env(settings: Settings, values: dict[str, Any]) -> Exported:
 
 
 def variable_value(name: str, value: Any) -> str:
-    """Write a value for a shell. A secret in the environment is named as one does there: it may be this variable."""
+    """Quote a value for a shell. A secret in the environment keeps its variable's name."""
     found = ENVIRONMENT.fullmatch(value) if is_secret(name) else None
     return f'"${found[1]}"' if found else shlex.quote(as_text(value))
 

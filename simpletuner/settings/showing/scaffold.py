@@ -46,7 +46,7 @@ def json_schema(families: Iterable[str]) -> dict[str, Any]:
 
 
 def property_of(described: dict[str, Any]) -> dict[str, Any]:
-    """Convert pydantic's description of a setting; lists and JSON may be text, too, and some switches `auto`."""
+    """Convert pydantic's schema of a setting; lists and JSON may also be text, and some switches `auto`."""
     kept = {key: value for key, value in described.items() if key not in ("unit", "aliases", "title")}
     unit = described["unit"]
     text = {"type": "string"}
@@ -118,7 +118,7 @@ GROUP_OF_SECTION = {
     **dict.fromkeys(("parallel", "launch"), "On how many GPUs"),
     **dict.fromkeys(("checkpoints", "validation", "logging", "hub"), "What to save and to look at"),
 }
-"""Groups of settings that are in no group by name; those of other sections are about how long and how fast."""
+"""Groups of settings not listed by name; other sections are about how long and how fast."""
 
 CONFIG_HEAD = """\
 #:schema simpletuner.schema.json

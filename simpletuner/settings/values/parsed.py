@@ -1,4 +1,4 @@
-"""Values that are written as one text: addresses, buckets, ranges of steps, trackers, formats of an export."""
+"""Values written as one text: addresses, buckets, ranges of steps, trackers, formats of an export."""
 
 from __future__ import annotations
 

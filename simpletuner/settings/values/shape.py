@@ -12,7 +12,7 @@ WRITTEN = re.compile(r"(?P<width>[1-9]\d{0,5})(x(?P<height>[1-9]\d{0,5}))?(@(?P<
 
 
 class Shape(NamedTuple):
-    """Frames, height and width, in px or in latent cells, in the order of a tensor's axes; an image has one frame."""
+    """Frames, height and width, in px or latent cells, in the order of axes; an image has one frame."""
 
     frames: int
     height: int
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
 
 
 class SampleShape(NamedTuple):
-    """Shape of a sample in px, and what its model is given beside it; written `64x48+64x64` with a reference image."""
+    """Shape of a sample in px, and of its conditioning; `64x48+64x64` with a reference image."""
 
     target: Shape
     references: tuple[Shape, ...] = ()
@@ -80,7 +80,7 @@ class SampleShape(NamedTuple):
 
 
 def normalize_shapes(text: str) -> str:
-    """Return shapes without blanks and in lower case. Raises ValueError for what is no list of different ones."""
+    """Normalize shapes: no blanks, lower case. Raises ValueError unless they are a list without repeats."""
     words = text.lower().replace(" ", "").split(",")
     shapes = parse_shapes(",".join(words)) if text else []
     if twice := next((shape for shape in shapes if shapes.count(shape) > 1), None):

@@ -25,7 +25,7 @@ TEXTS = (str, str | None)
 SWITCH_WORDS = (*WORDS_FOR_TRUE, *WORDS_FOR_FALSE, "auto")
 
 SWITCHES = (bool, bool | None)
-"""Types of settings that are set by a flag without a value; those that may be empty are decided by the run then."""
+"""Types of settings that a flag without a value sets; optional ones are then decided by the run."""
 
 SYNONYMS: dict[str, dict[str, str]] = {
     "fsdp_version": {"v1": "1", "1.0": "1", "v2": "2", "2.0": "2", "fsdp1": "1", "fsdp2": "2"},
@@ -73,7 +73,7 @@ def normalize_name(value: object) -> str:
 
 
 def normalize_value(name: str, field: FieldInfo, value: Any) -> Any:
-    """Return `value` in its canonical spelling where it is understood; else unchanged, for validation to refuse."""
+    """Canonical spelling of `value`, or `value` itself if unknown, for validation to refuse."""
     word = SYNONYMS.get(name, {}).get(normalize_name(value), value)
     if field.annotation == bool | None and normalize_name(value) == "auto":
         return None

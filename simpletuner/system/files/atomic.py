@@ -81,7 +81,7 @@ def move_folder(folder: Path, target: Path) -> None:
 
 
 def copy_folder(folder: Path, copy: Path) -> None:
-    """Copy regular files, links and folders with their times and rights. Raises the first OSError, unlike copytree."""
+    """Copy files, links and folders with times and rights. Raises the first OSError, unlike copytree."""
     for root, folders, files in os.walk(folder):
         target = copy / Path(root).relative_to(folder)
         target.mkdir()
@@ -91,7 +91,7 @@ def copy_folder(folder: Path, copy: Path) -> None:
 
 
 def remove_in_place(folder: Path) -> None:
-    """Remove a folder that cannot be renamed first; what a kill leaves of it is known by a mark (`is_left_over`)."""
+    """Remove a folder that cannot be renamed first, with a mark for kills (`is_left_over`)."""
     mark = folder / REMOVING
     create_new(mark).close()
     flush_to_disk(folder)
@@ -158,7 +158,7 @@ def atomic_file(path: Path, durably: bool = True, mode: int = 0o666, hidden: str
 
 
 def create_new(name: Path | str, folder: int | None = None, mode: int = 0o666) -> BinaryIO:
-    """Open a file that nobody else has, for writing; a file or link of that name is removed. Raises OSError."""
+    """Create a file for writing, removing a file or link of that name first. Raises OSError."""
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -166,7 +166,7 @@ def create_new(name: Path | str, folder: int | None = None, mode: int = 0o666) -
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a user's file atomically. A link of its name is followed and the mode is kept. Raises OSError."""
+    """Replace a user's file atomically, following a link and keeping the mode. Raises OSError."""
     if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout, cannot be renamed over
         # O_NONBLOCK: opening a FIFO that nobody reads would wait for a reader, and is refused.
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK), "wb") as file:
@@ -191,7 +191,7 @@ def write_file(path: Path, *content: bytes | memoryview) -> None:
 
 
 def read_ahead(paths: Sequence[Path]) -> None:
-    """Have the kernel bring regular files into the page cache, in the background; what cannot be read is left out."""
+    """Read regular files into the page cache in the background, skipping unreadable ones."""
 
     def advise() -> None:
         for path in paths:
@@ -223,7 +223,7 @@ def flush_tree(folder: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Sync a file's content, or a folder's entries (without which a rename may be lost in a power failure)."""
+    """Sync a file's content, or a folder's entries (or a rename may be lost in a power failure)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         sync(descriptor)

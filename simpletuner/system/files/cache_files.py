@@ -1,4 +1,4 @@
-"""The names of the files that simpletuner writes into cache folders. A file of any other name is never touched."""
+"""Names of simpletuner's files in cache folders. A file of any other name is never touched."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def entries_of(folder: Path) -> Iterator[Path]:
-    """Yield the contents of a folder, sorted; nothing if the folder does not exist, or was removed meanwhile."""
+    """Yield the contents of a folder, sorted; nothing if it does not exist or was removed."""
     try:
         yield from sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):

@@ -10,7 +10,7 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.mounts import find_mount, read_mounts
 
 LATE_SECONDS = 90.0
-"""Longest wait for a file that was named: an NFS client may keep attributes for 60 s (acdirmax), sshfs for 20 s."""
+"""Longest wait for a file of known name: NFS clients may keep attributes for 60 s (acdirmax), sshfs 20 s."""
 POLL_SECONDS = 0.1
 
 SHORTER_CACHES = {

@@ -90,7 +90,7 @@ class Holding(Enum):
 
 
 def judge(record: Record | None, is_locked: bool | None, place: Place) -> Holding:
-    """Judge a holder by its record and by the lock of its file; `is_locked` is None where there are no locks."""
+    """Judge a holder by its record and by the lock of its file; `is_locked` is None if there are no locks."""
     if is_locked:
         return Holding.HELD
     if record is None or record.released or (record.is_of_earlier_version and is_locked is False):

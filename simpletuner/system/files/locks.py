@@ -99,7 +99,7 @@ def is_locked(path: Path, exclusively: bool = False) -> bool | None:
 
 
 def retry_until_unlocked(attempt: Callable[[], int], why: str, timeout_seconds: float) -> int:
-    """Retry while another process holds the lock. Raises EnvironmentNotReady, beginning with `why`, at the timeout."""
+    """Retry while another process holds the lock. Raises EnvironmentNotReady (`why`) at the timeout."""
     end = time.monotonic() + timeout_seconds
     while True:
         try:

@@ -25,7 +25,7 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True)
 class Mount:
-    """Mount point; `root` is the part of its source that is mounted, which shows bind mounts; `device` is `8:1`."""
+    """Mount point; `root` is the mounted part of its source, which shows bind mounts; `device` is `8:1`."""
 
     number: int
     parent: int
@@ -105,7 +105,7 @@ OWN_LOCKS = ("nolock", "local_lock=all", "local_lock=flock", "localflock", "nobr
 
 @dataclass(frozen=True)
 class FileSystem:
-    """A kind of file system. `late_seconds`: how long one machine may not see what another has written to a file."""
+    """A kind of file system. `late_seconds`: delay until a machine sees another's writes to a file."""
 
     name: str
     is_local: bool = False
@@ -113,7 +113,7 @@ class FileSystem:
     has_shared_locks: bool = False
     """True where a lock of one machine is seen by others."""
     creates_exclusively: bool = True
-    """True where one of two that create a file with O_EXCL is refused. On s3fs 1.90 and rclone 1.60 both won."""
+    """True if one of two that create a file with O_EXCL is refused. On s3fs 1.90 and rclone 1.60 both won."""
     late_seconds: float = 60.0
 
     @property
@@ -155,7 +155,7 @@ MAY_SAY = "`simpletuner nfs check --path FOLDER` says more; Lustre has locks whe
 
 
 def sync(descriptor: int) -> None:
-    """Have a file or folder written to its disk, if its file system can. Raises OSError where writing fails."""
+    """Have a file or folder written to its disk, if its file system can. Raises OSError if writing fails."""
     try:
         os.fsync(descriptor)
     except OSError as error:

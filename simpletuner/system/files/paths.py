@@ -21,7 +21,7 @@ ENVIRONMENT = re.compile(r"\{env:([^{}]*)\}")
 VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)[^{}]*\}|(?P<plain>[A-Za-z_]\w*))|%(?P<windows>[A-Za-z_]\w*)%")
 """A variable as shells of Unix and Windows have it."""
 INVISIBLE = "Cc Cf Zl Zp Zs"
-"""Unicode's categories of what nobody sees at an end: control and format characters, separators and spaces."""
+"""Unicode categories invisible at an end: control and format characters, separators, spaces."""
 JOINERS = "\u200c\u200d"
 """Format characters that are part of words, and of emoji."""
 ESCAPES = frozenset("\n\t\r\b\f\a\v\x1b")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 MAX_BYTES = 256 << 20
-"""The largest file that is read whole where the caller names no other limit; state.json of 12B weights takes 2 MiB."""
+"""The largest file read whole if the caller names no other limit; state.json of 12B weights takes 2 MiB."""
 
 REPLACED_SECONDS = 2.0
 """Seconds of retries for a file that is just being replaced: GlusterFS answers ESTALE for up to 1 s."""

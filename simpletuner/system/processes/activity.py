@@ -17,11 +17,11 @@ class Activity:
     phase: int = 0
     doing: str = ""
     unsaved: int = 0
-    """The step that a stop would finish and save; 0 where there are no trained steps that a checkpoint lacks."""
+    """The step that a stop would finish and save; 0 if there are no trained steps that a checkpoint lacks."""
     save_seconds: float = 0.0
     """Duration of saving, as far as it is known."""
     watched: bool = False
-    """True if this phase always uses CPU or disk unless it hangs. False for a flush to a slow disk, which may not."""
+    """True if this phase uses CPU or disk unless it hangs; False for a flush to a slow disk."""
 
     changed: threading.Event = field(default_factory=threading.Event, repr=False)
     """Set when the answer to Ctrl-C changes (`unsaved`), so that the launcher learns of it at once."""

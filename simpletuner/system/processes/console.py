@@ -1,4 +1,4 @@
-"""stdout and stderr that never end a run: a log on a full disk, a pipe that nobody reads, a closed terminal."""
+"""Streams for stdout and stderr that never end a run: full disks, unread pipes, closed terminals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ reader, or a terminal that was closed, does not come back."""
 CHUNK = 1024
 """Characters written at once: 4 bytes each fit into what poll(2) calls a writable pipe, 4 KiB."""
 PATIENCE_SECONDS = 10.0
-"""Longest wait for the reader of a full pipe, such as a `less` that nobody scrolls, or for a terminal after Ctrl-S."""
+"""Longest wait for a full pipe's reader, such as an unscrolled `less`, or a terminal after Ctrl-S."""
 
 
 class LastingStream:
@@ -53,7 +53,7 @@ class LastingStream:
             self._give_up(error)
 
     def _wait_for_reader(self) -> None:
-        """Raise BlockingIOError where a write would wait: once for 10 s, and then not until the reader reads again."""
+        """Raise BlockingIOError if a write would wait: after 10 s, then at once until the reader reads."""
         poll = select.poll()
         try:
             poll.register(self.stream.fileno(), select.POLLOUT)

@@ -180,7 +180,7 @@ class StatusWriter:
         self._change(mirror=sentence)
 
     def show(self, doing: str, done: int, total: int) -> None:
-        """Write a phase, every two seconds at most and if it has changed; called by the thread of the status line."""
+        """Write a changed phase, every two seconds at most; called by the thread of the status line."""
         with self.lock:
             self.status = replace(self.status, doing=doing, done=done, total=total)
             if self.holds_lock and time.monotonic() - self.written_at >= WRITE_SECONDS:

@@ -50,7 +50,7 @@ class StopRequest:
             raise self.stopped("before training; what was prepared is kept")
 
     def stopped(self, where: str) -> Stopped:
-        """Build the error that exits with 128 + the signal's number; SIGTERM if another rank received the signal."""
+        """Error that exits with 128 + the signal's number; SIGTERM if another rank received it."""
         number = self.signal_number or int(signal.SIGTERM)
         return Stopped(
             number, f"stopped by {signal.Signals(number).name} {where}", "run the same command again to go on"
@@ -175,7 +175,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def terminate_with_parent() -> None:
-    """Have the kernel send SIGTERM when the launcher dies, even of SIGKILL: ranks then save, exit and free GPUs."""
+    """Make the kernel send SIGTERM when the launcher dies, so that ranks save, exit and free GPUs."""
     if not sys.platform.startswith("linux"):
         return
     launcher = os.getppid()

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 def run_bounded(
     work: Callable[[Item], Result], items: Iterable[Item], threads: int, stop: Callable[[], None]
 ) -> Iterator[tuple[Item, Future[Result]]]:
-    """Yield each item with its finished future, in any order; no more than `threads` items are taken at once."""
+    """Yield each item with its finished future, in any order, with at most `threads` at once."""
     left, running = iter(items), dict[Future[Result], Item]()
     with ThreadPoolExecutor(threads) as pool:
         while True:
