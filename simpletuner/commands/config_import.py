@@ -10,12 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from simpletuner.commands.import_writing import DATASETS, after_what_is_lost, beside_of, write_datasets, write_run
+from simpletuner.commands.import_writing import (
+    DATASETS,
+    datasets_path,
+    report_unsupported_first,
+    write_datasets,
+    write_run,
+)
 from simpletuner.data.config.dataset_file import DatasetEntry, dataset_entries
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.importing.original import (
-    LeftOut,
     Original,
+    UnmappedValue,
     names_accelerate,
     read_original,
     setting_of,
@@ -26,14 +32,14 @@ from simpletuner.importing.other_datasets import Lost, kohya_entries, of_all_dat
 from simpletuner.importing.other_trainers import translate_kohya, translate_pipe
 from simpletuner.importing.sorting import (
     first_existing,
-    read_there,
+    read_config,
     relocated,
     take_translated,
     take_values,
     working_folder,
 )
 from simpletuner.importing.toml_document import MARK, sources_of
-from simpletuner.importing.translation import There, translate
+from simpletuner.importing.translation import OriginalConfig, translate
 from simpletuner.models.catalog.registry import check_trainable
 from simpletuner.models.catalog.support import check_runnable, check_trains_clips
 from simpletuner.report import Report
@@ -82,7 +88,7 @@ def their_datasets(
     if training is None and not is_kohya:
         lost.append(("resolutions", values.get("resolutions"), "set aspect_bucket_alignment=16, as there", "look"))
     found = import_datasets([DatasetEntry.of(entry, path) for entry in entries], path, data, Path(), {})
-    missing = [LeftOut(name, value, str(path), reason, effect) for name, value, reason, effect in lost]
+    missing = [UnmappedValue(name, value, str(path), reason, effect) for name, value, reason, effect in lost]
     return ImportedDatasets(found.entries, [*missing, *found.left_out], True)
 
 
@@ -93,7 +99,7 @@ def import_their_run(
     found = (translate_kohya if trainer == KOHYA else translate_pipe)(values)
     original = Original(path, [], is_simpletuner=False)
     datasets = None
-    with after_what_is_lost(original, partial):
+    with report_unsupported_first(original, partial):
         if found.datasets:
             file = first_existing(found.datasets, (Path(), path.parent))
             if file is None or output is None:
@@ -105,12 +111,14 @@ def import_their_run(
             training = flat(values)
             datasets = their_datasets(file, listed, Data(), training)
             original.left_out += datasets.left_out
-            found.own[DATASETS] = str(beside_of(output))
+            found.their_defaults[DATASETS] = str(datasets_path(output))
             if trainer == KOHYA:
                 # sd-scripts has both per dataset, here they are settings of the run.
                 own = {"train_batch_size": ("batch_size", 1), "aspect_bucket_alignment": ("bucket_reso_steps", 64)}
                 known = {**training, "batch_size": training.get("train_batch_size", 1)}
-                found.own |= {ours: of_all_datasets(listed, *theirs, known, found.lost) for ours, theirs in own.items()}
+                found.their_defaults |= {
+                    ours: of_all_datasets(listed, *theirs, known, found.unsupported) for ours, theirs in own.items()
+                }
                 found.settings = [each for each in found.settings if each[0] != "train_batch_size"]
         take_translated(original, found, trainer)
         loaded = check_runnable(resolve(sources_of(original, {})))
@@ -168,9 +176,9 @@ def import_run(path: Path, output: Path | None, force: bool, partial: bool) -> N
     check_model(original)
     root = working_folder(original.file)
     accelerate = accelerate_of(original, root)
-    take_values(original, read_there(original, accelerate), root)
-    beside = output and beside_of(output)
-    with after_what_is_lost(original, partial):
+    take_values(original, read_config(original, accelerate), root)
+    beside = output and datasets_path(output)
+    with report_unsupported_first(original, partial):
         loaded = resolve_taken(original, accelerate)
         datasets = take_datasets(original, loaded, root, beside)
         if datasets is not None:
@@ -187,7 +195,7 @@ def check_model(original: Original) -> None:
     if "model_family" not in given or "model_families" in given:
         return  # what is missing is said with the rest
     names = [name for name in MODEL if name in given and isinstance(given[name].value, str)]
-    values = {name: translate(given[name], There({}))[0].value for name in names}
+    values = {name: translate(given[name], OriginalConfig({}))[0].value for name in names}
     if (
         "model_type" in given and normalize_name(given["model_type"].value) == "lora"
     ):  # which some pipelines cannot load

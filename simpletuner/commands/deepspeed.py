@@ -123,7 +123,7 @@ def run_wizard(report: Report, builder: DeepSpeedBuilder, output: Path | None, f
 
     if not sys.stdin.isatty():
         raise SettingsError(
-            "no stage is chosen, and there is no terminal to ask in",
+            "--stage is required without a terminal",
             "give --stage=2, --stage=auto --gpu_memory=24GiB, or --template=NAME",
         )
     wizard = Wizard(report, builder)

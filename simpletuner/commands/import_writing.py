@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from simpletuner.errors import Mistake, SettingsError, SimpleTunerError, collect_error
-from simpletuner.importing.original import LeftOut, Original
+from simpletuner.importing.original import Original, UnmappedValue
 from simpletuner.importing.original_datasets import ImportedDatasets
 from simpletuner.importing.toml_document import write_toml
 from simpletuner.report import Report
@@ -23,11 +23,11 @@ DATASETS = "data_backend_config"
 PARTIAL = "--partial writes what is left, with these as comments; what is trained then is not what the file asks for"
 
 
-def lost_of(left_out: Sequence[LeftOut]) -> list[LeftOut]:
+def lost_of(left_out: Sequence[UnmappedValue]) -> list[UnmappedValue]:
     return [item for item in left_out if item.effect == "lost"]
 
 
-def refuse_another_meaning(file: Path, left_out: Sequence[LeftOut]) -> None:
+def refuse_another_meaning(file: Path, left_out: Sequence[UnmappedValue]) -> None:
     """Raise SettingsError with all that decides what is trained and that this version does not have."""
     if lost := lost_of(left_out):
         mistakes = [Mistake(item.name, item.reason, item.place, shown_value(item.name, item.value)) for item in lost]
@@ -37,7 +37,7 @@ def refuse_another_meaning(file: Path, left_out: Sequence[LeftOut]) -> None:
 
 
 @contextmanager
-def after_what_is_lost(original: Original, partial: bool) -> Iterator[None]:
+def report_unsupported_first(original: Original, partial: bool) -> Iterator[None]:
     """Raise what the block raises after all that is lost, which decides first, or what is lost alone."""
     errors: list[SettingsError] = []
     with collect_error(errors):
@@ -66,7 +66,7 @@ def write_run(
     text, count, changed = write_toml(original, loaded, root)
     written = [output] if output else []
     if datasets is not None and datasets.is_changed and output:
-        beside = beside_of(output)
+        beside = datasets_path(output)
         refuse_overwriting(beside, force)
         write(beside, as_json(datasets))
         written.insert(0, beside)
@@ -95,7 +95,7 @@ def write_datasets(file: Path, datasets: ImportedDatasets, output: Path | None, 
         Report().say(f"{output} is written: name it with --{DATASETS}")
 
 
-def beside_of(output: Path) -> Path:
+def datasets_path(output: Path) -> Path:
     return output.with_suffix(".datasets.json")
 
 
@@ -112,7 +112,7 @@ def write(output: Path | None, text: str) -> None:
         save(output, text)
 
 
-def report_left_out(taken: str, left_out: Sequence[LeftOut]) -> None:
+def report_left_out(taken: str, left_out: Sequence[UnmappedValue]) -> None:
     report, lost = Report(), lost_of(left_out)
     looks = [item for item in left_out if item.effect == "look"]
     need = f"{len(looks)} need{'s' * (len(looks) == 1)} a look"

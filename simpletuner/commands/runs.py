@@ -151,7 +151,7 @@ def status(
 
     Ends with 0 unless the run has failed, was killed or is stuck: then with 5; with 0 after a list of runs.
     """
-    from simpletuner.runs.condition import State
+    from simpletuner.runs.condition import ConditionState
 
     summaries, report = summaries_in(folder), Report()
     if len(summaries) > 1:
@@ -166,7 +166,7 @@ def status(
     else:
         rows = [row for row in rows_of(summary.status, summary.condition, age_of(summary)) if row[1]]
         report.data_table(f"{summary.run.name}: {summary.condition.state}", rows, ())
-    if summary.condition.state in (State.FAILED, State.KILLED, State.STUCK):
+    if summary.condition.state in (ConditionState.FAILED, ConditionState.KILLED, ConditionState.STUCK):
         raise typer.Exit(int(ExitCode.TRAINING))
 
 
@@ -175,13 +175,13 @@ def summaries_in(folder: Path | None) -> list[Summary]:
 
     Raises SettingsError where there is none.
     """
-    from simpletuner.runs.condition import Known
+    from simpletuner.runs.condition import KnownStart
     from simpletuner.runs.folder import Folders, RunFolder, check_run, is_run
     from simpletuner.runs.listing import NothingStarted, RunList, summarize
 
     place = folder or Path()
     if folder is not None and is_run(folder):
-        return [summarize(RunFolder(folder.resolve(), Folders.of([folder])), Known())]
+        return [summarize(RunFolder(folder.resolve(), Folders.of([folder])), KnownStart())]
     summaries = RunList(Folders.of([place]), NothingStarted()).summaries() if place.is_dir() else []
     if not summaries:
         check_run(place)

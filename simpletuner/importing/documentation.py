@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from simpletuner.importing.original import DEFAULTS, MEANINGS, SAME_RESULT
-from simpletuner.importing.translation import FAMILIES_THERE, OPTIMIZERS_THERE, OptimizerThere
+from simpletuner.importing.translation import ORIGINAL_FAMILIES, ORIGINAL_OPTIMIZERS, OriginalOptimizer
 from simpletuner.settings.declared.errors import REASONS
 from simpletuner.settings.declared.knob import shown_default
 from simpletuner.settings.declared.sections import setting_fields
@@ -74,7 +74,7 @@ def original_page() -> str:
     renamed = [(marked([name]), f"`{setting}`") for setting, text in RENAMED.items() for name in bare(text)]
     optimizers = [
         (f"`{name}`", f"`{there.ours}`", values_of(there), OPTIMIZERS.get(name, ("", ""))[1] or there.note)
-        for name, there in OPTIMIZERS_THERE.items()
+        for name, there in ORIGINAL_OPTIMIZERS.items()
     ]
     values = [(f"`{name}` = `{value}`", reason) for (name, value), reason in REASONS.items()]
     others = {reason: names for reason, names in REFUSED.items() if reason not in DECIDES}
@@ -118,12 +118,12 @@ def meanings() -> list[Sequence[str]]:
     return [(f"`{meaning.setting}`", meaning.text) for meaning in MEANINGS]
 
 
-def values_of(there: OptimizerThere) -> str:
+def values_of(there: OriginalOptimizer) -> str:
     return ", ".join(f"{name.removeprefix('adam_')} {value:g}" for name, value in there.settings.items())
 
 
 def families() -> Iterator[Sequence[str]]:
-    for name, family in FAMILIES_THERE.items():
+    for name, family in ORIGINAL_FAMILIES.items():
         forced = [f"`{setting}` = {value}" for setting, value in family.forces.items()]
         limits = [f"`{setting}` ≤ {value}" for setting, value in family.limits.items()]
         yield f"`{name}`", ", ".join([*forced, *limits, *([f"lost: {family.lost}"] if family.lost else [])])

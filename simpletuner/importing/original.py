@@ -29,7 +29,7 @@ Effect = Literal["none", "look", "lost"]
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class UnmappedValue:
     """A value of the original's file that the new file does not have."""
 
     name: str
@@ -47,7 +47,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Taken:
+class MappedValue:
     """A value that becomes a setting: as the original has it, and as the new file has it."""
 
     given: RawValue
@@ -61,16 +61,16 @@ class Original:
 
     file: Path
     values: list[RawValue]
-    left_out: list[LeftOut] = field(default_factory=list)
+    left_out: list[UnmappedValue] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
-    taken: dict[str, Taken] = field(default_factory=dict)
-    own: list[RawValue] = field(default_factory=list)
+    taken: dict[str, MappedValue] = field(default_factory=dict)
+    their_defaults: list[RawValue] = field(default_factory=list)
     """Values that the original trains with where its file says nothing."""
     is_simpletuner: bool = True
     """True if it is a file of the original SimpleTuner, not of another trainer."""
 
     def leave_out(self, given: RawValue, reason: str, effect: Effect = "look") -> None:
-        self.left_out.append(LeftOut(given.name, given.as_written, given.place, without_advice(reason), effect))
+        self.left_out.append(UnmappedValue(given.name, given.as_written, given.place, without_advice(reason), effect))
 
     def drop(self, setting: str, reason: str, effect: Effect = "look") -> None:
         """Leave out a setting that was taken."""

@@ -13,7 +13,7 @@ from simpletuner.data.config.dataset_parts import PARQUET
 from simpletuner.data.config.dataset_types import as_list
 from simpletuner.data.config.datasets import BLOCKS, DatasetFile, is_disabled, parse_datasets, parse_entry
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.importing.original import Effect, LeftOut
+from simpletuner.importing.original import Effect, UnmappedValue
 from simpletuner.importing.sorting import relocated
 from simpletuner.settings.declared.errors import is_secret
 from simpletuner.settings.declared.sections import Data
@@ -57,7 +57,7 @@ class ImportedDatasets:
     """The entries of the new file, and what is left out of the original's."""
 
     entries: list[dict[str, Any]]
-    left_out: list[LeftOut]
+    left_out: list[UnmappedValue]
     is_changed: bool
 
 
@@ -68,7 +68,7 @@ def import_datasets(
 
     Raises SettingsError where none is left, or where the datasets do not fit together.
     """
-    left_out: list[LeftOut] = []
+    left_out: list[UnmappedValue] = []
     found = [import_entry(entry, data, root, names, left_out) for entry in entries]
     taken = [new for new in found if new is not None]
     paired = {str(new.get("id")) for new in taken if "conditioning_type" in new}
@@ -76,7 +76,9 @@ def import_datasets(
         wanted = as_list(new.get("conditioning_data")) if new is not None else None
         if new is not None and wanted and (gone := [each for each in wanted if each not in paired]):
             why = f"dataset `{gone[0]}` is left out"
-            left_out.append(LeftOut("conditioning_data", new.pop("conditioning_data"), entry.place(), why, "lost"))
+            left_out.append(
+                UnmappedValue("conditioning_data", new.pop("conditioning_data"), entry.place(), why, "lost")
+            )
     if not any(entry.get("dataset_type", "image") in ("image", "video") for entry in taken):
         reasons = [f"\n  {item}" for item in left_out if item.name in ESSENTIAL]
         raise SettingsError(
@@ -87,12 +89,12 @@ def import_datasets(
 
 
 def import_entry(
-    entry: DatasetEntry, data: Data, root: Path, names: Mapping[str, str], left_out: list[LeftOut]
+    entry: DatasetEntry, data: Data, root: Path, names: Mapping[str, str], left_out: list[UnmappedValue]
 ) -> dict[str, Any] | None:
     """Return an entry without what is refused; None, with the reason, where the dataset itself is."""
     old, place = entry.as_dict, entry.place()
     if is_disabled(entry):
-        left_out.append(LeftOut("disabled", True, place, "it is left out of the run there, too", "none"))
+        left_out.append(UnmappedValue("disabled", True, place, "it is left out of the run there, too", "none"))
         return None
     new = {key: value for key, value in old.items() if key in (*ESSENTIAL, *KEEPS_ZERO) or not is_off(value)}
     for key in PATHS:
@@ -103,7 +105,7 @@ def import_entry(
     if isinstance(path, str) and normalize_name(new.get("type")) not in BUCKETS:
         new[PARQUET]["path"] = relocated(fill_in(path, {**names, **texts_of(old)}), root)
     idle = {key: rule for key in new if isinstance(rule := RULES.get(name_of_key(key)), Ignores)}
-    left_out += [LeftOut(key, new.pop(key), place, rule.reason, effect_of(key)) for key, rule in idle.items()]
+    left_out += [UnmappedValue(key, new.pop(key), place, rule.reason, effect_of(key)) for key, rule in idle.items()]
     # In rounds: without a key, another one may be the mistake.
     while problems := problems_of(new, entry, data):
         # Without an essential key, or with one that is missing, nothing is left to take.
@@ -113,11 +115,11 @@ def import_entry(
             hint = f"; {problem.hint}" if problem.hint else ""
             reason = f"{problem.message}{hint}" + (f"; dataset `{old.get('id')}` is left out" if fatal else "")
             (given, name), (holder, _) = holder_of(old, key), holder_of(new, key)
-            left_out.append(LeftOut(key, given.get(name), place, reason, "lost" if fatal else effect_of(key)))
+            left_out.append(UnmappedValue(key, given.get(name), place, reason, "lost" if fatal else effect_of(key)))
             holder.pop(name, None)
         if fatal:
             return None
-    left_out += [LeftOut(key, new.pop(key), place, NOT_COPIED) for key in [*new] if is_secret(key)]
+    left_out += [UnmappedValue(key, new.pop(key), place, NOT_COPIED) for key in [*new] if is_secret(key)]
     return new
 
 

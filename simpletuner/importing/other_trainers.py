@@ -23,10 +23,10 @@ class TranslatedFile:
     """The dataset file that it names."""
     settings: list[tuple[str, str, Any, Any]] = field(default_factory=list)
     optimizer: str = ""
-    own: dict[str, Any] = field(default_factory=dict)
+    their_defaults: dict[str, Any] = field(default_factory=dict)
     """Values that the other trainer has by itself."""
-    idle: list[tuple[str, Any, str]] = field(default_factory=list)
-    lost: list[tuple[str, Any, str, Effect]] = field(default_factory=list)
+    no_effect: list[tuple[str, Any, str]] = field(default_factory=list)
+    unsupported: list[tuple[str, Any, str, Effect]] = field(default_factory=list)
     """Values without a place here, with what that changes."""
 
 
@@ -154,7 +154,7 @@ def translate_kohya(values: Mapping[str, Any]) -> TranslatedFile:
     found.datasets = str(given.pop("dataset_config", ""))
     is_lora = given.get("network_module") == "networks.lora"
     name = str(given.get("pretrained_model_name_or_path", ""))
-    found.own = {
+    found.their_defaults = {
         **KOHYA_OWN,
         # SDXL has a script of its own in sd-scripts, so a file does not say whether it is meant.
         "model_family": "sd2x" if given.get("v2") else "sdxl" if "xl" in name.lower() else "sd1x",
@@ -163,9 +163,9 @@ def translate_kohya(values: Mapping[str, Any]) -> TranslatedFile:
         **({"lora_rank": 4, "lora_alpha": 1.0, "lora_target_modules": ATTENTION_BLOCKS} if is_lora else {}),
         **({} if "max_train_epochs" in given else {"max_train_steps": 1600, "num_train_epochs": 0}),
     }
-    if found.own["model_family"] == "sd1x" and not SD1.search(name.lower()):
+    if found.their_defaults["model_family"] == "sd1x" and not SD1.search(name.lower()):
         reason = "taken for Stable Diffusion 1, since its name has no `xl`: otherwise set model_family"
-        found.lost.append(("pretrained_model_name_or_path", name, reason, "look"))
+        found.unsupported.append(("pretrained_model_name_or_path", name, reason, "look"))
     drop_silent(given, found)
     if "max_train_epochs" in given:
         given.pop("max_train_steps", None)  # which it outranks
@@ -174,16 +174,18 @@ def translate_kohya(values: Mapping[str, Any]) -> TranslatedFile:
         given.pop("learning_rate", None)
     if not is_lora:
         module = given.get("network_module")
-        found.lost.append(
+        found.unsupported.append(
             ("network_module", module, "only networks.lora, a LoRA of a U-Net, has the same layers here", "lost")
         )
     elif not given.get("network_train_unet_only"):
-        found.lost.append(("network_train_unet_only", False, "text encoders are not trained by this version", "lost"))
+        found.unsupported.append(
+            ("network_train_unet_only", False, "text encoders are not trained by this version", "lost")
+        )
     if "train_data_dir" in given:
         reason = (
             "folders named N_PHRASE are not read: list them as [[datasets.subsets]] in a file that dataset_config names"
         )
-        found.lost.append(("train_data_dir", given.pop("train_data_dir"), reason, "lost"))
+        found.unsupported.append(("train_data_dir", given.pop("train_data_dir"), reason, "lost"))
     found.optimizer = normalize_name(given.get("optimizer_type", ""))
     for argument in given.pop("optimizer_args", None) or []:
         add_argument(str(argument), found)
@@ -201,12 +203,12 @@ def drop_silent(given: dict[str, Any], found: TranslatedFile) -> None:
     anyway, and datasets that are silent take the sizes of the training file."""
     if given.get("network_alpha") == 0:
         del given["network_alpha"]
-        found.own["lora_alpha"] = None
+        found.their_defaults["lora_alpha"] = None
     if given.get("use_8bit_adam") and "optimizer_type" not in given:
-        found.own["optimizer"] = "adamw"
+        found.their_defaults["optimizer"] = "adamw"
     skipped = given.pop("clip_skip", None)
-    if skipped not in (1, None) and found.own["model_family"] != "sdxl":
-        found.lost.append(("clip_skip", skipped, UNKNOWN, "lost"))
+    if skipped not in (1, None) and found.their_defaults["model_family"] != "sdxl":
+        found.unsupported.append(("clip_skip", skipped, UNKNOWN, "lost"))
     if found.datasets:
         for name in ("resolution", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "caption_extension"):
             given.pop(name, None)
@@ -221,7 +223,7 @@ def add_argument(argument: str, found: TranslatedFile) -> None:
     if argument.replace(" ", "") == "decouple=True" and "prodigy" in found.optimizer:  # as it is by default
         return
     if len(values) != len(settings.get(name, ())):
-        found.lost.append(("optimizer_args", argument, UNKNOWN, "lost"))
+        found.unsupported.append(("optimizer_args", argument, UNKNOWN, "lost"))
         return
     for setting, value in zip(settings[name], values, strict=True):
         found.settings.append((setting, "optimizer_args", argument, value.strip()))
@@ -230,7 +232,7 @@ def add_argument(argument: str, found: TranslatedFile) -> None:
 def add_lion(optimizer: Any, found: TranslatedFile) -> None:
     """Add the values that Lion has in the packages of both trainers."""
     if OPTIMIZERS.get(normalize_name(optimizer)) == "lion":
-        found.own |= {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_weight_decay": 0.0}
+        found.their_defaults |= {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_weight_decay": 0.0}
 
 
 PIPE_NAMES: dict[str, tuple[str, SAME | None]] = {
@@ -284,7 +286,7 @@ def translate_pipe(values: Mapping[str, Any]) -> TranslatedFile:
     given, found = dict(dotted(values)), TranslatedFile()
     found.datasets = str(given.pop("dataset", ""))
     kind, has_adapter = normalize_name(given.get("model.type", "")), "adapter" in values
-    found.own = {
+    found.their_defaults = {
         "model_family": PIPE_FAMILIES.get(kind, kind),
         "model_type": "lora" if has_adapter else "full",
         "caption_dropout_probability": 0.0,
@@ -296,17 +298,17 @@ def translate_pipe(values: Mapping[str, Any]) -> TranslatedFile:
     }
     add_lion(given.get("optimizer.type"), found)
     if normalize_name(given.get("optimizer.type")) == "adamw_optimi":  # torch-optimi 0.3.3
-        found.own |= {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-6, "adam_weight_decay": 0.01}
+        found.their_defaults |= {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-6, "adam_weight_decay": 0.01}
     add_length(given, found)
     if kind == "sdxl" and not has_adapter:
         reason = "without an adapter both text encoders are trained there, too, which this version does not do"
-        found.lost.append(("model.type", "sdxl", reason, "lost"))
+        found.unsupported.append(("model.type", "sdxl", reason, "lost"))
     betas = given.pop("optimizer.betas", None)
     if isinstance(betas, list) and len(betas) == 2:
         names = zip(("adam_beta1", "adam_beta2"), betas, strict=True)
         found.settings += [(name, "optimizer.betas", betas, beta) for name, beta in names]
     if has_adapter:
-        found.lost.append(
+        found.unsupported.append(
             ("adapter", "lora", "it adapts all linear layers of the blocks: set lora_target_modules", "lost")
         )
     sort_names(given, found, PIPE_NAMES, PIPE_IDLE, PIPE_CHECKED)
@@ -317,18 +319,18 @@ def add_length(given: dict[str, Any], found: TranslatedFile) -> None:
     """Add how long a run of diffusion-pipe is, and what its cosine spans (train.py:851-862)."""
     steps, schedule = given.get("max_steps"), normalize_name(given.get("lr_scheduler", ""))
     if schedule == "cosine":
-        found.own["lr_end"] = 1e-6
+        found.their_defaults["lr_end"] = 1e-6
     if schedule == "cosine" and steps:
         reason = "there it spans all epochs, and max_steps ends the run before; here it would span max_train_steps"
-        found.lost.append(("lr_scheduler", "cosine", reason, "lost"))
+        found.unsupported.append(("lr_scheduler", "cosine", reason, "lost"))
     elif schedule == "cosine" and given.get("warmup_steps"):
         reason = "it begins after the warm-up there, and ends as many steps short of its end"
-        found.lost.append(("lr_scheduler", "cosine", reason, "look"))
+        found.unsupported.append(("lr_scheduler", "cosine", reason, "look"))
     if steps and (epochs := given.pop("epochs", None)) is not None:
         reason = (
             f"there the run ends after {epochs} epochs if these are fewer than max_steps; here max_train_steps counts"
         )
-        found.lost.append(("epochs", epochs, reason, "look"))
+        found.unsupported.append(("epochs", epochs, reason, "look"))
 
 
 def dotted(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -352,11 +354,11 @@ def sort_names(
         try:
             value_here = convert(value) if convert else value
         except ValueError as error:
-            found.lost.append((name, value, str(error), "lost"))
+            found.unsupported.append((name, value, str(error), "lost"))
             continue
         if setting:
             found.settings.append((setting, name, value, value_here))
         elif name in idle or name in checked or name.partition(".")[0] in ("monitoring", "x_axis_examples"):
-            found.idle.append((name, value, FASTER if name in idle else "asks for nothing special"))
+            found.no_effect.append((name, value, FASTER if name in idle else "asks for nothing special"))
         else:
-            found.lost.append((name, value, UNKNOWN, "lost"))
+            found.unsupported.append((name, value, UNKNOWN, "lost"))

@@ -16,11 +16,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.importing.original import Effect, LeftOut, Original, Taken, names_accelerate, setting_of
+from simpletuner.importing.original import Effect, MappedValue, Original, UnmappedValue, names_accelerate, setting_of
 from simpletuner.importing.other_trainers import TranslatedFile
 from simpletuner.importing.translation import (
     OVERRIDES,
-    There,
+    OriginalConfig,
     only_there,
     own_values,
     split_optimizer_config,
@@ -54,7 +54,7 @@ NOTE_OF_THEIRS = re.compile(r"[_$#]|//")
 """Beginnings of names that people use for comments."""
 
 
-class NotTaken(Exception):
+class CannotMap(Exception):
     """Raised with the reason why a value that asks for something is left out."""
 
 
@@ -71,7 +71,7 @@ def effect_of(name: str) -> Effect:
     return "none" if NOTE_OF_THEIRS.match(name) else "lost"
 
 
-def read_there(original: Original, accelerate: Iterable[Source]) -> There:
+def read_config(original: Original, accelerate: Iterable[Source]) -> OriginalConfig:
     """Return the file as the original's program reads it. `accelerate` is what the file that it names says."""
     given = {}
     for each in original.values:
@@ -81,13 +81,13 @@ def read_there(original: Original, accelerate: Iterable[Source]) -> There:
     json = read_table("deepspeed_config", RawValue("deepspeed_config", given.get("deepspeed_config"), ""), []).value
     has_deepspeed = isinstance(json, Mapping) or given.get("zero_stage") is not None
     has_fsdp = "fsdp_enable" in given and not is_off(given["fsdp_enable"])
-    return There(given, has_fsdp, has_deepspeed, isinstance(json, Mapping) and "optimizer" in json)
+    return OriginalConfig(given, has_fsdp, has_deepspeed, isinstance(json, Mapping) and "optimizer" in json)
 
 
-def take_values(original: Original, there: There, root: Path) -> None:
+def take_values(original: Original, config: OriginalConfig, root: Path) -> None:
     """Take every value or leave it out. Raises SettingsError for one without which nothing is left to train."""
-    original.own = list(own_values(there))
-    ignored = dict(unread(there))
+    original.their_defaults = list(own_values(config))
+    ignored = dict(unread(config))
     for given in original.values:
         name = plain_name(given.name)
         name = name if name in OVERRIDES else setting_of(given)
@@ -95,18 +95,18 @@ def take_values(original: Original, there: There, root: Path) -> None:
             original.leave_out(given, ignored[name], "none")
             continue
         for each in split_optimizer_config(given):
-            take_or_leave(each, there, original, root)
+            take_or_leave(each, config, original, root)
     places = {setting_of(each): each.place for each in reversed(original.values)}
-    for name, value, reason in only_there(there):
+    for name, value, reason in only_there(config):
         place = places.get(name) or f"{places['model_family']}, by default"
-        original.left_out.append(LeftOut(name, value, place, reason, "lost"))
+        original.left_out.append(UnmappedValue(name, value, place, reason, "lost"))
 
 
-def take_or_leave(given: RawValue, there: There, original: Original, root: Path) -> None:
-    translated, note = translate(given, there)
+def take_or_leave(given: RawValue, config: OriginalConfig, original: Original, root: Path) -> None:
+    translated, note = translate(given, config)
     try:
         taken = take_value(translated, original, root)
-    except NotTaken as reason:
+    except CannotMap as reason:
         if plain_name(given.name) in DECISIVE:
             mistake = Mistake(given.name, str(reason), given.place, shorten(given.as_written))
             raise SettingsError(mistakes=[mistake], hint="it decides what is trained") from None
@@ -128,16 +128,18 @@ def take_or_leave(given: RawValue, there: There, original: Original, root: Path)
 def take_translated(original: Original, found: TranslatedFile, trainer: str) -> None:
     """Take what another trainer's file means here; what has another value there is left out, as lost."""
     place = str(original.file)
-    original.own = [
-        RawValue(name, value, f"{trainer} has it") for name, value in found.own.items() if value is not None
+    original.their_defaults = [
+        RawValue(name, value, f"{trainer} has it") for name, value in found.their_defaults.items() if value is not None
     ]
-    original.left_out += [LeftOut(name, value, place, reason, effect) for name, value, reason, effect in found.lost]
-    original.left_out += [LeftOut(name, value, place, reason, "none") for name, value, reason in found.idle]
+    original.left_out += [
+        UnmappedValue(name, value, place, reason, effect) for name, value, reason, effect in found.unsupported
+    ]
+    original.left_out += [UnmappedValue(name, value, place, reason, "none") for name, value, reason in found.no_effect]
     for setting, name, written, value in found.settings:
         given = RawValue(name, written, place)
         try:
-            original.taken[setting] = Taken(given, check_value(setting, RawValue(setting, value, place)))
-        except NotTaken as reason:
+            original.taken[setting] = MappedValue(given, check_value(setting, RawValue(setting, value, place)))
+        except CannotMap as reason:
             original.leave_out(given, str(reason), effect_of(setting))
 
 
@@ -148,8 +150,8 @@ def same_value(setting: str, one: Any, other: Any) -> bool:
     return is_equal(one, other)
 
 
-def take_value(given: RawValue, original: Original, root: Path) -> Taken | None:
-    """Return the setting that a value becomes, or None where it asks for nothing. Raises NotTaken."""
+def take_value(given: RawValue, original: Original, root: Path) -> MappedValue | None:
+    """Return the setting that a value becomes, or None where it asks for nothing. Raises CannotMap."""
     name = canonical_name(given.name) or plain_name(given.name)
     if name in NOT_SETTINGS:
         effect = "look" if NOT_SETTINGS[name] in NEEDS_LOOK else "none"
@@ -161,21 +163,21 @@ def take_value(given: RawValue, original: Original, root: Path) -> Taken | None:
         original.leave_out(given, "not set", "none")
         return None
     if names_accelerate(given):
-        return Taken(given, replace(given, name=ACCELERATE_CONFIG, value=relocated(written, root)))
+        return MappedValue(given, replace(given, name=ACCELERATE_CONFIG, value=relocated(written, root)))
     found = map_name(given.name, name, written)
     if found.outcome in ("neutral", "unused"):
         original.leave_out(given, found.note, "none")
         return None
     if found.outcome != "set":
         like = did_you_mean(given.name, setting_fields())
-        raise NotTaken(found.note or f"not a name that is known here{'; ' if like else ''}{like}")
+        raise CannotMap(found.note or f"not a name that is known here{'; ' if like else ''}{like}")
     moved = relocate(found.setting, found.value, root)
     note = "" if moved == found.value else f"relative to {root} there"
-    return Taken(given, check_value(found.setting, replace(given, name=found.setting, value=moved)), note)
+    return MappedValue(given, check_value(found.setting, replace(given, name=found.setting, value=moved)), note)
 
 
 def check_value(setting: str, given: RawValue) -> RawValue:
-    """Check a value by itself, after reading the JSON file that it may name. Raises NotTaken."""
+    """Check a value by itself, after reading the JSON file that it may name. Raises CannotMap."""
     mistakes: list[Mistake] = []
     given = read_table(setting, given, mistakes)
     try:
@@ -183,7 +185,7 @@ def check_value(setting: str, given: RawValue) -> RawValue:
     except ValidationError as error:
         mistakes += [to_mistake(error.errors()[0], setting_fields()[setting], Origin(given.place, given.as_written))]
     if mistakes:
-        raise NotTaken(f"{mistakes[0].message}{'; ' if mistakes[0].hint else ''}{mistakes[0].hint}")
+        raise CannotMap(f"{mistakes[0].message}{'; ' if mistakes[0].hint else ''}{mistakes[0].hint}")
     return given
 
 

@@ -18,7 +18,7 @@ from simpletuner.settings.values.spelling import normalize_name
 
 
 @dataclass(frozen=True)
-class OptimizerThere:
+class OriginalOptimizer:
     """An optimizer of the original: its replacement here, and the values that it has there."""
 
     ours: str
@@ -40,31 +40,31 @@ EIGHT_BITS = "its moments are of 8 bits there; state_layout=split has such, for 
 PAGED = "its moments are paged out to the machine's memory there; fsdp_offload_params keeps them there"
 BETAS = (0.9, 0.999)
 FASTER = (0.9, 0.99)
-OPTIMIZERS_THERE: dict[str, OptimizerThere] = {
-    "adamw_bf16": OptimizerThere("adamw", BETAS, 1e-6, 0.01),
-    "torch_adam": OptimizerThere("adam", BETAS, 1e-8),
-    "torch_adamw": OptimizerThere("adamw", BETAS, 1e-8, 0.01),
-    "torch_adagrad": OptimizerThere("adagrad", epsilon=1e-10),
-    "torch_adafactor": OptimizerThere("adafactor"),
-    "adamw_schedulefree": OptimizerThere("adamw_schedulefree", BETAS, 1e-8, 0.01),
-    "adamw_schedulefree+aggressive": OptimizerThere("adamw_schedulefree", BETAS, 1e-6, 1e-3),
-    "adamw_schedulefree+no_kahan": OptimizerThere("adamw_schedulefree", BETAS, 1e-6, 1e-3),
-    "optimi_adam": OptimizerThere("adam", FASTER, 1e-6),
-    "optimi_adamw": OptimizerThere("adamw", FASTER, 1e-6),
-    "optimi_lion": OptimizerThere("lion", FASTER),
-    "ao_adamw8bit": OptimizerThere("adamw", BETAS, 1e-6, 0.01, EIGHT_BITS),
-    "bnb_adagrad": OptimizerThere("adagrad", epsilon=1e-10),
-    "bnb_adagrad8bit": OptimizerThere("adagrad", None, 1e-10, note="its sums are of 8 bits there"),
-    "bnb_adam": OptimizerThere("adam", BETAS, 1e-8),
-    "bnb_adam8bit": OptimizerThere("adam", BETAS, 1e-8, note="its moments are of 8 bits there"),
-    "bnb_adamw": OptimizerThere("adamw", BETAS, 1e-6, 0.01),
-    "bnb_adamw_paged": OptimizerThere("adamw", BETAS, 1e-6, 0.01, PAGED),
-    "bnb_adamw8bit": OptimizerThere("adamw", BETAS, 1e-6, 0.01, EIGHT_BITS),
-    "bnb_adamw8bit_paged": OptimizerThere("adamw", BETAS, 1e-6, 0.01, EIGHT_BITS),
-    "bnb_lion": OptimizerThere("lion", FASTER),
-    "bnb_lion_paged": OptimizerThere("lion", FASTER, note=PAGED),
-    "bnb_lion8bit": OptimizerThere("lion", FASTER, note="its momentum is of 8 bits there"),
-    "bnb_lion8bit_paged": OptimizerThere("lion", FASTER, note="its momentum is of 8 bits there"),
+ORIGINAL_OPTIMIZERS: dict[str, OriginalOptimizer] = {
+    "adamw_bf16": OriginalOptimizer("adamw", BETAS, 1e-6, 0.01),
+    "torch_adam": OriginalOptimizer("adam", BETAS, 1e-8),
+    "torch_adamw": OriginalOptimizer("adamw", BETAS, 1e-8, 0.01),
+    "torch_adagrad": OriginalOptimizer("adagrad", epsilon=1e-10),
+    "torch_adafactor": OriginalOptimizer("adafactor"),
+    "adamw_schedulefree": OriginalOptimizer("adamw_schedulefree", BETAS, 1e-8, 0.01),
+    "adamw_schedulefree+aggressive": OriginalOptimizer("adamw_schedulefree", BETAS, 1e-6, 1e-3),
+    "adamw_schedulefree+no_kahan": OriginalOptimizer("adamw_schedulefree", BETAS, 1e-6, 1e-3),
+    "optimi_adam": OriginalOptimizer("adam", FASTER, 1e-6),
+    "optimi_adamw": OriginalOptimizer("adamw", FASTER, 1e-6),
+    "optimi_lion": OriginalOptimizer("lion", FASTER),
+    "ao_adamw8bit": OriginalOptimizer("adamw", BETAS, 1e-6, 0.01, EIGHT_BITS),
+    "bnb_adagrad": OriginalOptimizer("adagrad", epsilon=1e-10),
+    "bnb_adagrad8bit": OriginalOptimizer("adagrad", None, 1e-10, note="its sums are of 8 bits there"),
+    "bnb_adam": OriginalOptimizer("adam", BETAS, 1e-8),
+    "bnb_adam8bit": OriginalOptimizer("adam", BETAS, 1e-8, note="its moments are of 8 bits there"),
+    "bnb_adamw": OriginalOptimizer("adamw", BETAS, 1e-6, 0.01),
+    "bnb_adamw_paged": OriginalOptimizer("adamw", BETAS, 1e-6, 0.01, PAGED),
+    "bnb_adamw8bit": OriginalOptimizer("adamw", BETAS, 1e-6, 0.01, EIGHT_BITS),
+    "bnb_adamw8bit_paged": OriginalOptimizer("adamw", BETAS, 1e-6, 0.01, EIGHT_BITS),
+    "bnb_lion": OriginalOptimizer("lion", FASTER),
+    "bnb_lion_paged": OriginalOptimizer("lion", FASTER, note=PAGED),
+    "bnb_lion8bit": OriginalOptimizer("lion", FASTER, note="its momentum is of 8 bits there"),
+    "bnb_lion8bit_paged": OriginalOptimizer("lion", FASTER, note="its momentum is of 8 bits there"),
 }
 DEFAULT_OPTIMIZER = "adamw_bf16"
 NOT_WITH_FSDP2 = ("optimi_", "bnb_", "soap")
@@ -72,7 +72,7 @@ NOT_WITH_FSDP2 = ("optimi_", "bnb_", "soap")
 
 
 @dataclass(frozen=True)
-class FamilyThere:
+class OriginalFamily:
     """Behaviour of the original in every run of a family."""
 
     forces: Mapping[str, Any] = field(default_factory=dict)
@@ -87,39 +87,39 @@ def aligned(pixels: int, **forces: Any) -> dict[str, Any]:
     return {"aspect_bucket_alignment": pixels, **forces}
 
 
-BY_PIPELINE = FamilyThere(
+BY_PIPELINE = OriginalFamily(
     lost="there code of its own trains it, which was not compared with diffusers' pipeline, by which it trains here"
 )
 
-FAMILIES_THERE: dict[str, FamilyThere] = {
-    "auraflow": FamilyThere(aligned(64), {"tokenizer_max_length": 120}),
-    "chroma": FamilyThere(
+ORIGINAL_FAMILIES: dict[str, OriginalFamily] = {
+    "auraflow": OriginalFamily(aligned(64), {"tokenizer_max_length": 120}),
+    "chroma": OriginalFamily(
         aligned(64),
         lost="there noise levels are pushed towards 0 and 1 after they are drawn, which this version does not do",
     ),
-    "cosmos": FamilyThere(aligned(16)),
+    "cosmos": OriginalFamily(aligned(16)),
     "ernie": BY_PIPELINE,
-    "flux": FamilyThere(aligned(64)),
-    "flux2": FamilyThere(aligned(16, tokenizer_max_length=512, flux_guidance_value=1.0)),
+    "flux": OriginalFamily(aligned(64)),
+    "flux2": OriginalFamily(aligned(16, tokenizer_max_length=512, flux_guidance_value=1.0)),
     "hunyuanvideo": BY_PIPELINE,
     "kandinsky5_video": BY_PIPELINE,
     "kolors": BY_PIPELINE,
     "krea2": BY_PIPELINE,
     "longcat_image": BY_PIPELINE,
-    "ltxvideo": FamilyThere(aligned(64, tokenizer_max_length=226)),
-    "ltxvideo2": FamilyThere(
+    "ltxvideo": OriginalFamily(aligned(64, tokenizer_max_length=226)),
+    "ltxvideo2": OriginalFamily(
         lost="there the video attends to its audio, or to noised zeros where there is none, and here to no audio",
     ),
-    "lumina2": FamilyThere(aligned(64)),
-    "pixart_sigma": FamilyThere(aligned(64, tokenizer_max_length=300), {"max_grad_norm": 0.01}),
-    "qwen_image": FamilyThere(limits={"aspect_bucket_alignment": 32}),
-    "sana": FamilyThere(
+    "lumina2": OriginalFamily(aligned(64)),
+    "pixart_sigma": OriginalFamily(aligned(64, tokenizer_max_length=300), {"max_grad_norm": 0.01}),
+    "qwen_image": OriginalFamily(limits={"aspect_bucket_alignment": 32}),
+    "sana": OriginalFamily(
         aligned(64, vae_dtype="fp32"),
         lost="there latents are halved, and noise levels are drawn evenly from the scheduler's own",
     ),
     "sanavideo": BY_PIPELINE,
-    "sd3": FamilyThere(aligned(64), {"tokenizer_max_length": 154}),
-    "wan": FamilyThere(aligned(32, tokenizer_max_length=512)),
+    "sd3": OriginalFamily(aligned(64), {"tokenizer_max_length": 154}),
+    "wan": OriginalFamily(aligned(32, tokenizer_max_length=512)),
 }
 
 ASSISTED = {"z_image": ("", "turbo", "turbo_ostris_v2"), "flux": ("schnell",)}
@@ -164,7 +164,7 @@ LIMITS = {"max_grad_norm": 2.0, "aspect_bucket_alignment": 64.0}
 
 
 @dataclass(frozen=True)
-class There:
+class OriginalConfig:
     """A file of the original as its program reads it. `given` has values by the names that settings have here."""
 
     given: Mapping[str, Any]
@@ -198,8 +198,8 @@ class There:
         return FAMILY_NAMES.get(name, name)
 
     @property
-    def family(self) -> FamilyThere:
-        found = FAMILIES_THERE.get(self.family_name, FamilyThere())
+    def family(self) -> OriginalFamily:
+        found = ORIGINAL_FAMILIES.get(self.family_name, OriginalFamily())
         if self.family_name == "auraflow" and self.word("model_flavour") == "pony":
             found = replace(found, limits={"tokenizer_max_length": 768})
         return replace(found, limits={}) if self.asks_for("i_know_what_i_am_doing") else found
@@ -213,76 +213,76 @@ class There:
         return self.word("lr_scheduler") or "constant_with_warmup"
 
 
-def unread(there: There) -> Iterator[tuple[str, str]]:
+def unread(config: OriginalConfig) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) of what the original does not read, or replaces by a value of its own."""
-    yield from unread_by_optimizer(there)
-    if there.scheduler == "constant":
+    yield from unread_by_optimizer(config)
+    if config.scheduler == "constant":
         yield "lr_warmup_steps", "lr_scheduler=constant does not warm up there"
-    if there.scheduler == "linear":
+    if config.scheduler == "linear":
         yield "lr_end", "lr_scheduler=linear ends at 0 there"
-    if there.number("flow_schedule_shift", 3.0) > 0:
+    if config.number("flow_schedule_shift", 3.0) > 0:
         yield "flow_schedule_auto_shift", "flow_schedule_shift takes precedence there"
-    if clips_nothing(there):
+    if clips_nothing(config):
         yield "max_grad_norm", "the original does not clip values with FSDP"
-    if there.has_deepspeed:
+    if config.has_deepspeed:
         yield "grad_clip_method", "DeepSpeed clips by the norm"
-    family = there.family
+    family = config.family
     for name, value in family.forces.items():
-        if not there.has(name, value):
-            yield name, f"the original always has {value} for {there.family_name}"
+        if not config.has(name, value):
+            yield name, f"the original always has {value} for {config.family_name}"
     for name, most in family.limits.items():
-        if there.number(name, LIMITS.get(name, 0)) > most:
-            yield name, f"the original has at most {most} for {there.family_name}"
+        if config.number(name, LIMITS.get(name, 0)) > most:
+            yield name, f"the original has at most {most} for {config.family_name}"
 
 
-def unread_by_optimizer(there: There) -> Iterator[tuple[str, str]]:
-    if there.deepspeed_optimizes:
+def unread_by_optimizer(config: OriginalConfig) -> Iterator[tuple[str, str]]:
+    if config.deepspeed_optimizes:
         yield from ((name, "DeepSpeed has adam_beta1 and the like there") for name in OVERRIDES)
         return
     yield from ((name, "the original reads it with DeepSpeed's optimizers alone") for name in ADAM)
-    betas = [name for name in OVERRIDES[:2] if there.asks_for(name)]
-    if there.asks_for("optimizer_config"):
+    betas = [name for name in OVERRIDES[:2] if config.asks_for(name)]
+    if config.asks_for("optimizer_config"):
         yield from ((name, "the original reads optimizer_config in its place") for name in betas)
     elif len(betas) == 1:
         yield betas[0], "the original reads both optimizer_beta1 and optimizer_beta2, or none"
 
 
-def own_values(there: There) -> Iterator[RawValue]:
+def own_values(config: OriginalConfig) -> Iterator[RawValue]:
     """Yield the values that the original trains with where its file says nothing, or is not read."""
-    optimizer = OPTIMIZERS_THERE.get(there.optimizer)
-    if optimizer and not there.deepspeed_optimizes:
+    optimizer = ORIGINAL_OPTIMIZERS.get(config.optimizer)
+    if optimizer and not config.deepspeed_optimizes:
         values = optimizer.settings
-        yield from (RawValue(name, value, f"{there.optimizer} has it there") for name, value in values.items())
-    family = {**there.family.limits, **there.family.forces}
-    yield from (RawValue(name, value, f"{there.family_name} has it there") for name, value in family.items())
-    if there.scheduler == "linear":
+        yield from (RawValue(name, value, f"{config.optimizer} has it there") for name, value in values.items())
+    family = {**config.family.limits, **config.family.forces}
+    yield from (RawValue(name, value, f"{config.family_name} has it there") for name, value in family.items())
+    if config.scheduler == "linear":
         yield RawValue("lr_end", 0.0, "lr_scheduler=linear ends there")
-    if clips_nothing(there):
+    if clips_nothing(config):
         yield RawValue("max_grad_norm", 0.0, "the original does not clip values with FSDP")
-    if there.word("model_type") == "lora":
-        targets = LORA_TARGETS.get(there.family_name, IMAGE_STREAM)
+    if config.word("model_type") == "lora":
+        targets = LORA_TARGETS.get(config.family_name, IMAGE_STREAM)
         yield RawValue("lora_target_modules", targets, "the layers that the original adapts")
 
 
-def only_there(there: There) -> Iterator[tuple[str, Any, str]]:
+def only_there(config: OriginalConfig) -> Iterator[tuple[str, Any, str]]:
     """Yield (name, value, reason) of what the original would do with this file and this version does not."""
-    is_own = there.family_name == "chroma" and there.asks_for("flow_use_uniform_schedule")  # the way of both programs
-    if (reason := there.family.lost) and not is_own:
-        yield "model_family", there.given.get("model_family"), reason
-    if there.number("aspect_bucket_rounding", 2) != 2:
+    is_own = config.family_name == "chroma" and config.asks_for("flow_use_uniform_schedule")  # the way of both programs
+    if (reason := config.family.lost) and not is_own:
+        yield "model_family", config.given.get("model_family"), reason
+    if config.number("aspect_bucket_rounding", 2) != 2:
         reason = "buckets have the sizes of aspects with two decimals"
-        yield "aspect_bucket_rounding", there.given["aspect_bucket_rounding"], reason
-    if there.scheduler == "cosine":
+        yield "aspect_bucket_rounding", config.given["aspect_bucket_rounding"], reason
+    if config.scheduler == "cosine":
         reason = "there lr_warmup_steps is its period; here it is half a cosine over the whole run, to lr_end"
-        yield "lr_scheduler", there.given["lr_scheduler"], reason
-    if reason := OTHER_METHODS.get(there.optimizer):
-        yield "optimizer", there.given["optimizer"], reason
-    if there.has_fsdp and there.optimizer.startswith(NOT_WITH_FSDP2):
+        yield "lr_scheduler", config.given["lr_scheduler"], reason
+    if reason := OTHER_METHODS.get(config.optimizer):
+        yield "optimizer", config.given["optimizer"], reason
+    if config.has_fsdp and config.optimizer.startswith(NOT_WITH_FSDP2):
         reason = "with FSDP2 the original trains with adamw_schedulefree in its place: name the one that you mean"
-        yield "optimizer", there.given["optimizer"], reason
-    is_distilled = there.word("model_flavour") in ASSISTED.get(there.family_name, ())
-    is_named = any(map(there.asks_for, ("disable_assistant_lora", "assistant_lora_path")))
-    if is_distilled and there.word("model_type") == "lora" and not is_named:
+        yield "optimizer", config.given["optimizer"], reason
+    is_distilled = config.word("model_flavour") in ASSISTED.get(config.family_name, ())
+    is_named = any(map(config.asks_for, ("disable_assistant_lora", "assistant_lora_path")))
+    if is_distilled and config.word("model_type") == "lora" and not is_named:
         reason = (
             "the original trains a LoRA of a distilled model on top of an assistant LoRA: name its file as "
             "assistant_lora_path"
@@ -290,21 +290,21 @@ def only_there(there: There) -> Iterator[tuple[str, Any, str]]:
         yield "disable_assistant_lora", False, reason
 
 
-def clips_nothing(there: There) -> bool:
-    return there.has_fsdp and there.word("grad_clip_method") != "norm"
+def clips_nothing(config: OriginalConfig) -> bool:
+    return config.has_fsdp and config.word("grad_clip_method") != "norm"
 
 
-def translate(given: RawValue, there: There) -> tuple[RawValue, str]:
+def translate(given: RawValue, config: OriginalConfig) -> tuple[RawValue, str]:
     """Return a value in the words of this version, and a note on the difference."""
     name, word = normalize_name(given.name.lstrip("-")), normalize_name(given.value)
-    if name == "optimizer" and (found := OPTIMIZERS_THERE.get(word)):
+    if name == "optimizer" and (found := ORIGINAL_OPTIMIZERS.get(word)):
         return replace(given, value=found.ours), found.note
     if name == "base_model_precision" and (found := QUANTIZED.fullmatch(word)):
         ours, note = nearest_precision(found[1], int(found[2]))
         return replace(given, value=ours), note
     if name == "model_family" and word in FAMILY_NAMES:
         return replace(given, value=FAMILY_NAMES[word]), ""
-    if name == "flux_lora_target" and there.family_name == "flux" and word in FLUX_LORA_TARGETS:
+    if name == "flux_lora_target" and config.family_name == "flux" and word in FLUX_LORA_TARGETS:
         return replace(given, name="lora_target_modules", value=FLUX_LORA_TARGETS[word]), ""
     return given, ""
 

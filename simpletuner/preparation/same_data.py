@@ -63,7 +63,7 @@ class Exchange:
 
 
 @dataclass
-class Listed:
+class ListedFiles:
     """Files that a machine's first rank has found; empty on the others."""
 
     datasets: list[DatasetFiles] = field(default_factory=list)
@@ -74,7 +74,9 @@ class Listed:
         return sum(len(files.list.table) for files in self.datasets)
 
 
-def verify_same_data(listed: Listed, datasets: Sequence[ImageDataset], world: World, stop: Callable[[], None]) -> None:
+def verify_same_data(
+    listed: ListedFiles, datasets: Sequence[ImageDataset], world: World, stop: Callable[[], None]
+) -> None:
     """Collective: verify that all machines have the same datasets and files.
 
     Raises DataError or SettingsError, on all ranks, with the first difference between two of them.
@@ -102,7 +104,7 @@ def verify_same_data(listed: Listed, datasets: Sequence[ImageDataset], world: Wo
         compare_machines(exchange, listed)
 
 
-def compare_machines(exchange: Exchange, listed: Listed) -> None:
+def compare_machines(exchange: Exchange, listed: ListedFiles) -> None:
     """Compare the chunks in which some machine differs from the first one, file by file. Collective."""
     world, stop = exchange.world, exchange.stop
     digests = chunk_digests(listed.datasets) if listed.datasets else []

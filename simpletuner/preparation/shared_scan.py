@@ -43,7 +43,7 @@ from simpletuner.data.storage.storage import LocalStorage, Storage, open_storage
 from simpletuner.data.tables.table_files import table_of
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.parallel.world import World
-from simpletuner.preparation.same_data import Listed, verify_same_data
+from simpletuner.preparation.same_data import ListedFiles, verify_same_data
 from simpletuner.report import Report
 from simpletuner.system.files.atomic import remove
 from simpletuner.system.files.late_files import wait_for_files
@@ -85,7 +85,7 @@ def scan_datasets(
     kept = [scan.preserved() for scan in scans]
     new = [scan for scan, name in zip(scans, kept, strict=True) if not name]
     # Once per machine: only so it is known whether all machines have the same files.
-    listed = list_all(new, stop, rescan) if world.local_rank == 0 else Listed()
+    listed = list_all(new, stop, rescan) if world.local_rank == 0 else ListedFiles()
     verify_same_data(listed, datasets, world, stop)
     files = (each.list for each in listed.datasets)
     found = [
@@ -102,9 +102,9 @@ def scan_datasets(
     return found
 
 
-def list_all(scans: Sequence[SharedScan], stop: Callable[[], None], rescan: bool) -> Listed:
+def list_all(scans: Sequence[SharedScan], stop: Callable[[], None], rescan: bool) -> ListedFiles:
     """List the files of datasets; an error is kept, so that all ranks can raise it."""
-    listed = Listed()
+    listed = ListedFiles()
     try:
         for scan in scans:
             known = None if rescan else scan.unchanged()

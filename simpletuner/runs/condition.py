@@ -30,7 +30,7 @@ CONSOLE_BYTES = 64 << 10
 RESUME_HINT = "start it again to go on from its last checkpoint"
 
 
-class State(StrEnum):
+class ConditionState(StrEnum):
     """Activity or end of a run: the states that it writes itself, and those that only others can see."""
 
     STARTING = "starting"
@@ -48,7 +48,7 @@ class State(StrEnum):
 class Condition:
     """A state, the sentence that explains it, and what to do about it."""
 
-    state: State
+    state: ConditionState
     sentence: str = ""
     hint: str = ""
     can_stop: bool = False
@@ -58,11 +58,16 @@ class Condition:
 
     @property
     def has_ended(self) -> bool:
-        return self.state in (State.FINISHED, State.STOPPED, State.FAILED, State.KILLED)
+        return self.state in (
+            ConditionState.FINISHED,
+            ConditionState.STOPPED,
+            ConditionState.FAILED,
+            ConditionState.KILLED,
+        )
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownStart:
     """Facts about a run that only the page has: the pid that it has started (0 once that has ended), and its stop
     request."""
 
@@ -74,13 +79,13 @@ class Known:
     standing: StandingRecords = field(default_factory=StandingRecords)
 
 
-def find_condition(run: RunFolder, status: RunStatus | None, known: Known) -> Condition:
+def find_condition(run: RunFolder, status: RunStatus | None, known: KnownStart) -> Condition:
     holder, holding = run.lease
     if holding is Holding.HELD and not holder.damaged:
         return condition_of_holder(run, holder, status, known)
     # A run takes the lock only when it reaches its output folder, some seconds after its process has started.
     if known.started_pid and (status is None or status.pid != known.started_pid):
-        return Condition(State.STARTING, "the process has started and has not reached its output folder yet")
+        return Condition(ConditionState.STARTING, "the process has started and has not reached its output folder yet")
     if status is None:
         return find_refusal(run) or condition_without_status(run)
     if status.has_ended:
@@ -88,36 +93,36 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: Known) -> Co
     if holding is not Holding.FREE and not known.standing.is_dead(run.lock, holder):
         return condition_elsewhere(run, holder, status)
     if is_alive(status):
-        return Condition(State.STOPPING, "its processes are exiting")
+        return Condition(ConditionState.STOPPING, "its processes are exiting")
     was_asked = status.state is RunState.STOPPING  # as by a signal to srun or mpirun, which leave no time to save
     why = (
         "asked to stop, and killed before it had saved"
         if was_asked
         else "killed, out of memory, or the machine went down"
     )
-    sentence = f"it ended without a word after {status.time}: {why}"
-    return Condition(State.KILLED, sentence, RESUME_HINT)
+    sentence = f"the process disappeared after {status.time}: {why}"
+    return Condition(ConditionState.KILLED, sentence, RESUME_HINT)
 
 
-def condition_of_holder(run: RunFolder, holder: Record, status: RunStatus | None, known: Known) -> Condition:
+def condition_of_holder(run: RunFolder, holder: Record, status: RunStatus | None, known: KnownStart) -> Condition:
     """Return the condition of a run that holds its folder."""
     if status is None or (holder.host, holder.pid) != (status.host, status.pid):
-        return Condition(State.RUNNING, "it has not said yet what it is doing", can_stop=True)
+        return Condition(ConditionState.RUNNING, "it has not said yet what it is doing", can_stop=True)
     if status.has_ended:
         return describe_end(status)
     is_asked = status.state is RunState.STOPPING or (known.asked is not None and known.asked.is_of_same_start(status))
     condition = partial(Condition, can_stop=not is_asked, can_leave=is_asked)
     if paused := paused_process(status):
         hint = f"`kill -CONT {paused}` lets it go on"
-        return condition(State.STUCK, f"process {paused} is paused (SIGSTOP)", hint)
+        return condition(ConditionState.STUCK, f"process {paused} is paused (SIGSTOP)", hint)
     silent = time.time() - run.written(STATUS, LOG, METRICS)
     if silent > SILENT_SECONDS:
         sentence = f"it is alive{holder.describe()}, but has written nothing for {format_seconds(silent)}"
-        return condition(State.STUCK, sentence, "look at the processes on that machine")
+        return condition(ConditionState.STUCK, sentence, "look at the processes on that machine")
     asked = "asked to stop" if is_asked else ""
     is_in_step = bool(status.max_steps) and status.total == status.max_steps  # which the reason is about
     sentence = "; ".join(filter(None, (status.reason or asked, "" if is_asked and is_in_step else doing(status))))
-    return condition(State.STOPPING if is_asked else State(status.state), sentence)
+    return condition(ConditionState.STOPPING if is_asked else ConditionState(status.state), sentence)
 
 
 def doing(status: RunStatus) -> str:
@@ -128,7 +133,7 @@ def doing(status: RunStatus) -> str:
 
 def describe_end(status: RunStatus) -> Condition:
     hint = RESUME_HINT if status.state is RunState.STOPPED else status.hint
-    return Condition(State(status.state), status.reason, hint)
+    return Condition(ConditionState(status.state), status.reason, hint)
 
 
 def is_alive(status: RunStatus) -> bool:
@@ -157,15 +162,15 @@ def condition_elsewhere(run: RunFolder, holder: Record, status: RunStatus) -> Co
     silent = time.time() - run.written(STATUS, LOG, METRICS)
     where = f"only the machine on which it was started{holder.describe()} knows more"
     if silent < SILENT_SECONDS:
-        return Condition(State(status.state), f"{doing(status)}, says its status; {where}")
+        return Condition(ConditionState(status.state), f"{doing(status)}, says its status; {where}")
     sentence = f"it has written nothing for {format_seconds(silent)}, and {where}"
-    return Condition(State.UNKNOWN, sentence, "look at that machine; a start waits until its death is certain")
+    return Condition(ConditionState.UNKNOWN, sentence, "look at that machine; a start waits until its death is certain")
 
 
 def condition_without_status(run: RunFolder) -> Condition:
     if run.file(CONSOLE) or run.file(START_CONSOLE):
-        return Condition(State.KILLED, "it ended before it reached its output folder")
-    return Condition(State.UNKNOWN, f"it has no readable {STATUS}")
+        return Condition(ConditionState.KILLED, "it ended before it reached its output folder")
+    return Condition(ConditionState.UNKNOWN, f"it has no readable {STATUS}")
 
 
 def find_refusal(run: RunFolder) -> Condition | None:
@@ -179,4 +184,4 @@ def find_refusal(run: RunFolder) -> Condition | None:
     lines = run.tail(START_CONSOLE, CONSOLE_BYTES).splitlines()
     said = parse_log("\n".join(line if line.startswith(" ") else f"0000-00-00 00:00:00 {line}" for line in lines))
     error = next((entry for entry in said if entry.kind == "error"), None)
-    return Condition(State.FAILED, error.message, error.hint) if error else None
+    return Condition(ConditionState.FAILED, error.message, error.hint) if error else None

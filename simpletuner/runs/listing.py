@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from simpletuner.run_log import START_CONSOLE
-from simpletuner.runs.condition import Condition, Known, State, find_condition, find_refusal
+from simpletuner.runs.condition import Condition, ConditionState, KnownStart, find_condition, find_refusal
 from simpletuner.runs.folder import FILES, MAX_DEPTH, MAX_RUNS, RUN_FILES, SKIPPED, Folders, RunFolder, is_of_run
 from simpletuner.runs.settings_record import SETTINGS, base_of, read_settings
 from simpletuner.status_line import format_seconds
@@ -44,14 +44,14 @@ class Summary:
     @property
     def time_left(self) -> str:
         left = self.status.seconds_left
-        return format_seconds(left) if self.condition.state is State.RUNNING and left is not None else ""
+        return format_seconds(left) if self.condition.state is ConditionState.RUNNING and left is not None else ""
 
 
 def read_status_of(run: RunFolder) -> RunStatus | None:
     return read_status(path) if (path := run.file(STATUS)) is not None else None
 
 
-def summarize(run: RunFolder, known: Known) -> Summary:
+def summarize(run: RunFolder, known: KnownStart) -> Summary:
     status = read_status_of(run)
     condition = find_condition(run, status, known)
     settings = (read_settings(path) if (path := run.file(SETTINGS)) is not None else None) or {}
@@ -88,7 +88,13 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 a run writes as soon as it has the folder, and of the output of a start, for one that never gets so far; without a
 status, of the lock, too."""
 
-SETTLED = (State.FINISHED, State.STOPPED, State.FAILED, State.KILLED, State.UNKNOWN)
+SETTLED = (
+    ConditionState.FINISHED,
+    ConditionState.STOPPED,
+    ConditionState.FAILED,
+    ConditionState.KILLED,
+    ConditionState.UNKNOWN,
+)
 """States that only a file can change."""
 OF_RUN = re.compile(r"validation|logs|profile|data_listings|pipeline.*|base-.*")
 """Folders that a run makes in its own, beside those that are SKIPPED. In others there may be runs: `output` is the
@@ -121,7 +127,7 @@ class Kept:
 class Starter(Protocol):
     """Knowledge of the runs that this process has started itself."""
 
-    def known(self, run: RunFolder) -> Known: ...
+    def known(self, run: RunFolder) -> KnownStart: ...
 
     def is_started(self, output: Path) -> bool: ...
 
@@ -129,8 +135,8 @@ class Starter(Protocol):
 class NothingStarted:
     """A command that lists runs has started none of them."""
 
-    def known(self, run: RunFolder) -> Known:
-        return Known()
+    def known(self, run: RunFolder) -> KnownStart:
+        return KnownStart()
 
     def is_started(self, output: Path) -> bool:
         return False

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from simpletuner.app import main
-from simpletuner.importing.translation import FAMILIES_THERE, FamilyThere
+from simpletuner.importing.translation import ORIGINAL_FAMILIES, OriginalFamily
 from simpletuner.models.catalog.registry import flavours_of, presets
 from simpletuner.settings import load
 
@@ -69,7 +69,7 @@ def test_a_complete_example_of_a_family_becomes_a_file_that_train_accepts(run, f
     multiple = presets()[family].image_multiple
     write_example(family, **({"aspect_bucket_alignment": multiple} if multiple > 16 else {}))
     code, out, err = run("config", "import", "config", "--output=run.toml")
-    if FAMILIES_THERE.get(family, FamilyThere()).lost:
+    if ORIGINAL_FAMILIES.get(family, OriginalFamily()).lost:
         assert (code, out, Path("run.toml").exists()) == (2, "", False)
         assert "would train something else" in err and "model_family" in err.splitlines()[1]
         code, out, err = run("config", "import", "config", "--output=run.toml", "--partial")

@@ -219,7 +219,7 @@ def test_auto_offloads_to_files_only_where_a_folder_is_named(capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["build"], "no stage is chosen, and there is no terminal to ask in"),
+        (["build"], "--stage is required without a terminal"),
         (["build", "--stage=auto"], "--stage=auto needs --gpu_memory=24GiB and --parameters=2.6e9"),
         (["build", "--stage=auto", PARAMETERS], "--stage=auto needs --gpu_memory=24GiB\n"),
         (["build", "--stage=2", "--gpu_memory=much"], "--gpu_memory = 'much': use an amount of memory"),

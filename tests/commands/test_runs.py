@@ -48,7 +48,7 @@ def test_the_status_of_a_run_is_a_table_json_and_an_exit_code(answer, tmp_path):
     assert code == 5 and (found["state"], found["step"], found["loss"]) == ("failed", 3, 0.5)
     assert (found["reason"], found["hint"]) == ("dataset `d`: no usable image is left", "look there")
     code, out, _ = answer("status", run_folder(tmp_path / "c", "running"))
-    assert code == 5 and "killed" in out and "ended without a word" in " ".join(out.split())
+    assert code == 5 and "killed" in out and "disappeared after" in " ".join(out.split())
     code, out, _ = answer("status", run_folder(tmp_path / "e", "stopping"))
     assert code == 5 and "asked to stop, and killed before it had saved" in " ".join(out.split())
     (tmp_path / "none").mkdir()

@@ -106,7 +106,7 @@ def test_another_order_of_images_is_refused_and_nothing_is_set_aside(sdxl_flags,
     path.write_text(json.dumps(with_checksum({**state, "data_version": DATA_VERSION + 1})))
     before = path.read_bytes()
     said = train(output, *flags, "--max_train_steps=4", code=3).said
-    assert "counts in another order of images" in said and "begin with another output_dir" in said
+    assert "was written with data order version" in said and "begin with another output_dir" in said
     assert path.read_bytes() == before and [each.name for each in path.parents[1].iterdir()] == [path.parent.name]
 
 

@@ -18,7 +18,7 @@ from simpletuner.app import main
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.importing.documentation import original_page
 from simpletuner.importing.original import DEFAULTS, MEANINGS, SAME_RESULT, Original, remark_on, with_arguments
-from simpletuner.importing.sorting import NotTaken, take_value
+from simpletuner.importing.sorting import CannotMap, take_value
 from simpletuner.launch.ranks import inherited_environment
 from simpletuner.settings import Loaded, load, settings_as_json
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
@@ -46,7 +46,7 @@ def answer(key: str, value: object) -> str:
     original = Original(Path("c.json"), [])
     try:
         taken = take_value(RawValue(key, value, "c.json:2"), original, Path())
-    except NotTaken as refused:
+    except CannotMap as refused:
         assert "not a name that is known here" not in str(refused), key
         return "refused"
     if taken is None:
@@ -129,7 +129,7 @@ def test_a_setting_stands_once_in_a_file(tmp_path):
 
 @pytest.mark.parametrize("given", ["bnb-adamw8bit", "ao-adamw4bit", "optimi-sgd", "dadaptsgd", "torch-sgd"])
 def test_an_optimizer_without_a_counterpart_is_refused_with_the_nearest(given):
-    with pytest.raises(NotTaken, match="adamw takes its place") as caught:
+    with pytest.raises(CannotMap, match="adamw takes its place") as caught:
         take_value(RawValue("optimizer", given, "c.json:2"), Original(Path("c.json"), []), Path())
     assert "did you mean" not in str(caught.value)
 

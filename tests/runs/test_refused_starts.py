@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from simpletuner.run_log import CONSOLE, START_CONSOLE
-from simpletuner.runs.condition import Known, State
+from simpletuner.runs.condition import ConditionState, KnownStart
 from simpletuner.runs.folder import Folders, RunFolder
 from simpletuner.runs.listing import summarize
 from simpletuner.system.processes.run_status import RunState, StatusWriter
@@ -32,16 +32,18 @@ def test_a_refused_start_is_a_notice_on_the_page_of_the_run_that_was_there(tmp_p
     config.write_text("seed = 1\n")
     finish(output, config)
     folders = Folders.of([tmp_path])
-    summary = summarize(RunFolder(output, folders), Known())
-    assert (summary.condition.state, summary.refused, summary.config) == (State.FINISHED, None, str(config))
+    summary = summarize(RunFolder(output, folders), KnownStart())
+    assert (summary.condition.state, summary.refused, summary.config) == (ConditionState.FINISHED, None, str(config))
     (output / START_CONSOLE).write_text(REFUSED)
-    summary = summarize(RunFolder(output, folders), Known())
-    assert (summary.condition.state, summary.status.step, summary.config) == (State.FINISHED, 50, str(config))
+    summary = summarize(RunFolder(output, folders), KnownStart())
+    assert (summary.condition.state, summary.status.step, summary.config) == (ConditionState.FINISHED, 50, str(config))
     assert summary.refused is not None and summary.refused.sentence == "out has a run on dogs"
     assert json.loads((output / "status.json").read_text())["state"] == "finished"
     (output / "status.json").unlink()
-    only = summarize(RunFolder(output, folders), Known())
-    assert (only.condition.state, only.condition.sentence) == (State.FAILED, "out has a run on dogs"), "nothing else is"
+    only = summarize(RunFolder(output, folders), KnownStart())
+    assert (only.condition.state, only.condition.sentence) == (ConditionState.FAILED, "out has a run on dogs"), (
+        "nothing else is"
+    )
 
 
 def test_what_a_start_prints_becomes_the_console_of_the_run_once_it_has_the_folder(tmp_path):

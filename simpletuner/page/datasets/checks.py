@@ -17,7 +17,7 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerEr
 from simpletuner.page.editing.documents import Document, load_document
 from simpletuner.page.rendering import folders_of
 from simpletuner.page.runs.processes import launch, processes_of, signal_holder
-from simpletuner.runs.condition import State, find_condition
+from simpletuner.runs.condition import ConditionState, find_condition
 from simpletuner.runs.folder import Folders, RunFolder
 from simpletuner.runs.listing import read_status_of
 from simpletuner.settings import Settings
@@ -97,11 +97,11 @@ def check_state(request: Request, checked: Checked) -> CheckState:
         failed = status.state is not RunState.FINISHED
         return CheckState(error=EnvironmentNotReady(status.reason, status.hint) if failed else None)
     condition = find_condition(checked.run, status, processes_of(request).known(checked.run))
-    if condition.state is State.FAILED:
+    if condition.state is ConditionState.FAILED:
         return CheckState(error=EnvironmentNotReady(condition.sentence, condition.hint))
     if condition.has_ended:
         return CheckState(error=EnvironmentNotReady("the check was ended before it was done", "begin it again"))
-    if condition.state is State.UNKNOWN:  # nothing has run
+    if condition.state is ConditionState.UNKNOWN:  # nothing has run
         return CheckState()
     return CheckState(True, status.doing or "starting", status.done, status.total) if status else CheckState(True)
 

@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from simpletuner.page.editing.documents import Document
-from simpletuner.page.editing.fields import Examined, FieldGroup, examine, make_field, make_note
+from simpletuner.page.editing.fields import ConfigCheck, FieldGroup, examine, make_field, make_note
 from simpletuner.page.editing.hardware import accelerate_groups
 from simpletuner.page.rendering import field, fields_of, folders_of, render, respond, toast
 from simpletuner.parallel.devices import DEVICES
@@ -29,7 +29,7 @@ RARE = ("global_batch_size", "fsdp_reshard_after_forward")
 """Settings that the short form leaves out where nothing sets them."""
 
 
-def essential_groups(document: Document, examined: Examined) -> Iterator[FieldGroup]:
+def essential_groups(document: Document, examined: ConfigCheck) -> Iterator[FieldGroup]:
     """Yield the groups of settings that `config init` writes."""
     given = {*document.values, *document.typed, *examined.mistakes}
     for number, (title, names) in enumerate(GROUPS.items()):
@@ -37,7 +37,7 @@ def essential_groups(document: Document, examined: Examined) -> Iterator[FieldGr
         yield FieldGroup(f"essential-{number}", title, [make_field(name, document, examined) for name in shown])
 
 
-def set_groups(document: Document, examined: Examined) -> Iterator[FieldGroup]:
+def set_groups(document: Document, examined: ConfigCheck) -> Iterator[FieldGroup]:
     """Yield the settings that the file or another source sets, and those that are wrong, in their sections."""
     shown = {*document.values, *document.typed, *examined.origins, *examined.mistakes}
     for group in groups_of(document, examined, lambda name: name in shown):
@@ -45,18 +45,18 @@ def set_groups(document: Document, examined: Examined) -> Iterator[FieldGroup]:
             yield group
 
 
-def all_groups(document: Document, examined: Examined) -> Iterator[FieldGroup]:
+def all_groups(document: Document, examined: ConfigCheck) -> Iterator[FieldGroup]:
     """Yield all settings in their sections."""
     return groups_of(document, examined, lambda name: True)
 
 
-def groups_of(document: Document, examined: Examined, is_shown: Callable[[str], bool]) -> Iterator[FieldGroup]:
+def groups_of(document: Document, examined: ConfigCheck, is_shown: Callable[[str], bool]) -> Iterator[FieldGroup]:
     for name, section in SECTIONS.items():
         fields = [make_field(each, document, examined) for each in section.model_fields if is_shown(each)]
         yield FieldGroup(name, section.__doc__ or name, fields)
 
 
-VIEWS: Mapping[str, tuple[str, Callable[[Document, Examined], Iterator[FieldGroup]]]] = {
+VIEWS: Mapping[str, tuple[str, Callable[[Document, ConfigCheck], Iterator[FieldGroup]]]] = {
     FIRST: ("Essentials", essential_groups),
     "set": ("Only what is set", set_groups),
     ALL: ("All settings", all_groups),
@@ -82,7 +82,7 @@ def read_document(request: Request) -> Document:
     return Document.read(folders_of(request), field(request, "file"), typed)
 
 
-def editor_values(request: Request, document: Document, examined: Examined) -> dict[str, Any]:
+def editor_values(request: Request, document: Document, examined: ConfigCheck) -> dict[str, Any]:
     view = view_named(field(request, "view"))
     groups: list[FieldGroup] = list(VIEWS[view][1](document, examined))
     return {
@@ -145,7 +145,7 @@ def save(request: Request) -> Response:
     return HTMLResponse(editor + saved_toast(document, examined))
 
 
-def refuse_invalid(document: Document, examined: Examined) -> tuple[str, str] | None:
+def refuse_invalid(document: Document, examined: ConfigCheck) -> tuple[str, str] | None:
     """Return a message and hint if something typed is no value of its setting, so that nothing is saved."""
     invalid = [name for name in document.typed if name in examined.invalid]
     if not invalid:
@@ -153,7 +153,7 @@ def refuse_invalid(document: Document, examined: Examined) -> tuple[str, str] | 
     return f"nothing is saved: correct {', '.join(invalid)} first", "; ".join(examined.mistakes.get(invalid[0], ()))
 
 
-def saved_toast(document: Document, examined: Examined) -> str:
+def saved_toast(document: Document, examined: ConfigCheck) -> str:
     said = f"{document.path} is saved: {count_noun(len(document.typed), 'setting')} changed"
     if not examined.count:
         return toast(said)

@@ -24,7 +24,7 @@ from simpletuner.tools.run_check import check_run, errors_around
 
 
 @dataclass(frozen=True)
-class Examined:
+class ConfigCheck:
     """The result of validation: settings as far as they are valid, origins, and mistakes."""
 
     settings: Settings
@@ -43,7 +43,7 @@ class Examined:
         return len(distinct) + len(self.general)
 
 
-def examine(document: Document, folders: Folders, environment: Mapping[str, str] = os.environ) -> Examined:
+def examine(document: Document, folders: Folders, environment: Mapping[str, str] = os.environ) -> ConfigCheck:
     """Check a document as `config validate` does, the fields that are not saved yet included.
 
     Raises SettingsError for a file that cannot be read at all.
@@ -62,7 +62,7 @@ def examine(document: Document, folders: Folders, environment: Mapping[str, str]
     warnings, invalid = (loaded.warnings, ()) if isinstance(loaded, Loaded) else ((), loaded.invalid)
     broken = (name for name, value in document.changes.items() if holds_table(name) and is_broken_table(value))
     wrong = frozenset((*outside, *invalid, *broken))
-    return Examined(loaded.settings, loaded.origins, by_setting, general, warnings, wrong)
+    return ConfigCheck(loaded.settings, loaded.origins, by_setting, general, warnings, wrong)
 
 
 def check(sources: Iterable[Source]) -> tuple[Loaded | InvalidSettings, list[SimpleTunerError]]:
@@ -159,7 +159,7 @@ class FieldGroup:
 def make_field(
     name: str,
     document: Document,
-    examined: Examined,
+    examined: ConfigCheck,
     label: str = "",
     names: Mapping[str, str] | None = None,
     unavailable: str = "",
@@ -206,7 +206,7 @@ def file_text(name: str, document: Document) -> str:
     return shown_value(value)
 
 
-def placeholder_of(name: str, examined: Examined) -> str:
+def placeholder_of(name: str, examined: ConfigCheck) -> str:
     """Return the effective value of an empty field: that of a weaker source, or the default."""
     origin = examined.origins.get(name, NO_ORIGIN)
     weaker = origin.outranks[0] if origin.outranks else None
@@ -217,7 +217,7 @@ def placeholder_of(name: str, examined: Examined) -> str:
 
 
 def options_of(
-    name: str, value: str, unset: str, names: Mapping[str, str], examined: Examined
+    name: str, value: str, unset: str, names: Mapping[str, str], examined: ConfigCheck
 ) -> Iterator[tuple[str, str]]:
     """Yield the choices of a select, with a word for each; what the file says is one, even if it is none of them."""
     annotation = setting_fields()[name].annotation
@@ -251,11 +251,11 @@ def facts_of(name: str) -> str:
     return " · ".join(filter(None, [*facts, f"default {default}" if default else ""]))
 
 
-def make_note(name: str, examined: Examined) -> Note:
+def make_note(name: str, examined: ConfigCheck) -> Note:
     return Note(name, origin_of(name, examined), examined.mistakes.get(name, ()))
 
 
-def origin_of(name: str, examined: Examined) -> str:
+def origin_of(name: str, examined: ConfigCheck) -> str:
     """Return the origin of a value and what it outranks; empty for the default."""
     origin = examined.origins.get(name, NO_ORIGIN)
     if origin is NO_ORIGIN:

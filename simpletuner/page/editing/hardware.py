@@ -13,7 +13,7 @@ from simpletuner.deepspeed.requirements import check_platform
 from simpletuner.errors import SimpleTunerError
 from simpletuner.models.catalog.support import check_context_parallel
 from simpletuner.page.editing.documents import Document
-from simpletuner.page.editing.fields import Examined, FieldGroup, make_field
+from simpletuner.page.editing.fields import ConfigCheck, FieldGroup, make_field
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import SECTION_OF
 from simpletuner.settings.rules.rules import find_contradictions
@@ -80,7 +80,7 @@ CHOICES = {"fsdp_state_dict_type": {"SHARDED_STATE_DICT": "Sharded", "FULL_STATE
 """Words for choices that the form is known for."""
 
 
-def accelerate_groups(document: Document, examined: Examined) -> Iterator[FieldGroup]:
+def accelerate_groups(document: Document, examined: ConfigCheck) -> Iterator[FieldGroup]:
     reasons = {name: reason(examined.settings) for name, reason in REASONS.items()}
     for anchor, (title, labels) in GROUPS.items():
         why = reasons.get(anchor, "")

@@ -17,7 +17,7 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.page.editing.documents import Document, load_document
 from simpletuner.run_log import START_CONSOLE
 from simpletuner.runs.checkpoints import named_checkpoint
-from simpletuner.runs.condition import Condition, Known, find_condition
+from simpletuner.runs.condition import Condition, KnownStart, find_condition
 from simpletuner.runs.folder import Folders, RunFolder
 from simpletuner.runs.listing import read_status_of
 from simpletuner.settings import Loaded
@@ -50,9 +50,9 @@ class Processes:
         """True while a process that this page started for a folder runs."""
         return bool(self.started) and (process := self.started.get(output)) is not None and process.poll() is None
 
-    def known(self, run: RunFolder) -> Known:
+    def known(self, run: RunFolder) -> KnownStart:
         pid = self.started[run.path].pid if self.is_started(run.path) else 0
-        return Known(pid, self.asked.get(run.path), self.configs.get(run.path, ""), self.standing)
+        return KnownStart(pid, self.asked.get(run.path), self.configs.get(run.path, ""), self.standing)
 
 
 def processes_of(request: Request) -> Processes:

@@ -35,7 +35,7 @@ Needed = Mapping[Path, Iterable["CacheRequest"]]
 
 
 @dataclass(frozen=True)
-class Unused:
+class UnusedRecords:
     """Unused parts of one cache: files without a used record, and `mixed` shards, which are rewritten.
 
     `used` says which rows of the index are used.
@@ -86,7 +86,7 @@ def needed_by(loaded: Loaded) -> Needed:
     return needed
 
 
-def find_unused(item: CacheItem, needed: Needed) -> Unused:
+def find_unused(item: CacheItem, needed: Needed) -> UnusedRecords:
     """Find the records and files of a cache that no request names."""
     index = open_index(item.path)
     rows = index.find(record_keys((each.name, each.parts) for each in needed.get(item.path.resolve(), ())))
@@ -103,10 +103,10 @@ def find_unused(item: CacheItem, needed: Needed) -> Unused:
     }
     names = {path.name for shard in kept for path in (shard, index_of(shard))} | {MERGED_INDEX, COMPLETE}
     files = [path for path in files_of(item.path)[0] if path.name not in names and path.stem != IN_USE]
-    return Unused(item, index, used, files, list(spare), sum(map(bytes_of, files)) + sum(spare.values()))
+    return UnusedRecords(item, index, used, files, list(spare), sum(map(bytes_of, files)) + sum(spare.values()))
 
 
-def remove_unused(found: Sequence[Unused], say: Callable[[str], None] = nothing) -> int:
+def remove_unused(found: Sequence[UnusedRecords], say: Callable[[str], None] = nothing) -> int:
     """Remove what was found, and return how many bytes that freed.
 
     Raises EnvironmentNotReady before anything is removed when a run uses one of the caches, or has used it since.
@@ -122,7 +122,7 @@ def remove_unused(found: Sequence[Unused], say: Callable[[str], None] = nothing)
         return sum(map(remove_from, found))
 
 
-def remove_from(unused: Unused) -> int:
+def remove_from(unused: UnusedRecords) -> int:
     folder = unused.item.path
     if not unused.used.any():
         return remove_shards(unused.item)
@@ -135,7 +135,7 @@ def remove_from(unused: Unused) -> int:
     return before - sum(map(bytes_of, files_of(folder)[0]))
 
 
-def rewrite(shard: Path, unused: Unused) -> None:
+def rewrite(shard: Path, unused: UnusedRecords) -> None:
     """Replace a shard by one with its used records. Killed at any moment, at worst it leaves both."""
     from simpletuner.caches.store.shards import ShardWriter
 
@@ -151,7 +151,7 @@ def rewrite(shard: Path, unused: Unused) -> None:
     index_of(shard).unlink(missing_ok=True)
 
 
-def is_used(place: RecordLocation, unused: Unused) -> bool:
+def is_used(place: RecordLocation, unused: UnusedRecords) -> bool:
     row = int(unused.index.find(record_keys([(place.name, place.parts)]))[0])
     if row < 0 or not unused.used[row]:
         return False

@@ -56,7 +56,7 @@ NEGOTIATED = re.compile(r"(addr|clientaddr|mountaddr|mountport|mountproto|mountv
 EFS_SOURCE = re.compile(r"(fs-[0-9a-f]+)(\.efs\.[a-z0-9.-]+)?:/")
 
 
-class Reach(StrEnum):
+class MountScope(StrEnum):
     """Visibility of a filesystem's files to other nodes."""
 
     SHARED = "shared"
@@ -78,9 +78,9 @@ def name_of(mount: Mount) -> str:
     return f"Amazon EFS (NFS {version})" if is_efs else f"NFS {version}"
 
 
-def reach_of(mount: Mount | None) -> Reach:
+def scope_of(mount: Mount | None) -> MountScope:
     fstype = mount.fstype if mount else ""
-    return Reach.LOCAL if fstype in LOCAL else Reach.SHARED if fstype in SHARED else Reach.UNKNOWN
+    return MountScope.LOCAL if fstype in LOCAL else MountScope.SHARED if fstype in SHARED else MountScope.UNKNOWN
 
 
 def server_of(mount: Mount) -> str:
@@ -101,7 +101,7 @@ def locks_fix(fstype: str) -> tuple[str, ...]:
     return (f"NFS: {LOCKS_FIXES['nfs']}", f"Lustre: {LOCKS_FIXES['lustre']}. Others: {OTHER_FILESYSTEM}")
 
 
-def cautions(mount: Mount) -> Iterator[tuple[str, str]]:
+def mount_warnings(mount: Mount) -> Iterator[tuple[str, str]]:
     """Yield the risks of a mount, each with its fix."""
     if mount.fstype in UNSUITABLE:
         yield f"{name_of(mount)} {UNSUITABLE[mount.fstype]}", OTHER_FILESYSTEM
@@ -147,28 +147,28 @@ def check_mount(node: Node, mount: Mount | None, others: Mapping[int, str]) -> F
     """Check `mount`; `others` are the reaches of the mounts of nodes that see our files."""
     if mount is None:
         return warned("mount", f"no mount is listed for {node.path} in {node.mountinfo}", f"findmnt -T {node.path}")
-    sentence, reach, server = describe(mount), reach_of(mount), server_of(mount)
+    sentence, reach, server = describe(mount), scope_of(mount), server_of(mount)
     values: dict[str, Any] = {"mount_point": str(mount.point), "fstype": mount.fstype, "kind": name_of(mount)}
     values |= {"reach": reach, "source": mount.source, "server": server, "options": list(mount.options)}
     if "ro" in mount.options:
         fix = f"sudo mount -o remount,rw {mount.point}   # and `rw` in /etc/fstab, and in the server's /etc/exports"
         return failed("mount", f"{sentence}: read-only", fix, **values)
-    if reach is Reach.LOCAL and node.nodes > 1:
+    if reach is MountScope.LOCAL and node.nodes > 1:
         # right on one node only: the one that serves it to the others
-        served = [rank for rank, reached in others.items() if reached == Reach.SHARED]
+        served = [rank for rank, reached in others.items() if reached == MountScope.SHARED]
         if served:
             return passed("mount", f"{sentence}, which this node serves to {format_ranks(served)}", **values)
         why = f"{sentence}, a local filesystem: {node.nodes} nodes cannot share it"
         # Most often it is the wrong folder: the cluster has a shared one.
         other = "give a folder that all nodes share: --path here, output_dir for the run; or share this one:"
         return failed("mount", why, other, *recipe(str(node.path), node.address, node.rank), **values)
-    if found := list(cautions(mount)):
+    if found := list(mount_warnings(mount)):
         why = f"{sentence}; " + "; ".join(reason for reason, _ in found)
         return warned("mount", why, *dict.fromkeys(fix for _, fix in found), **values)
     if mount.fstype in OVER_OTHERS and node.nodes > 1:
         why = f"{sentence}, a filesystem over another one, shared if that is: trust the checks below"
         return warned("mount", why, f"findmnt -T {node.path}", **values)
-    if reach is Reach.UNKNOWN and node.nodes > 1:
+    if reach is MountScope.UNKNOWN and node.nodes > 1:
         why = f"{sentence}, a filesystem that this check does not know: trust the checks below"
         return warned("mount", why, f"findmnt -T {node.path}", **values)
     return passed("mount", sentence, **values)

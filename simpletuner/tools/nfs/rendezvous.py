@@ -92,7 +92,7 @@ class Rendezvous:
         """Time at which this node was last seen not to be blocked in a system call."""
         self.is_registered = False
         self.reaches: dict[int, str] = {}
-        """Visibility of each node's mount (`mounts.Reach`); empty where the nodes did not meet."""
+        """Visibility of each node's mount (`mounts.MountScope`); empty where the nodes did not meet."""
         self.rounds: list[list[Pong]] = []
         """Answers of the other nodes to this one's pings."""
         self.infos: dict[int, NodeInfo] = {node.rank: self.info}

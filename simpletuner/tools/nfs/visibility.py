@@ -19,7 +19,7 @@ from typing import Any
 
 from simpletuner.system.files.late_files import SHORTER_CACHES
 from simpletuner.system.numbers import count_noun
-from simpletuner.tools.nfs.mounts import fstype_of, mount_of_node, reach_of
+from simpletuner.tools.nfs.mounts import fstype_of, mount_of_node, scope_of
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous, RendezvousError
 from simpletuner.tools.nfs.results import (
     Finding,
@@ -57,7 +57,7 @@ def check_see(peers: Rendezvous) -> Finding:
     """Check `see`: find the others, tell them about this node's mount, and exchange pings."""
     peers.register()
     peers.join()
-    reaches = peers.gather("reach", reach_of(mount_of_node(peers.node)))
+    reaches = peers.gather("reach", scope_of(mount_of_node(peers.node)))
     folder = ping_folder(peers, peers.node.rank)
     folder.mkdir(exist_ok=True)
     folder.chmod(0o777)  # others, perhaps as other users, write their pongs into it
@@ -65,7 +65,7 @@ def check_see(peers: Rendezvous) -> Finding:
     listings = measure_listings(peers)
     peers.gather("end")
     peers.reaches = reaches
-    return judge_see(peers.node, peers.rounds, listings)
+    return visibility_result(peers.node, peers.rounds, listings)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def measure(other: int, sent: float, returned: float, pong: Mapping[str, Any]) -
     return Pong(other, returned - sent, offset, max(uncertainty, 0.0), pong["uid"])
 
 
-def judge_see(node: Node, rounds: Sequence[Sequence[Pong]], listings: Sequence[ListingDelay] = ()) -> Finding:
+def visibility_result(node: Node, rounds: Sequence[Sequence[Pong]], listings: Sequence[ListingDelay] = ()) -> Finding:
     """Judge how soon files are visible by name, by the first round, and in folders that were listed before."""
     if node.is_alone:
         return skipped("see", "one node: nobody else has to see its files")

@@ -157,9 +157,9 @@ def resume_point(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) 
 
 def refuse_other_order(checkpoint: Checkpoint | None) -> None:
     """Raise EnvironmentNotReady for a checkpoint whose position counts in an order that this version does not have."""
-    if checkpoint is not None and checkpoint.state["data_version"] != DATA_VERSION:
+    if checkpoint is not None and (version := checkpoint.state["data_version"]) != DATA_VERSION:
         raise EnvironmentNotReady(
-            f"{checkpoint.folder} counts in another order of images than this version of simpletuner takes",
+            f"{checkpoint.folder} was written with data order version {version}; this version reads {DATA_VERSION}",
             f"go on with simpletuner {checkpoint.state.get('simpletuner', '')}, or begin with another output_dir",
         )
 

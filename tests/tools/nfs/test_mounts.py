@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from simpletuner.system.files.mounts import MOUNTINFO, Mount, find_mount, parse_mount, parse_mountinfo, unescape
 from simpletuner.tools.nfs.mounts import (
-    Reach,
-    cautions,
+    MountScope,
     check_mount,
     fstab_line,
     locks_fix,
     mount_of_node,
+    mount_warnings,
     name_of,
-    reach_of,
     recipe,
+    scope_of,
     server_of,
 )
 from simpletuner.tools.nfs.rendezvous import Node
@@ -35,35 +35,35 @@ def recorded(line: str, path: str = str(PATH)) -> Mount:
 @pytest.mark.parametrize(
     ("line", "name", "reach", "server"),
     [
-        ("NFS4", "NFS 4.2", Reach.SHARED, "10.0.0.100"),
-        ("NFS3", "NFS 3", Reach.SHARED, "filer"),
-        ("EFS", "Amazon EFS (NFS 4.1)", Reach.SHARED, "fs-0123456789abcdef0.efs.eu-west-1.amazonaws.com"),
-        ("EFS_TUNNEL", "Amazon EFS (NFS 4.1)", Reach.SHARED, "127.0.0.1"),
-        ("LUSTRE", "Lustre", Reach.SHARED, "10.0.1.1@tcp"),
-        ("CEPH", "CephFS", Reach.SHARED, "10.0.2.1"),
-        ("CEPH_NEW", "CephFS", Reach.SHARED, ""),
-        ("CEPH_FUSE", "CephFS (fuse)", Reach.SHARED, ""),
-        ("SSHFS", "sshfs", Reach.SHARED, "ubuntu@10.0.0.100"),
-        ("BEEGFS", "BeeGFS", Reach.SHARED, ""),
-        ("GPFS", "IBM Storage Scale (GPFS)", Reach.SHARED, ""),
-        ("SMB", "SMB", Reach.SHARED, ""),
-        ("S3FS", "s3fs", Reach.SHARED, ""),
-        ("RCLONE", "rclone", Reach.SHARED, ""),
-        ("GLUSTER", "GlusterFS", Reach.SHARED, "server"),
-        ("BINDFS", "FUSE (bindfs or another)", Reach.UNKNOWN, ""),
-        ("MERGERFS", "mergerfs", Reach.UNKNOWN, ""),
-        ("GOCRYPTFS", "gocryptfs", Reach.UNKNOWN, ""),
-        ("OVERLAY", "overlay", Reach.LOCAL, ""),
-        ("TMPFS", "tmpfs", Reach.LOCAL, ""),
-        ("XFS", "xfs", Reach.LOCAL, ""),
-        ("BIND_OF_EXT4", "ext4", Reach.LOCAL, ""),
-        ("VIRTIOFS", "virtiofs", Reach.UNKNOWN, ""),
-        ("UNHEARD_OF", "newfs", Reach.UNKNOWN, ""),
+        ("NFS4", "NFS 4.2", MountScope.SHARED, "10.0.0.100"),
+        ("NFS3", "NFS 3", MountScope.SHARED, "filer"),
+        ("EFS", "Amazon EFS (NFS 4.1)", MountScope.SHARED, "fs-0123456789abcdef0.efs.eu-west-1.amazonaws.com"),
+        ("EFS_TUNNEL", "Amazon EFS (NFS 4.1)", MountScope.SHARED, "127.0.0.1"),
+        ("LUSTRE", "Lustre", MountScope.SHARED, "10.0.1.1@tcp"),
+        ("CEPH", "CephFS", MountScope.SHARED, "10.0.2.1"),
+        ("CEPH_NEW", "CephFS", MountScope.SHARED, ""),
+        ("CEPH_FUSE", "CephFS (fuse)", MountScope.SHARED, ""),
+        ("SSHFS", "sshfs", MountScope.SHARED, "ubuntu@10.0.0.100"),
+        ("BEEGFS", "BeeGFS", MountScope.SHARED, ""),
+        ("GPFS", "IBM Storage Scale (GPFS)", MountScope.SHARED, ""),
+        ("SMB", "SMB", MountScope.SHARED, ""),
+        ("S3FS", "s3fs", MountScope.SHARED, ""),
+        ("RCLONE", "rclone", MountScope.SHARED, ""),
+        ("GLUSTER", "GlusterFS", MountScope.SHARED, "server"),
+        ("BINDFS", "FUSE (bindfs or another)", MountScope.UNKNOWN, ""),
+        ("MERGERFS", "mergerfs", MountScope.UNKNOWN, ""),
+        ("GOCRYPTFS", "gocryptfs", MountScope.UNKNOWN, ""),
+        ("OVERLAY", "overlay", MountScope.LOCAL, ""),
+        ("TMPFS", "tmpfs", MountScope.LOCAL, ""),
+        ("XFS", "xfs", MountScope.LOCAL, ""),
+        ("BIND_OF_EXT4", "ext4", MountScope.LOCAL, ""),
+        ("VIRTIOFS", "virtiofs", MountScope.UNKNOWN, ""),
+        ("UNHEARD_OF", "newfs", MountScope.UNKNOWN, ""),
     ],
 )
 def test_every_filesystem_is_known_by_its_recorded_line(line, name, reach, server):
     mount = recorded(getattr(nfs_recorded, line))
-    assert (name_of(mount), reach_of(mount), server_of(mount)) == (name, reach, server)
+    assert (name_of(mount), scope_of(mount), server_of(mount)) == (name, reach, server)
     assert mount.point == PATH
 
 
@@ -122,7 +122,7 @@ def test_one_node_may_use_its_own_disk(line):
 
 
 def test_the_line_for_fstab_mends_the_options_and_leaves_out_what_is_negotiated():
-    fixes = [fix for _, fix in cautions(recorded(nfs_recorded.NFS3_NOLOCK))]
+    fixes = [fix for _, fix in mount_warnings(recorded(nfs_recorded.NFS3_NOLOCK))]
     assert fixes[0].startswith("in /etc/fstab: filer:/vol/output /mnt/shared nfs rw,")
     options = fixes[0].split(" ")[5].split(",")
     assert "hard" in options

@@ -106,7 +106,7 @@ def test_four_times_on_two_clocks_give_the_offset_and_its_bounds():
 
 def test_a_late_sight_is_a_warning_with_the_mount_option():
     answers = [[visibility.Pong(1, 6.5, 0, 3, 0), visibility.Pong(2, 0.1, 0, 0, 0)]]
-    late = visibility.judge_see(Node(Path("/x"), nodes=3), answers)
+    late = visibility.visibility_result(Node(Path("/x"), nodes=3), answers)
     assert late.status == "warn"
     assert "6.5 s (node 1)" in late.seen
     assert "lookupcache" in late.fix[0]
@@ -125,7 +125,7 @@ def test_a_folder_that_was_listed_before_is_judged_by_its_slowest_node(times, st
     mountinfo.write_text(f"{SSHFS.format(path=tmp_path)}\n")
     listings = [visibility.ListingDelay(rank, *each) for rank, each in enumerate(times, 1)]
     pongs = [[visibility.Pong(rank, 0.1, 0, 0, 0) for rank in (1, 2)]]
-    found = visibility.judge_see(Node(tmp_path, nodes=3, mountinfo=mountinfo), pongs, listings)
+    found = visibility.visibility_result(Node(tmp_path, nodes=3, mountinfo=mountinfo), pongs, listings)
     assert found.status == status and words in found.seen
     assert status == "pass" or "dir_cache=no" in found.fix[0]
 
