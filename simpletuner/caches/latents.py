@@ -96,7 +96,7 @@ class LatentsSource(RecordSource[Sample, Tensor | str]):
         if any(counts):
             name, why = min(item for items in found for item in items)
             report.warn(
-                f"{count_noun(sum(counts), 'image')} may be meant otherwise, such as {name}: {why}",
+                f"{count_noun(sum(counts), 'image')} may be read with wrong brightness or mask, such as {name}: {why}",
                 "change them, or see whether they look right: `simpletuner dataset check --output=FOLDER` names all",
             )
 

@@ -164,9 +164,7 @@ def supervise(run: SupervisedRun) -> Termination | None:
                 return None
         if peers.messages.rejected_key and not warned:
             warned = True
-            Report().warn(
-                f"ignored what a stranger wrote into the store of this run, under `{peers.messages.rejected_key}`"
-            )
+            Report().warn(f"ignored an invalid message in the store of this run, under `{peers.messages.rejected_key}`")
         time.sleep(POLL_SECONDS)
 
 

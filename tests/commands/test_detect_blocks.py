@@ -145,7 +145,7 @@ def test_mistakes_are_told(typed):
     said = typed("detect-blocks", "--model_family=fluks", code=2)
     assert "did you mean `flux`?" in said and "`simpletuner models`" in said
     assert "--apply_to" in typed("detect-blocks", "--model_family=flux", "--apply_to=x", code=2)
-    assert "which model?" in typed("detect-blocks", code=2)
+    assert "no model: set model_family" in typed("detect-blocks", code=2)
 
 
 def test_cache_list_counts_what_is_remembered_and_clear_forgets_it(typed, folder):

@@ -96,12 +96,12 @@ def test_a_hub_id_is_looked_up_or_stands_for_its_family(home):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({}, "which model?"),
+        ({}, "no model: set model_family"),
         ({"model_family": "fluks"}, "Unknown model_family 'fluks'; did you mean `flux`?"),
         ({"model_family": "flux", "model_flavour": "shnell"}, "did you mean `schnell`?"),
         ({"model_family": "mine", "model_families": {"mine": "a:B"}}, "mine is not known without a folder"),
         ({"pretrained_model_name_or_path": "./nowhere"}, "./nowhere is no folder"),
-        ({"pretrained_model_name_or_path": "some/thing"}, "which model?"),
+        ({"pretrained_model_name_or_path": "some/thing"}, "no model: set model_family"),
     ],
 )
 def test_what_cannot_be_meant_is_told(model, said):

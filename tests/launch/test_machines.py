@@ -136,7 +136,7 @@ def test_two_machines_train_as_one_and_end_together(machines, sdxl_flags, train,
     time.sleep(2.5)
     wait_for_step(output, run[0], last_step(output) + 3)
     for command in run:
-        assert command.said.count("warning: ignored what a stranger wrote into the store of this run") == 1
+        assert command.said.count("warning: ignored an invalid message in the store of this run") == 1
     for rank, machine in enumerate(machines):
         variables = variables_of(machine.ranks()[rank])
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == machine.cable

@@ -284,7 +284,7 @@ def test_greys_whose_scale_is_a_guess_are_named_by_the_check_and_by_a_run(sdxl, 
     flags = ("--model_family=sdxl", f"--pretrained_model_name_or_path={sdxl}", f"--instance_data_dir={folder}")
     small = [f"--{name}={value}" for name, value in SMALL.items()]
     said = " ".join(train(tmp_path / "out", *flags, *small, "--max_train_steps=1").said.split())
-    assert "2 images may be meant otherwise, such as " in said and why.format(255) in said
+    assert "2 images may be read with wrong brightness or mask, such as " in said and why.format(255) in said
 
 
 def test_comparing_many_plain_images_takes_no_more_memory_than_the_images():

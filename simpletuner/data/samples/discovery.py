@@ -229,11 +229,11 @@ def unreadable_error(dataset: ImageDataset, problems: Mapping[str, str]) -> Data
 
 
 def unpaired_error(dataset: ImageDataset, conditioning: ImageDataset, names: Sequence[str]) -> DataError:
-    noun, white = conditioning.conditioning_noun, "; one that is all white counts everything" * conditioning.are_masks
+    noun, white = conditioning.conditioning_noun, "; a white mask trains on the whole image" * conditioning.are_masks
     return DataError(
         f"dataset `{dataset.id}`: {count_noun(len(names), 'image')} without a {noun} in `{conditioning.id}`:"
         f"{format_names(names)}",
-        f"a {noun} has the name of its image, whatever the suffix{white}",
+        f"name each {noun} like its image (any suffix){white}",
     )
 
 

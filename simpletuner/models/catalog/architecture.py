@@ -128,7 +128,7 @@ def check_named(model: Model) -> None:
     """Raise SettingsError if no family is named, or none that is known."""
     if not model.model_family:
         raise SettingsError(
-            "which model? model_family says it, or pretrained_model_name_or_path a folder",
+            "no model: set model_family, or pretrained_model_name_or_path to a folder",
             "`simpletuner models` lists all families",
         )
     check_model(model)
