@@ -50,7 +50,7 @@ def build_config() -> typer.Typer:
     app.command("validate")(validate)
     app.command("schema")(schema)
     app.command("docs")(docs)
-    app.command("init")(init)
+    app.command("init", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(init))
     app.command("import")(import_original)
     app.command("export", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(export))
     return app
@@ -138,10 +138,7 @@ def docs(
 
 
 def init(
-    model_family: Annotated[str, typer.Option("--model_family", help="Which architecture to train.")] = "",
-    model_flavour: Annotated[str, typer.Option("--model_flavour", help="Which published checkpoint of it.")] = "",
-    model_type: Annotated[str, typer.Option("--model_type", help="full: all weights; lora: a LoRA.")] = "",
-    num_processes: Annotated[str, typer.Option("--num_processes", help="How many GPUs.", metavar="INTEGER")] = "1",
+    flags: Mapping[str, Any],
     recipe: Annotated[
         str,
         typer.Option(
@@ -152,24 +149,26 @@ def init(
             autocompletion=complete_recipe,
         ),
     ] = "",
-    instance_data_dir: Annotated[Path | None, path_option("--instance_data_dir", "Folder of images.")] = None,
     output: Annotated[Path, path_option("--output", "Where to write it.")] = Path("config/config.toml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a commented config file to start from."""
+    """Write a commented config file to start from.
+
+    Any setting may be given: it is checked as `train` would, and written into the file.
+    """
     from simpletuner.tools.config_files import new_config
 
-    new = new_config(
-        model_family, model_flavour, num_processes, recipe, str(output), model_type, images=instance_data_dir
-    )
+    report, new = Report(), new_config(flags, recipe, str(output))
     files = {output: new.text} | ({Path(new.datasets_file): new.datasets} if new.datasets else {})
     for path in files:
         refuse_overwriting(path, force)
     for path, text in files.items():
         save(path, text)
+    report.warn_all(new.warnings)
+    has_images = not {"instance_data_dir", "data_backend_config"}.isdisjoint(flags)
     images = f"the folders in {new.datasets_file}" if new.datasets else "instance_data_dir in it"
-    steps = "" if instance_data_dir else f"set {images}, then "
-    Report().say(f"{output} is written: {steps}`simpletuner train --config {output}`")
+    steps = "" if has_images else f"set {images}, then "
+    report.say(f"{output} is written: {steps}`simpletuner train --config {output}`")
 
 
 def import_original(

@@ -20,6 +20,7 @@ DEBUG = ("--debug", "Show the whole traceback of an error.")
 ALL = "simpletuner.all_settings"
 """Key of a context in which each setting is listed."""
 HELP_ALL = ("--help-all", f"Show all {len(setting_fields())} settings.")
+SHORT = ("train", "init")
 EXAMPLE = (
     "Example: simpletuner config init --recipe=sdxl-style --instance_data_dir=photos --output=photos.toml, then "
     "simpletuner train --config=photos.toml"
@@ -27,10 +28,10 @@ EXAMPLE = (
 
 
 class SettingsCommand(TyperCommand):
-    """A command whose settings are listed by section; of `train` those that `config init` writes, and an example."""
+    """A command whose settings are listed by section; of those in SHORT what `config init` writes, and an example."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        is_short = self.name == "train" and not ctx.meta.get(ALL)
+        is_short = self.name in SHORT and not ctx.meta.get(ALL)
         few = essential_settings() if is_short else setting_fields()
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], OWN: []}
         for parameter in self.get_params(ctx):

@@ -28,6 +28,8 @@ UNKNOWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 def with_settings(command: Callable[..., None], shown: Iterable[str] | None = None) -> Callable[..., None]:
     """Give `command(flags, config, **own)` one flag per setting; only flags that were typed reach `flags`.
 
+    A command without `config` reads no file.
+
     `--help` shows all settings, or only those `shown`; `--help-all` shows all.
     """
     signature = inspect.signature(command, eval_str=True).parameters
@@ -43,14 +45,15 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
         flags = {name: value for name, value in given.items() if value not in (None, [])}
         unknown = dict(parse_arguments(context.args))  # the settings layer will refuse them
         refuse_misspelled(unknown, [flag for parameter in parameters for flag in own_flags(parameter)])
-        command(flags=flags | unknown, config=config, **extra)
+        files = {"config": config} if "config" in signature else {}
+        command(flags=flags | unknown, **files, **extra)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     visible = frozenset(setting_fields() if shown is None else shown)
     settings = [parameter_of(name, hidden=name not in visible) for name in setting_fields()]
     parameters = [
         context,
-        *file_parameters(),
+        *(file_parameters() if "config" in signature else ()),
         *own,
         keyword("help_all", help_all(hidden=shown is None), bool),
         *settings,

@@ -149,13 +149,13 @@ def describe(path: Path, folders: Folders) -> ConfigFile | None:
 def create(request: Request) -> Response:
     """Write a new file, and the dataset file that its recipe needs, and go to it."""
     target = new_file(request, field(request, "target"))
-    family, flavour, gpus = (field(request, name) for name in ("model_family", "model_flavour", "num_processes"))
+    given = {name: field(request, name) for name in ("model_family", "model_flavour", "num_processes")}
     # A name of the package alone: a path would be a file that the server reads.
     recipe = field(request, "recipe")
     if recipe and recipe not in recipe_names():
         raise SettingsError(f"there is no recipe {shorten(recipe)}", "choose one of the list")
     name, output = folders_of(request).shown(target), free_output_dir(request, target)
-    new = new_config(family, flavour, gpus, recipe, name, output_dir=output)
+    new = new_config({key: value for key, value in given.items() if value} | {"output_dir": output}, recipe, name)
     if new.datasets:
         save(new_file(request, new.datasets_file), new.datasets)
     return write_new(request, target, new.text)

@@ -5,27 +5,30 @@ from __future__ import annotations
 import os
 import re
 import textwrap
+import tomllib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import check_trainable, presets
-from simpletuner.models.catalog.support import check_context_parallel
+from simpletuner.models.catalog.support import check_context_parallel, check_runnable
 from simpletuner.recipes.library import find_recipe, source_of
 from simpletuner.recipes.recipe import Recipe
-from simpletuner.settings import Loaded
+from simpletuner.settings import Loaded, settings_as_json
+from simpletuner.settings.declared.errors import is_secret
 from simpletuner.settings.declared.sections import Settings
-from simpletuner.settings.files.raw_values import Source
-from simpletuner.settings.resolving.loading import resolve
+from simpletuner.settings.files.config_files import PREFIX
+from simpletuner.settings.files.raw_values import RawValue, Source
 from simpletuner.settings.resolving.places import naming_places
 from simpletuner.settings.resolving.sources import from_flags
 from simpletuner.settings.rules.rules import LORA_RATE
 from simpletuner.settings.showing.export import Exported, export
-from simpletuner.settings.showing.scaffold import scaffold_toml
+from simpletuner.settings.showing.scaffold import RIVALS, scaffold_toml
 from simpletuner.settings.values.spelling import normalize_name
+from simpletuner.tools.run_check import check_run, load_run
 
 WIDTH = 118
 
@@ -37,6 +40,7 @@ class NewConfig:
     text: str
     datasets_file: str = ""
     datasets: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 def own_output_dir(target: str, taken: Collection[str] = (), root: Path = Path()) -> str:
@@ -54,72 +58,101 @@ def own_output_dir(target: str, taken: Collection[str] = (), root: Path = Path()
     return f"{parent}{next(free)}"
 
 
-def new_config(
-    model_family: str,
-    model_flavour: str,
-    num_processes: str,
-    recipe: str = "",
-    target: str = "config/config.toml",
-    model_type: str = "",
-    output_dir: str = "",
-    images: Path | None = None,
-) -> NewConfig:
-    """Return a config file to start from, which will be `target`; `recipe` is a name or file, `images` a folder.
+def new_config(given: Mapping[str, Any], recipe: str = "", target: str = "config/config.toml") -> NewConfig:
+    """Return a config file to start from, which will be `target`: flags that were typed, then the recipe of that name.
 
-    Raises SettingsError for a family that cannot be trained, for a recipe that is not known or not for it, and for a
-    folder beside a recipe that lists datasets.
+    Raises what `train` would for the settings, the model and, where they are named, the images; SettingsError for a
+    recipe that is not known or not for them, and for a folder beside a recipe that lists datasets.
     """
-    found = find_recipe(recipe) if recipe else None
-    if found and normalize_name(model_family) not in ("", found.model_family):
-        raise SettingsError(
-            f"recipe {found.name} is for model_family = {found.model_family}, not {model_family}",
-            "the recipe has its model_family: leave it out",
-        )
-    if not found and not model_family:
+    found = without_rivals(find_recipe(recipe), given) if recipe else None
+    if found:
+        refuse_beside(found, given)
+    elif not given.get("model_family"):
         known = [name for name, preset in presets().items() if preset.family_class]
         raise SettingsError("--model_family is missing: say what to train", f"known families: {', '.join(known)}")
-    if found and model_type not in ("", kind := found.settings["model_type"].value):
-        raise SettingsError(
-            f"recipe {found.name} is for model_type = {kind}, not {model_type}",
-            "the recipe has its model_type: leave it out",
-        )
-    given = {"model_family": model_family, "model_flavour": model_flavour, "num_processes": num_processes}
-    given["model_type"] = model_type
-    flags = from_flags({name: value for name, value in given.items() if value})
-    settings = checked([source_of(found), flags] if found else [flags])
-    own = {"output_dir": output_dir or own_output_dir(target)}
-    if images is not None:
-        if found and found.datasets:
-            message = f"recipe {found.name} lists datasets, in place of instance_data_dir"
-            raise SettingsError(message, "leave it out, and set the folders in the list")
-        own["instance_data_dir"] = str(images)
-    if found:
-        return from_recipe(found, settings, target, own)
+    flags = from_flags(given)
+    loaded = load_run([source_of(found), flags] if found else [flags], complete=False)
+    refuse_secrets(loaded)
+    check_trainable(loaded.settings.model)
+    as_json = settings_as_json(loaded)
+    origins = loaded.origins.items()
+    typed = {name: as_json[name] for name, origin in origins if origin.source == flags.name and name in as_json}
+    new = (
+        from_recipe(found, loaded.settings, target, typed)
+        if found
+        else from_flags_alone(loaded.settings, target, typed)
+    )
+    return replace(new, warnings=check_as_train(new.text, target, typed))
+
+
+def without_rivals(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
+    """Return the recipe without its values that what was typed decides by another name."""
+    left_out = {own for typed, own in RIVALS.items() if typed in given}
+    return recipe.model_copy(update={"settings": {k: v for k, v in recipe.settings.items() if k not in left_out}})
+
+
+def refuse_beside(recipe: Recipe, given: Mapping[str, Any]) -> None:
+    """Raise SettingsError for what a recipe decides, and was typed otherwise."""
+    kinds = {"model_family": recipe.model_family, "model_type": recipe.settings["model_type"].value}
+    for name, own in kinds.items():
+        if normalize_name(given.get(name, "")) not in ("", own):
+            raise SettingsError(
+                f"recipe {recipe.name} is for {name} = {own}, not {given[name]}",
+                f"the recipe has its {name}: leave it out",
+            )
+    if recipe.datasets and "instance_data_dir" in given:
+        message = f"recipe {recipe.name} lists datasets, in place of instance_data_dir"
+        raise SettingsError(message, "leave it out, and set the folders in the list")
+
+
+def refuse_secrets(loaded: Loaded) -> None:
+    """Raise SettingsError for a secret among the flags, which a file of settings would show to its readers."""
+    for name, value in loaded.origins.items():
+        if is_secret(name) and value.given:
+            message = f"{name} is a secret, which `config init` writes into no file"
+            raise SettingsError(message, f"leave it out, and set {PREFIX}{name.upper()} in the environment")
+
+
+def check_as_train(text: str, target: str, typed: Collection[str]) -> tuple[str, ...]:
+    """Return the warnings of `train` for the text of a config file. Raises what it would: of images if one names them.
+
+    A value that was typed is named as a flag: the file does not exist yet.
+    """
+    values = tomllib.loads(text)
+    given = [RawValue(name, value, "flag" if name in typed else target) for name, value in values.items()]
+    loaded = load_run([Source(target, given)])
+    has_images = not {"instance_data_dir", "data_backend_config"}.isdisjoint(typed)
+    return (check_run if has_images else check_runnable)(loaded).warnings
+
+
+def from_flags_alone(settings: Settings, target: str, typed: Mapping[str, Any]) -> NewConfig:
     notes = {}
-    if settings.model.model_type == "lora":
-        own |= {"model_type": "lora", "learning_rate": LORA_RATE}
+    own: dict[str, Any] = {"output_dir": typed.get("output_dir") or own_output_dir(target)}
+    if settings.model.model_type == "lora" and "learning_rate" not in typed:
+        own["learning_rate"] = LORA_RATE
         notes["learning_rate"] = "ten times the default, which is for all weights (docs/lora.md)"
-    return NewConfig(scaffold_toml(settings, own, notes))
+    return NewConfig(scaffold_toml(settings, {**own, **typed}, notes))
 
 
-def checked(sources: list[Source]) -> Settings:
-    settings = resolve(sources, complete=False).settings
-    check_trainable(settings.model)
-    return settings
-
-
-def from_recipe(recipe: Recipe, settings: Settings, target: str, own: Mapping[str, Any]) -> NewConfig:
-    values = {**own, **{name: each.value for name, each in recipe.settings.items()}}
+def from_recipe(recipe: Recipe, settings: Settings, target: str, typed: Mapping[str, Any]) -> NewConfig:
+    values = {name: each.value for name, each in recipe.settings.items()}
     notes = {name: each.grounds() for name, each in recipe.settings.items()}
-    share_batch(settings.launch.num_processes, values, notes)
+    notes |= {
+        name: f"in the recipe {values[name]}: {notes[name]}"
+        for name in typed
+        if typed[name] != values.get(name, typed[name])
+    }
+    if typed.keys().isdisjoint(("gradient_accumulation_steps", "global_batch_size")):
+        share_batch(settings.launch.num_processes, values, notes)
     if recipe.model_flavour != settings.model.model_flavour:
         notes["model_flavour"] = f"the recipe is for {recipe.model_flavour}: its numbers are not proven for another one"
     datasets_file = ""
-    if recipe.datasets:
+    if recipe.datasets and "data_backend_config" not in typed:
         datasets_file = values["data_backend_config"] = str(Path(target).with_suffix(".datasets.json"))
         of_datasets = (f"{key} = {each.value}: {each.grounds()}" for key, each in recipe.dataset_values.items())
         notes["data_backend_config"] = "\n# ".join(["set its folders to your own", *of_datasets])
-    text = scaffold_toml(settings, values, notes, [*head_of(recipe)])
+    values["output_dir"] = typed.get("output_dir") or own_output_dir(target)
+    text = scaffold_toml(settings, {**values, **typed}, notes, [*head_of(recipe)])
     return NewConfig(text, datasets_file, recipe.datasets_text() if datasets_file else "")
 
 

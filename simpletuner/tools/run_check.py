@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 MODEL_SETTINGS = ("model_family", "model_flavour", "model_families", "pretrained_model_name_or_path")
 
 
-def load_run(sources: Iterable[Source]) -> Loaded:
-    """Merge the sources of a run.
+def load_run(sources: Iterable[Source], complete: bool = True) -> Loaded:
+    """Merge the sources of a run; unless `complete`, what a run cannot do without may be missing.
 
     Raises SettingsError that lists all mistakes, those of its model and its dataset file included, the one that
     decides first: with another model the rest may be no mistakes.
     """
     try:
-        return resolve(sources)
+        return resolve(sources, complete)
     except InvalidSettings as error:
         raise join_errors(errors_around(error)) from None
 

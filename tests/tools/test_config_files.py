@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.app import main
-from simpletuner.errors import SettingsError
+from simpletuner.errors import DataError, SettingsError
 from simpletuner.settings import load
 from simpletuner.tools.config_files import new_config, own_output_dir
 
@@ -45,8 +45,8 @@ def test_config_init_writes_them(tmp_path, monkeypatch):
         assert list(written)[:1] == ["model_type"] and ("lora_rank" in written) == (kind == "lora")
     assert written["learning_rate"] == 1e-4
     with pytest.raises(SettingsError, match="recipe sdxl-style is for model_type = lora, not full"):
-        new_config("", "", "1", "sdxl-style", model_type="full")
-    assert 'output_dir = "output/style"' in new_config("", "", "1", "sdxl-style", "style.toml").text
+        new_config({"model_type": "full"}, "sdxl-style")
+    assert 'output_dir = "output/style"' in new_config({}, "sdxl-style", "style.toml").text
 
 
 def test_a_lora_at_the_rate_of_a_full_run_is_said(tmp_path):
@@ -62,9 +62,54 @@ def test_a_lora_at_the_rate_of_a_full_run_is_said(tmp_path):
     assert "usually trained" not in warnings(optimizer="prodigy", learning_rate="1")
 
 
-def test_a_folder_of_images_is_written_into_the_file():
-    text = new_config("sdxl", "", "1", target="a.toml", images=Path("my photos")).text
-    assert 'instance_data_dir = "my photos"' in text
-    assert 'instance_data_dir = "photos"' in new_config("", "", "1", "sdxl-style", images=Path("photos")).text
+def test_settings_that_are_typed_are_written_into_the_file_and_checked_as_train_would(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my photos").mkdir()
+
+    def written(recipe: str = "", **given: object) -> dict[str, object]:
+        return tomllib.loads(new_config(given, recipe, "a.toml").text)
+
+    sdxl = {"model_family": "sdxl", "instance_data_dir": "my photos"}
+    values = written(**sdxl, learning_rate="3e-4", validation_prompt=["a", 'ü "b"'], use_cpu="yes", eval_split="0.5")
+    typed = {"instance_data_dir": "my photos", "learning_rate": 3e-4, "validation_prompt": ["a", 'ü "b"']}
+    assert typed.items() <= values.items() and values["use_cpu"] is True and values["eval_split"] == 0.5
+    assert "max_train_steps" not in written(**sdxl, num_train_epochs="3"), "1,000 steps would outrank the epochs"
+    assert written(**sdxl, num_processes="2", zero_stage="2")["fsdp_enable"] is False
+    json_text = '{"zero_optimization": {"stage": 2}}'
+    values = written(**sdxl, num_processes="2", deepspeed_config=json_text)
+    assert (values["zero_stage"], values["fsdp_enable"]) == (2, False)
+    assert (written(**sdxl, global_batch_size="8", gradient_accumulation_steps="2"))["global_batch_size"] == 8
+    values = written("sdxl-style", instance_data_dir="my photos", resolution="64", num_processes="3")
+    assert (values["resolution"], values["gradient_accumulation_steps"]) == (64, 4)
+    text = new_config({"resolution": "64", "gradient_accumulation_steps": "6", "num_processes": "2"}, "sdxl-style").text
+    assert "\n# in the recipe 1024: " in text and "\ngradient_accumulation_steps = 6\n" in text
+    values = written("sdxl-style", global_batch_size="8")
+    assert values["global_batch_size"] == 8 and "gradient_accumulation_steps" not in values
+    assert "max_train_steps" not in written("sdxl-style", num_train_epochs="2")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"instance_data_dir": "nope"}, DataError, "there is no folder .nope."),
+        ({"data_backend_config": "nope.json"}, SettingsError, "cannot read nope.json"),
+        ({"--lerning_rate": "1"}, SettingsError, "did you mean `learning_rate`"),
+        ({"zero_stage": "2", "fsdp_enable": "true"}, SettingsError, "FSDP and DeepSpeed cannot"),
+        ({"lr_warmup_steps": "2000"}, SettingsError, "more than max_train_steps = 1000"),
+        ({"notify_url": "https://example.org"}, SettingsError, "notify_url is a secret"),
+        (
+            {"export_format": "foo", "aspect_bucket_alignment": "12"},
+            SettingsError,
+            "(?s)aspect_bucket_alignment = 12.*export_format",
+        ),
+    ],
+)
+def test_what_train_would_refuse_is_no_file(given, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        new_config({"model_family": "sdxl", **given})
+
+
+def test_a_recipe_that_lists_datasets_takes_a_list_and_no_folder():
     with pytest.raises(SettingsError, match="lists datasets"):
-        new_config("", "", "1", "kontext-edit", images=Path("photos"))
+        new_config({"instance_data_dir": "photos"}, "kontext-edit")

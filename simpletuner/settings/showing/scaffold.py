@@ -5,6 +5,7 @@ Every line of the file says what it does and may be, and where a recipe's number
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -120,6 +121,9 @@ GROUP_OF_SECTION = {
 }
 """Groups of settings not listed by name; other sections are about how long and how fast."""
 
+RIVALS = {"global_batch_size": "gradient_accumulation_steps", "num_train_epochs": "max_train_steps"}
+"""Settings, each with the one that cannot stand beside it or would outrank it."""
+
 CONFIG_HEAD = """\
 #:schema simpletuner.schema.json
 # Start with `simpletuner train`; the same command resumes where it stopped. All settings: docs/options.md.
@@ -143,8 +147,9 @@ def scaffold_toml(
         "max_train_steps": 1000,
         "lr_warmup_steps": 0.05,
         "num_processes": num_processes,
-        "fsdp_enable": num_processes > 1,
+        "fsdp_enable": num_processes > 1 and settings.parallel.zero_stage is None,
         "validation_prompt": ["a photo of a lighthouse at dusk"],
+        **{own: None for name, own in RIVALS.items() if name in chosen},
         **chosen,
     }
     top = "".join(f"# {line}".rstrip() + "\n" for line in head)
@@ -172,6 +177,8 @@ def lines_of(name: str, values: Mapping[str, Any], notes: Mapping[str, str]) -> 
     """A setting with its description and its note; one with an empty default as a comment."""
     field = setting_fields()[name]
     value = values.get(name, field.default)
+    if isinstance(value, Mapping):  # as text: a table would take in what stands below it
+        value = json.dumps(value)
     plain = "" if value is None else value if isinstance(value, str | int | float | list) else str(value)
     line = tomli_w.dumps({name: plain}, multiline_strings=False)
     note = f"# {notes[name]}\n" if name in notes else ""
