@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from PIL import Image
 
 from simpletuner.app import main
 
-README = Path(__file__).parents[1] / "README.md"
+TEXT = (ROOT / "README.md").read_text()
+LINES = TEXT.replace("\\\n", " ")
+"""The text, with each command in one line."""
+
+
+def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 0 and "usually trained at" not in said and "warning" not in said, said
+
+
+def test_the_first_commands_work_in_a_clone_as_they_stand(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "simpletuner train" in "\n".join(TEXT.splitlines()[:20])
+    block = LINES.partition("```bash\n")[2].partition("```")[0]
+    install, draw, init, train = [shlex.split(line, comments=True) for line in block.strip().splitlines()]
+    assert install == ["pip", "install", "."]
+    subprocess.run([sys.executable, ROOT / draw[1], *draw[2:]], check=True)
+    run(init[1:], capsys)
+    run([*train[1:], "--dry_run"], capsys)
 
 
 def test_every_command_for_photos_can_start_a_run(tmp_path, monkeypatch, capsys):
@@ -20,11 +44,10 @@ def test_every_command_for_photos_can_start_a_run(tmp_path, monkeypatch, capsys)
     for number in range(36):
         Image.new("RGB", (1024, 1024), (number, 0, 0)).save(f"photos/{number}.png")
         Path(f"photos/{number}.txt").write_text("a photo")
-    for name, count in (("photos", 1), ("all", 3)):
-        lines = re.findall(rf"^simpletuner (.*{name}\.toml[^#\n]*)", README.read_text(), re.MULTILINE)
+    for name, count in (("style", 1), ("all", 3)):
+        lines = re.findall(rf"^simpletuner (.*{name}\.toml[^#\n]*)", LINES, re.MULTILINE)
         init, *others = [shlex.split(line) for line in lines]
-        with pytest.raises(SystemExit):
-            main(init)
+        run(init, capsys)
         file = Path(f"{name}.toml")
         text = file.read_text()
         # What `plan --apply` adds to it; the plan itself takes a minute.
@@ -33,7 +56,30 @@ def test_every_command_for_photos_can_start_a_run(tmp_path, monkeypatch, capsys)
         starts = [words for words in others if words[0] == "train"]
         assert len(starts) == count
         for words in starts:
-            with pytest.raises(SystemExit) as ended:
-                main([*words, "--dry_run"])
-            said = capsys.readouterr().err
-            assert ended.value.code == 0 and "usually trained at" not in said, said
+            run([*words, "--dry_run"], capsys)
+
+
+def cells_of(text: str, heading: str) -> list[list[str]]:
+    """Return the rows of the table below a heading, its head first."""
+    lines = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0].splitlines()
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in rows if not row[0].startswith("---")]
+
+
+def test_what_fits_where_is_what_its_own_page_says():
+    tree = ast.parse((ROOT / "benchmarks" / "what_fits.py").read_text())
+    [names] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "README_MODELS"
+    ]
+    page = (ROOT / "docs" / "what-fits.md").read_text()
+    tables = {"full": cells_of(page, "Full fine-tuning"), "LoRA": cells_of(page, "LoRA")}
+    head, *rows = cells_of(TEXT, "What fits where")
+    assert [row[0] for row in rows] == [*names.values()]
+    for model, row in zip(names, rows, strict=True):
+        for place, cell in zip(head[1:], row[1:], strict=True):
+            kind, _, card = place.partition(", ")
+            known = {line[0]: line for line in tables[kind]}
+            seconds = known[model][tables[kind][0].index(card)]
+            assert re.fullmatch(r"\d+ GiB, (.*)", cell)[1] == re.match(r"\S+ s", seconds)[0], f"{model}: {place}"
