@@ -83,3 +83,27 @@ def test_what_fits_where_is_what_its_own_page_says():
             known = {line[0]: line for line in tables[kind]}
             seconds = known[model][tables[kind][0].index(card)]
             assert re.fullmatch(r"\d+ GiB, (.*)", cell)[1] == re.match(r"\S+ s", seconds)[0], f"{model}: {place}"
+
+
+def headings_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_of_the_documentation_lead_to_pages_and_headings_that_exist():
+    pages = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("tests/campaigns/*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+    ]
+    found = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    wrong = []
+    for page, link in found:
+        name, _, heading = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        is_there = target.exists() and (not heading or heading in headings_of(target))
+        wrong += [f"{page.name}: {link}"] * (not link.startswith("http") and not is_there)
+    assert len(found) > 200 and wrong == []

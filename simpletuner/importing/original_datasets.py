@@ -22,7 +22,7 @@ from simpletuner.settings.foreign.original_names import TABLE, is_off
 from simpletuner.settings.values.spelling import normalize_name
 
 PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file", "csv_cache_dir", "caption_filter_list")
-HINT = "docs/data.md lists the keys of a dataset"
+HINT = "docs/dataset-file.md lists the keys of a dataset"
 ESSENTIAL = (
     "id",
     "type",

@@ -120,7 +120,7 @@ def with_first_frames(plan: Plan, family: ModelFamily) -> Plan:
 def refused(dataset: ImageDataset, why: str) -> SettingsError:
     return SettingsError(
         f"dataset `{dataset.id}`: {why}",
-        "docs/data.md says which models are given a first frame, and which clips they need",
+        "docs/dataset-file.md says which models are given a first frame, and which clips they need",
     )
 
 
@@ -142,7 +142,7 @@ def check_references(
         if count < least:
             raise SettingsError(
                 f"{name}: no reference image, and {pipeline} edits images",
-                "name a dataset of references in conditioning_data (docs/data.md, Pairs)",
+                "name a dataset of references in conditioning_data (docs/dataset-file.md, Pairs)",
             )
     if least and settings.data.reference_dropout_probability:
         raise SettingsError(

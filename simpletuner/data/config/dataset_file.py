@@ -92,7 +92,7 @@ def name_of_key(key: str) -> str:
 
 def dataset_entries(path: Path) -> list[DatasetEntry]:
     """Read the list of datasets. Raises SettingsError with the place where it does not parse."""
-    with explain_parsing(path, "check data_backend_config", "docs/data.md shows such a file"):
+    with explain_parsing(path, "check data_backend_config", "docs/dataset-file.md shows such a file"):
         text = read_text(path)
         try:
             return list(parse_entries(path, text))
@@ -111,7 +111,7 @@ def refuse_foreign(path: Path, text: str) -> None:
     if trainer := trainer_of(values):
         hint = import_hint(path, trainer, is_list=is_dataset_file(values))
         raise SettingsError(f"{shown_path(path)} is a file of {trainer}", hint)
-    raise SettingsError(f"{shown_path(path)} is no JSON file", "docs/data.md shows a list of datasets")
+    raise SettingsError(f"{shown_path(path)} is no JSON file", "docs/dataset-file.md shows a list of datasets")
 
 
 def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:
@@ -125,7 +125,7 @@ def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:
         raise json_mistake(error) from None
     check_depth(entries)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        hint = "docs/data.md shows such a file"
+        hint = "docs/dataset-file.md shows such a file"
         raise SettingsError(f"{shown_path(path)} must hold a list of datasets: [{{...}}, {{...}}]", hint)
     for entry, (line, lines) in zip(entries, json_lines(text), strict=True):
         keys = [FileEntry(key, value, lines[key]) for key, value in entry.items()]

@@ -61,7 +61,7 @@ def load_datasets(data: Data, model_type: str = "lora") -> tuple[list[ImageDatas
             problems = [" ".join([*map(str, item["loc"]), reason_of(item)]) for item in error.errors()]
             raise SettingsError(
                 "\n  ".join(problems),
-                "docs/data.md says what they mean",
+                "docs/dataset-file.md says what they mean",
             ) from None
     parsed = parse_file(data.data_backend_config, data)
     if model_type == "full":
@@ -139,7 +139,7 @@ class DatasetFile:
     def check(self) -> None:
         """Raise SettingsError that lists every mistake."""
         if self.mistakes:
-            raise SettingsError(mistakes=self.mistakes, hint="docs/data.md lists the keys of a dataset")
+            raise SettingsError(mistakes=self.mistakes, hint="docs/dataset-file.md lists the keys of a dataset")
 
 
 def parse_file(path: Path, data: Data) -> DatasetFile:

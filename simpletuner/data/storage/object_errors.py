@@ -16,7 +16,7 @@ DAMAGED_OBJECTS = {
 
 AGAIN = "then run the same command again: it continues"
 RENEW = f"renew the credentials, {AGAIN}"
-CHECK_KEY = "check {service.credentials}, or what takes their place: docs/data.md lists the places"
+CHECK_KEY = "check {service.credentials}, or what takes their place: docs/tables-and-stores.md lists the places"
 EXPIRED = ("its credentials have expired", RENEW)
 INVALID = ("its credentials are not valid", CHECK_KEY)
 DENIED = ("access is denied", "these credentials need {service.rights}")

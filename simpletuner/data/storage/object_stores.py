@@ -159,7 +159,7 @@ def build(kind: Callable[..., Store], place: BucketPlace, endpoint: str, **setti
     except BaseError:  # its text may quote a key that does not parse
         raise EnvironmentNotReady(
             f"{place.owner}: its credentials for {place.address} cannot be read",
-            f"check {place.service.credentials}, or what takes their place: docs/data.md lists the places",
+            f"check {place.service.credentials}, or what takes their place: docs/tables-and-stores.md lists the places",
         ) from None
 
 

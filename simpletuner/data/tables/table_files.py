@@ -150,7 +150,8 @@ class TableFile:
 
     def error(self, why: str, hint: str = "") -> DataError:
         return DataError(
-            f"dataset `{self.dataset.id}`: the table {self.address} {why}", hint or "see `Tables` in docs/data.md"
+            f"dataset `{self.dataset.id}`: the table {self.address} {why}",
+            hint or "see `Tables` in docs/tables-and-stores.md",
         )
 
     @contextmanager

@@ -175,7 +175,7 @@ RENAMED = {
 """Words that people type for a setting with another name; they are not accepted, but answered with ours."""
 
 ANSWERS = {
-    "images of the class are a dataset with is_regularisation_data=true in data_backend_config (docs/data.md)": (
+    "images of the class are a dataset with is_regularisation_data in data_backend_config (docs/dataset-file.md)": (
         "class_data_dir reg_data_dir num_class_images with_prior_preservation prior_preservation class_prompt"
         " sample_batch_size prior_generation_precision"
     ),
@@ -210,7 +210,7 @@ ANSWERS = {
     "no schedule rises again": "lr_scheduler_num_cycles",
     "log in with `hf auth login`, or set the variable HF_TOKEN": "hub_token hf_token huggingface_token",
     "set the variable HF_HOME": "hf_cache_dir",
-    "a dataset of the hub, a table or captions in a column are entries of data_backend_config (docs/data.md)": (
+    "datasets of the hub, tables and captions in columns are entries of data_backend_config (docs/tables-and-stores.md)": (
         "dataset_name dataset_config_name image_column caption_column"
     ),
     "captions are read from .txt files beside the images": "caption_extension caption_ext",

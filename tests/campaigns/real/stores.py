@@ -1,4 +1,4 @@
-"""Object stores that others wrote, on loopback: what a mirror, images and caches need (table of docs/data.md).
+"""Other object stores on loopback: what a mirror, images and caches need: a table of docs/tables-and-stores.md.
 
     .venv/bin/python tests/campaigns/real/stores.py              # installs what is missing, about two minutes
     .venv/bin/python tests/campaigns/real/stores.py rclone moto
