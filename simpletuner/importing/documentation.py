@@ -26,8 +26,8 @@ HEAD = """\
 
 The original is SimpleTuner. Many of its names are settings here as well ([options.md](options.md)), so a config of such
 names alone runs as it stands, and so do its dataset files ([dataset-file.md](dataset-file.md)). Every other name is
-another name of a setting, has no effect, or is refused; this page lists them all. A file with such names is translated by
-`config import`; `train` names that command. The page is written by `simpletuner config docs --original`.
+another name of a setting, has no effect, or is refused; this page lists them all. A file with such names is
+translated by `config import`; `train` names that command. The page is written by `simpletuner config docs --original`.
 
 `simpletuner config import FILE --output run.toml` writes a file of this version, which `train --config=run.toml` runs:
 a line per setting, and comments that say what changed, what was left out, and why. FILE is config.json, config.toml,

@@ -210,7 +210,7 @@ ANSWERS = {
     "no schedule rises again": "lr_scheduler_num_cycles",
     "log in with `hf auth login`, or set the variable HF_TOKEN": "hub_token hf_token huggingface_token",
     "set the variable HF_HOME": "hf_cache_dir",
-    "datasets of the hub, tables and captions in columns are entries of data_backend_config (docs/tables-and-stores.md)": (
+    "datasets of the hub, tables and columns are entries of data_backend_config (docs/tables-and-stores.md)": (
         "dataset_name dataset_config_name image_column caption_column"
     ),
     "captions are read from .txt files beside the images": "caption_extension caption_ext",
