@@ -45,7 +45,7 @@ from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.run_status import RunState, StatusWriter
-from simpletuner.system.processes.signals import StopRequest, handle_stop_signals, what_follows
+from simpletuner.system.processes.signals import StopRequest, handle_stop_signals, stop_announcement
 from simpletuner.training.auto import resolve_auto
 from simpletuner.training.build import build_trainer, check_engine, open_engine, open_state
 from simpletuner.training.metrics.metrics import open_metrics
@@ -129,7 +129,7 @@ def recorded_status(stop: StopRequest, activity: Activity) -> Iterator[StatusWri
     """Record how the run goes in `status.json`, from the moment at which its folder is known."""
     status = StatusWriter()
     stop.save_seconds = lambda: activity.save_seconds
-    stop.when_asked = lambda: status.stopping(what_follows(activity.unsaved, activity.save_seconds))
+    stop.when_asked = lambda: status.stopping(stop_announcement(activity.unsaved, activity.save_seconds))
     stop.before_exit = partial(status.end, RunState.STOPPED)
     with status.recording():
         yield status

@@ -16,7 +16,7 @@ from simpletuner.settings.declared.errors import closest, shown_value
 from simpletuner.settings.declared.knob import extra_of, shown_default, type_name
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
 from simpletuner.settings.files.raw_values import parse_arguments
-from simpletuner.settings.foreign.recognition import answer_for
+from simpletuner.settings.foreign.recognition import original_hint
 from simpletuner.settings.resolving.loading import canonical_name
 from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG
 from simpletuner.settings.values.spelling import SWITCH_WORDS, SWITCHES, choices_of, normalize_name
@@ -69,7 +69,7 @@ def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:
     """Raise SettingsError for what is nearest to an option of the command; the settings layer suggests settings."""
     flags = {normalize_name(flag.lstrip("-")): flag for flag in own}
     for flag in unknown:
-        if answer_for(normalize_name(flag.lstrip("-"))):  # a setting of the original, which has its own answer
+        if original_hint(normalize_name(flag.lstrip("-"))):  # a setting of the original, which has its own answer
             continue
         if meant := flags.get(closest(flag, [*flags, *setting_fields()])):
             raise SettingsError(f"unknown option `{flag}`; did you mean `{meant}`?", "`--help` lists every option")

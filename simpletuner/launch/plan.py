@@ -66,10 +66,10 @@ def visible_gpus(launch: Launch, environment: Mapping[str, str] = os.environ) ->
             f"gpu_ids = {launch.gpu_ids!r} names {len(ids)} GPUs, but every machine runs {ranks} ranks",
             f"name {ranks} GPUs, or lower num_processes to {len(ids) * launch.num_machines}",
         )
-    return {GPUS: ",".join(among_inherited(ids, environment.get(GPUS, "")))}
+    return {GPUS: ",".join(inherited_device_ids(ids, environment.get(GPUS, "")))}
 
 
-def among_inherited(ids: list[str], inherited: str) -> list[str]:
+def inherited_device_ids(ids: list[str], inherited: str) -> list[str]:
     """CUDA device ids for gpu_ids. SLURM and Kubernetes give a job some GPUs, numbered from 0 inside it.
 
     Raises SettingsError for a GPU that the job was not given.

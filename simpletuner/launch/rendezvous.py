@@ -250,7 +250,7 @@ def wait_for_machine_0(launch: Launch, check: Callable[[], None], say: Callable[
     host, port = launch.main_process_ip, launch.main_process_port
     timeout = launch.node_join_timeout if launch.machine_rank else min(OWN_ADDRESS_SECONDS, launch.node_join_timeout)
     began, reported = time.monotonic(), False
-    while why := why_unreachable(host, port):
+    while why := connection_error(host, port):
         check()
         waited = time.monotonic() - began
         if waited > timeout:
@@ -261,7 +261,7 @@ def wait_for_machine_0(launch: Launch, check: Callable[[], None], say: Callable[
         time.sleep(RETRY_SECONDS)
 
 
-def why_unreachable(host: str, port: int) -> str:
+def connection_error(host: str, port: int) -> str:
     """Reason why connecting to an address fails; empty if it succeeds."""
     try:
         socket.create_connection((host, port), timeout=2).close()

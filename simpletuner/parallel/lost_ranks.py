@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from simpletuner.launch.rendezvous import why_unreachable
+from simpletuner.launch.rendezvous import connection_error
 from simpletuner.system.files.lease_record import Record, boot_id, pid_namespace, process_start
 
 MOST_NAMED = 8
@@ -82,7 +82,7 @@ def join_problem(text: str, rank: int, environment: Mapping[str, str], seconds: 
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         other = "set another --main_process_port, or MASTER_PORT, for all ranks"
         return f"port {port} of this machine, where they meet, is in use", other
-    if rank and port.isdecimal() and (why := why_unreachable(host, int(port))):
+    if rank and port.isdecimal() and (why := connection_error(host, int(port))):
         return f"{place} cannot be reached ({why})", f"look at the output of rank 0, and whether {place} leads to it"
     if "timed out" in text.lower() or "timeout" in text.lower():
         return f"not all came to {place} within {seconds:.0f} s", "look at the output of the other ranks"

@@ -15,7 +15,7 @@ from patience import PATIENCE
 from simpletuner.counting.block_detection import look_up, parse, put
 from simpletuner.system.files import locks
 from simpletuner.system.files.cache_files import block_cache_paths, lock_of
-from simpletuner.system.files.unread import last_aside
+from simpletuner.system.files.unread import latest_set_aside
 
 ENTRY = {"fingerprint": "1", "classes": []}
 PROCESSES, KILLED = 32, 12
@@ -69,7 +69,7 @@ def test_a_damaged_file_is_moved_aside_and_made_anew(places, warnings, damage):
             put("a", ENTRY, warnings.append)
             assert look_up("a", "1", warnings.append) == ENTRY
         assert len(warnings) == 1 and "is set aside as" in warnings.pop()
-        aside = last_aside(path)
+        aside = latest_set_aside(path)
         assert aside is not None and aside.read_text() == damage
         aside.unlink()
 

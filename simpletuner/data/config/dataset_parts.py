@@ -161,7 +161,7 @@ class ParticipationKeys(DatasetSettings):
         return Window(self.start_step, self.end_step or NO_LIMIT, self.start_epoch - 1, self.end_epoch or NO_LIMIT)
 
 
-def copies_of(datasets: Sequence[ImageDataset]) -> list[Copies]:
+def copies_per_epoch(datasets: Sequence[ImageDataset]) -> list[Copies]:
     """Repeats of each dataset's samples per epoch; the largest probability in training counts as 1."""
     # Exact, and from the text: 0.1 as a float is no tenth, and copies of a group decide the order of samples.
     weights = [Fraction(str(dataset.probability)) for dataset in datasets]

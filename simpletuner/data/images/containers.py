@@ -210,10 +210,10 @@ def take_note(notes: dict[str, bytes], kind: bytes, content: bytes) -> None:
     if kind not in TEXT_KINDS or key not in TEXTS:
         return
     if kind == b"zTXt":
-        text = inflated(text[1:], MAX_NOTE_BYTES)
+        text = inflate(text[1:], MAX_NOTE_BYTES)
     elif kind == b"iTXt":  # a flag, the method, a language and the key in it
         is_compressed, text = text[:1] == b"\1", text[2:].split(b"\0", 2)[-1]
-        text = inflated(text, MAX_NOTE_BYTES) if is_compressed else text
+        text = inflate(text, MAX_NOTE_BYTES) if is_compressed else text
     notes[TEXTS[key]] = text if TEXTS[key] == "xmp" else from_hexadecimal(text)
 
 
@@ -225,7 +225,7 @@ def from_hexadecimal(text: bytes) -> bytes:
         return b""
 
 
-def inflated(content: bytes, limit_bytes: int) -> bytes:
+def inflate(content: bytes, limit_bytes: int) -> bytes:
     """zlib-decompressed bytes, at most `limit_bytes`; empty if damaged."""
     try:
         return zlib.decompressobj().decompress(content, limit_bytes)
@@ -256,7 +256,7 @@ def png_colours(notes: dict[bytes, bytes]) -> Colours:
     if len(codes := notes.get(b"cICP", b"")) == 4:
         return of_codes(codes[0], codes[1])
     # A name, the method, and what is compressed.
-    if profile := inflated(notes.get(b"iCCP", b"").partition(b"\0")[2][1:], MAX_PROFILE_BYTES):
+    if profile := inflate(notes.get(b"iCCP", b"").partition(b"\0")[2][1:], MAX_PROFILE_BYTES):
         return Colours(profile, profile)
     gamma, points = (numbers_of(notes.get(kind, b"")) for kind in (b"gAMA", b"cHRM"))
     if b"sRGB" in notes or (len(gamma), len(points)) == (0, 0):

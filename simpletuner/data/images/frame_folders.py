@@ -85,7 +85,7 @@ def read_folder_frames(
     if len(frames) != original.frames:
         raise ValueError(f"has {len(frames)} frames, not {original.frames}: the table is wrong, or the folder changed")
     chosen = [frames[number] for number in numbers]
-    with opened_ahead(chosen, open_file, at_once) as open_next:
+    with prefetched_openers(chosen, open_file, at_once) as open_next:
         for frame in chosen:
             with opened(frame, open_next) as file:
                 if (size := read_header(file).size) != original.size:
@@ -96,7 +96,7 @@ def read_folder_frames(
 
 
 @contextmanager
-def opened_ahead(frames: Sequence[str], open_file: Opener, at_once: int) -> Iterator[Opener]:
+def prefetched_openers(frames: Sequence[str], open_file: Opener, at_once: int) -> Iterator[Opener]:
     """Yield an opener of these frames, in order, with `at_once` of them being opened in threads."""
     if at_once == 1:
         yield open_file

@@ -12,7 +12,7 @@ from operator import mul
 
 import numpy as np
 
-from simpletuner.data.config.dataset_parts import Copies, copies_of
+from simpletuner.data.config.dataset_parts import Copies, copies_per_epoch
 from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.samples.sizes import different_values
@@ -42,7 +42,7 @@ def make_buckets(
         return {}
     shapes, of_samples = bucket_shapes(samples.parts)
     names = list(map(str, shapes))
-    copies = copies_of([part.dataset for part in samples.parts])
+    copies = copies_per_epoch([part.dataset for part in samples.parts])
     datasets = np.repeat(np.arange(len(samples.parts), dtype=np.uint16), [len(part) for part in samples.parts])
     if active is not None:
         copies = [own if part.dataset.id in active else 0 for own, part in zip(copies, samples.parts, strict=True)]

@@ -149,7 +149,7 @@ def different_captions(samples: Sequence[DatasetSamples], prompts: Sequence[str]
     return TextColumn(texts, pc.array_sort_indices(texts))  # bytes of UTF-8 are in the order of code points
 
 
-def those_in_captions(samples: Sequence[DatasetSamples], texts: Sequence[str]) -> set[str]:
+def texts_among_captions(samples: Sequence[DatasetSamples], texts: Sequence[str]) -> set[str]:
     wanted, found = pa.array(texts, pa.large_string()), set[str]()
     for block in (block for part in samples for block in caption_blocks(part)):
         found.update(block.filter(pc.is_in(block, wanted)).to_pylist())

@@ -145,13 +145,13 @@ def enlargements(sizes: Sizes) -> np.ndarray:
     return np.maximum(*(sizes.resized / sizes.originals).T)
 
 
-def extremeness(sizes: Sizes) -> np.ndarray:
+def aspect_ratios(sizes: Sizes) -> np.ndarray:
     """Ratio of the longer to the shorter side, per size."""
     return np.maximum(*sizes.originals.T) / np.minimum(*sizes.originals.T)
 
 
 def warn_extreme_aspect(samples: Samples) -> Iterator[str]:
-    if affected := AffectedImages.of(samples, extremeness, EXTREME_ASPECT):
+    if affected := AffectedImages.of(samples, aspect_ratios, EXTREME_ASPECT):
         geometry = affected.worst.geometry
         yield (
             f"{count_noun(affected.count, 'image')} with one side more than {EXTREME_ASPECT:g} times the other: "

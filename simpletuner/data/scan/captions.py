@@ -172,7 +172,7 @@ def compile_rules(rules: tuple[str, ...]) -> tuple[Callable[[str], str], ...]:
     return tuple(map(compile_rule, rules))
 
 
-def vary(caption: str, rules: tuple[str, ...], shuffle: CaptionShuffle | None) -> list[str]:
+def caption_variants(caption: str, rules: tuple[str, ...], shuffle: CaptionShuffle | None) -> list[str]:
     """Captions made from one by its dataset's rules; several are shown equally often."""
     for rule in compile_rules(rules):
         caption = rule(caption)
@@ -234,7 +234,9 @@ def captions_of(dataset: ImageDataset, name: str, lines: Sequence[str]) -> tuple
         lines = ["\n".join(lines)] if lines else []
     elif dataset.caption_lines == "first":
         lines = lines[:1]
-    lines = [text for line in lines for text in vary(line, dataset.caption_filter_list, dataset.caption_shuffle)]
+    lines = [
+        text for line in lines for text in caption_variants(line, dataset.caption_filter_list, dataset.caption_shuffle)
+    ]
     prefix = f"{phrase} " if dataset.prepend_instance_prompt and phrase else ""
     return tuple(prefix + line for line in lines)
 

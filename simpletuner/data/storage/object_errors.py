@@ -62,11 +62,11 @@ LAST_PLACES = r"Error performing \w+ \S*(/latest/(api|meta-data)/|/computeMetada
 """Metadata server of a cloud instance, the last place that obstore asks, which other machines do not have."""
 
 
-class StoreFails(EnvironmentNotReady):
+class StoreUnavailable(EnvironmentNotReady):
     """The store answers that it failed, after all retries."""
 
 
-class StoreRefuses(EnvironmentNotReady):
+class StoreRefusal(EnvironmentNotReady):
     """Refusals by a healthy store: a missing right, a lock, an unsupported request."""
 
 
@@ -87,7 +87,7 @@ def words_of(text: str) -> str:
 def run_error(text: str, owner: str, service: Service, removing: bool = False) -> SimpleTunerError:
     """Return the error that ends the run, by the text of obstore's; `owner` begins the sentence.
 
-    It is a StoreFails or a StoreRefuses where the store's answer says so.
+    It is a StoreUnavailable or a StoreRefusal where the store's answer says so.
     """
     if re.search(LAST_PLACES, text):
         return EnvironmentNotReady(f"{owner}: no credentials were found", CHECK_KEY.format(service=service))
@@ -120,6 +120,12 @@ def store_error(
     reason, hint = meaning[0] + f" ({named})" * (meaning in NAMED), meaning[1]
     if removing and meaning is DENIED:
         hint = "these credentials need {service.removal}"
-    kind = StoreFails if meaning is FAILS else StoreRefuses if meaning in (*REFUSALS, unknown) else EnvironmentNotReady
-    removes = "it removes nothing: " * (removing and kind is StoreRefuses)
+    kind = (
+        StoreUnavailable
+        if meaning is FAILS
+        else StoreRefusal
+        if meaning in (*REFUSALS, unknown)
+        else EnvironmentNotReady
+    )
+    removes = "it removes nothing: " * (removing and kind is StoreRefusal)
     return kind(f"{owner}: {removes}{reason}", hint.format(service=service))

@@ -27,7 +27,7 @@ from simpletuner.data.storage.object_errors import (
     DAMAGED_OBJECTS,
     FAILS,
     TAKES_NOTHING,
-    StoreFails,
+    StoreUnavailable,
     code_of,
     run_error,
 )
@@ -172,7 +172,7 @@ class ObjectStorage:
                 yield memoryview(part)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; those that are gone already are no error. Raises StoreRefuses."""
+        """Remove objects; those that are gone already are no error. Raises StoreRefusal."""
         # One by one: stores that are like S3 do not all have its request for many.
         for name in names:
             with suppress(FileNotFoundError), self._explained(name, removing=True):
@@ -229,7 +229,7 @@ class ObjectStorage:
         try:
             with self._explained():
                 yield
-        except StoreFails as error:
+        except StoreUnavailable as error:
             with suppress(StopIteration), self._explained():
                 next(iter(obstore.list(self.store, chunk_size=1)))
             raise EnvironmentNotReady(error.message.replace(FAILS[0], TAKES_NOTHING), error.hint) from None

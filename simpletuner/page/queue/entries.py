@@ -28,7 +28,7 @@ from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.cache_files import user_home
 from simpletuner.system.files.locks import exclusive_lock
 from simpletuner.system.files.regular_files import read_file
-from simpletuner.system.files.unread import MALFORMED, last_aside, set_aside
+from simpletuner.system.files.unread import MALFORMED, latest_set_aside, set_aside
 from simpletuner.system.numbers import count_noun
 
 DEVICES = Path("/dev")
@@ -213,7 +213,7 @@ class QueueFile:
 
     def warning(self) -> str:
         """Return a warning with the place of entries that could not be read; empty if there are none."""
-        if aside := last_aside(self.path):
+        if aside := latest_set_aside(self.path):
             return f"a queue that could not be read is set aside as {aside}; remove it once nothing in it is missed"
         if self._parsed() is None:
             return f"{self.path} cannot be read, or is of another version: it is set aside at the next change"

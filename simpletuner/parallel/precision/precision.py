@@ -47,10 +47,10 @@ def convert_linear_layers(model: nn.Module, blocks: tuple[str, ...], emulate: bo
     # Rows are padded: those of a modulation layer are as many as samples.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     for unit in units_by_class(model, blocks):
-        convert_to_float8_training(unit, module_filter_fn=gains, config=config)
+        convert_to_float8_training(unit, module_filter_fn=gains_from_float8, config=config)
 
 
-def gains(layer: nn.Module, name: str) -> bool:
+def gains_from_float8(layer: nn.Module, name: str) -> bool:
     """True if a layer gains by float8: not a LoRA's, with their small products and updates."""
     of_lora = {"lora_A", "lora_B"} & {*name.split(".")}
     return isinstance(layer, nn.Linear) and not (

@@ -11,7 +11,7 @@ from simpletuner.settings.declared.errors import did_you_mean, shorten
 from simpletuner.settings.files.config_files import FileEntry
 from simpletuner.settings.files.raw_values import RawValue
 from simpletuner.settings.foreign.key_table import KeyTable, interpret, put
-from simpletuner.settings.foreign.recognition import answer_to
+from simpletuner.settings.foreign.recognition import foreign_hint
 
 BLOCKS = ("optimizer", "scheduler")
 """Keys that modules of their own read."""
@@ -84,7 +84,7 @@ class ParsedConfig:
         if name in siblings:  # `zero_optimization.stage` as one key
             hint = f"write `{name}` into the object `{section}`: keys are nested, not dotted"
         else:
-            hint = answer_to(name) or did_you_mean(name, siblings) or "leave it out"
+            hint = foreign_hint(name) or did_you_mean(name, siblings) or "leave it out"
         mistake = Mistake(self.name_of(path), "DeepSpeed knows no such key", self.file or self.place, hint=hint)
         self.mistakes.append(mistake)
 

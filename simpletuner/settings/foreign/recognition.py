@@ -117,7 +117,7 @@ def import_hint(file: str | Path, trainer: str = "", is_list: bool = False) -> s
     return f"`{command}` translates it, or says what would be lost"
 
 
-def answer_for(name: str) -> str:
+def original_hint(name: str) -> str:
     """Hint for a setting name of the original: our name, or the reason for having none; empty if unknown."""
     rule = TABLE.rules.get(name)
     if isinstance(rule, Maps):
@@ -236,9 +236,9 @@ def meaning_of(name: str) -> str:
     for ours, theirs in RENAMED.items():
         if name in theirs.split():
             return f"did you mean `{ours}`?"
-    return answer_to(name)
+    return foreign_hint(name)
 
 
-def answer_to(name: str) -> str:
+def foreign_hint(name: str) -> str:
     """Advice for a name that is no setting; empty if unknown."""
     return next((answer for answer, names in ANSWERS.items() if name in names.split()), "")

@@ -27,11 +27,11 @@ from simpletuner.settings.files.formats import FORMATS, read_text
 from simpletuner.settings.files.raw_values import Origin, RawValue, Source
 from simpletuner.settings.foreign.accelerate import missing_ranks
 from simpletuner.settings.foreign.recognition import (
-    answer_for,
     import_hint,
     is_value_of_original,
     meaning_of,
     names_of_original,
+    original_hint,
 )
 from simpletuner.settings.resolving.deepspeed_source import apply_deepspeed_config, warn_of_defaults
 from simpletuner.settings.resolving.places import with_places
@@ -212,7 +212,7 @@ def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
     is_variable = re.search(r"\.env:\d+$", given.place, re.IGNORECASE)
     otherwise = "set it in the shell if it is a variable of another program" if is_variable else ""
     name = plain_name(given.name)
-    like = answer_for(name) or meaning_of(name) or (did_you_mean(given.name, setting_fields()) if may_guess else "")
+    like = original_hint(name) or meaning_of(name) or (did_you_mean(given.name, setting_fields()) if may_guess else "")
     return Mistake(given.name, UNKNOWN, given.place, hint=like or otherwise)
 
 

@@ -42,6 +42,6 @@ def set_aside(path: Path, warn: Warn) -> None:
     warn(f"{path} cannot be read, or is of another version: it is set aside as {aside.name}, and written again")
 
 
-def last_aside(path: Path) -> Path | None:
+def latest_set_aside(path: Path) -> Path | None:
     """Newest file that was moved aside from this name."""
     return max(path.parent.glob(f"{path.name}.*{ASIDE}"), default=None)

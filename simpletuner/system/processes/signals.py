@@ -78,7 +78,7 @@ class StopRequest:
         again = "press Ctrl-C again" if number == signal.SIGINT else "signal again"
         unsaved = self.unsaved()
         leave = "leave without saving" if unsaved else "leave at once"
-        print_line(f"stopping: {what_follows(unsaved, self.save_seconds())}; {again} to {leave}")
+        print_line(f"stopping: {stop_announcement(unsaved, self.save_seconds())}; {again} to {leave}")
 
     def exit_now(self, number: int) -> NoReturn:
         """Exit without saving, even while the main thread is blocked in a library."""
@@ -89,7 +89,7 @@ class StopRequest:
         os._exit(128 + number)  # sys.exit in this thread would only end the thread
 
 
-def what_follows(unsaved: int, save_seconds: float) -> str:
+def stop_announcement(unsaved: int, save_seconds: float) -> str:
     """Announcement of the actions before a run stops; `unsaved` and `save_seconds`: see StopRequest."""
     if not unsaved:
         return "what is done is kept"

@@ -17,8 +17,8 @@ from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED
 from simpletuner.data.samples.dataset_warnings import (
     EXTREME_ASPECT,
+    aspect_ratios,
     enlargements,
-    extremeness,
     formats_of,
     remark_on_rates,
     unused_captions,
@@ -144,7 +144,7 @@ def smallness(sizes: Sizes) -> np.ndarray:
 
 
 def too_long(sizes: Sizes) -> np.ndarray:
-    return extremeness(sizes) - EXTREME_ASPECT
+    return aspect_ratios(sizes) - EXTREME_ASPECT
 
 
 def measured(

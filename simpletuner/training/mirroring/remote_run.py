@@ -22,7 +22,7 @@ from simpletuner.checkpoints.layout import (
     list_checkpoints,
     parse_step,
 )
-from simpletuner.data.storage.object_errors import StoreRefuses
+from simpletuner.data.storage.object_errors import StoreRefusal
 from simpletuner.data.storage.storage import UnreadableFileError
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.report import Report
@@ -114,7 +114,7 @@ class RemoteRun:
         self.sizes |= found
         if problem := missing_in(found, f"{whole.name}/", manifest["files"]):
             raise EnvironmentNotReady(f"{self.storage.owner}: {problem}")
-        with suppress(StoreRefuses):  # what the manifest does not name is no part of the folder
+        with suppress(StoreRefusal):  # what the manifest does not name is no part of the folder
             self._remove(found.keys() - {f"{whole.name}/{name}" for name in rest})
         self.lease.check()
         self.storage.write(whole.manifest_name, content)
@@ -175,7 +175,7 @@ class RemoteRun:
         except (FileNotFoundError, UnreadableFileError) as error:
             raise FolderDamaged(f"{self.storage.describe(whole.name)} cannot be read: {error}") from None
         self.hide(whole)
-        with suppress(StoreRefuses):
+        with suppress(StoreRefusal):
             self._remove(names)
 
     def hide(self, whole: WholeFolder) -> None:
@@ -183,14 +183,14 @@ class RemoteRun:
         if whole.manifest_name in self.sizes:
             try:
                 self._remove([whole.manifest_name])
-            except StoreRefuses:
+            except StoreRefusal:
                 self.storage.write(whole.manifest_name, b"")
                 self.sizes[whole.manifest_name] = 0
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest checkpoints, and what uploads have left that were never complete.
 
-        Raises StoreRefuses.
+        Raises StoreRefusal.
         """
         checkpoints = [each for each in self.whole() if each.step >= 0]
         self._remove(each.manifest_name for each in checkpoints[keep:])

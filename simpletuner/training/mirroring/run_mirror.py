@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from simpletuner.data.config.places import mirror_place
-from simpletuner.data.storage.object_errors import StoreFails, StoreRefuses
+from simpletuner.data.storage.object_errors import StoreRefusal, StoreUnavailable
 from simpletuner.data.storage.storage import check_obstore
 from simpletuner.errors import EnvironmentNotReady, SimpleTunerError, Stopped, without_errno
 from simpletuner.run_log import LOG
@@ -249,7 +249,7 @@ class RunMirror:
             return
         try:
             self.remote.prune(self.keep)
-        except (StoreRefuses, StoreFails) as error:
+        except (StoreRefusal, StoreUnavailable) as error:
             if not self.prune_from:
                 self.report.warn(error.message, f"{error.hint}; until then old checkpoints stay in {self.address}")
             self.prune_from = time.monotonic() + PRUNE_RETRY_SECONDS

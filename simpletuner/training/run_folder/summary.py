@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from simpletuner.checkpoints.layout import PAGE, list_checkpoints
-from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, summarize, those_in_captions
+from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, summarize, texts_among_captions
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import FlowMatching
 from simpletuner.models.family.schedulers import describe_shift
@@ -112,7 +112,7 @@ def format_engine(settings: Settings, world_size: int) -> str:
 def describe_prompts(sampled: Sequence[SampledPrompt], plan: Plan) -> Rows:
     """Count the prompts that are captions of the data, if any is: images of the others were not memorized."""
     prompts = list(dict.fromkeys(each.prompt.prompt for each in sampled))
-    known = those_in_captions(plan.samples.parts, prompts)
+    known = texts_among_captions(plan.samples.parts, prompts)
     if not known:
         return []
     new = [prompt for prompt in prompts if prompt not in known]

@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scanning import drawn
 
-from simpletuner.data.config.dataset_parts import Window, copies_of
+from simpletuner.data.config.dataset_parts import Window, copies_per_epoch
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.sampler.batch_sampler import BucketSchedule, GlobalBatchSampler, SamplerState
@@ -30,7 +30,7 @@ COUNTS = st.integers(1, 7)
 
 
 def copies(*pairs: tuple[float, int]) -> list:
-    return copies_of(
+    return copies_per_epoch(
         [LocalImages(id="d", instance_data_dir=Path(), probability=each, repeats=more) for each, more in pairs]
     )
 

@@ -9,7 +9,7 @@ from scanning import drawn
 
 from simpletuner.data.config.caption_rules import CaptionShuffle
 from simpletuner.data.samples import dataset_summary
-from simpletuner.data.samples.dataset_summary import different_captions, those_in_captions
+from simpletuner.data.samples.dataset_summary import different_captions, texts_among_captions
 from simpletuner.data.samples.samples import DatasetSamples
 from simpletuner.data.scan.scan import SCANNED
 
@@ -44,7 +44,7 @@ def test_all_captions_are_there_once_and_sorted(keys, monkeypatch):
     assert list(column) == [column[position] for position in range(len(column))] == expected
     assert "last" not in expected and len(column) == len(expected)
     of_samples = {text for part in parts for each in part for text in each.captions}
-    assert those_in_captions(parts, [*expected, "new"]) == of_samples
+    assert texts_among_captions(parts, [*expected, "new"]) == of_samples
 
 
 def test_captions_that_no_file_holds_are_there(monkeypatch):

@@ -24,7 +24,7 @@ from simpletuner.data.config.places import S3
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.scan.comparison import hash_ends
 from simpletuner.data.storage import object_stores as bucket_stores
-from simpletuner.data.storage.object_errors import StoreRefuses, run_error
+from simpletuner.data.storage.object_errors import StoreRefusal, run_error
 from simpletuner.data.storage.object_storage import HEADER_BYTES, ObjectStorage, open_bucket, sort_by_parts
 from simpletuner.data.storage.storage import LocalStorage, StoredFile, UnreadableFileError
 from simpletuner.data.tables.table_files import table_of
@@ -332,7 +332,7 @@ def test_a_bucket_with_object_lock_says_so(server, proxy):
     s3.put_object_lock_configuration(
         Bucket="locked", ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": rule}
     )
-    with pytest.raises(StoreRefuses, match=r"locked for some time \(MissingUploadObjectWithObjectLockHeaders\)"):
+    with pytest.raises(StoreRefusal, match=r"locked for some time \(MissingUploadObjectWithObjectLockHeaders\)"):
         bucket_at(proxy, aws_bucket_name="locked").write("a.json", b"{}")
 
 

@@ -15,7 +15,7 @@ from simpletuner.page.queue.entries import Need, QueueEntry, QueueFile
 from simpletuner.preparation.shared_download import read_record
 from simpletuner.report import Report
 from simpletuner.runs.settings_record import append, last_start, write_settings
-from simpletuner.system.files.unread import last_aside
+from simpletuner.system.files.unread import latest_set_aside
 from simpletuner.training.metrics.metrics import drop_rows_after
 from simpletuner.training.metrics.sample_losses import cut_after
 from simpletuner.training.metrics.tracker_process import read_tracker_state
@@ -59,7 +59,7 @@ def test_what_cannot_be_read_is_moved_aside_and_named(tmp_path: Path, name: str,
     DAMAGES[damage](path, json.dumps(newer))
     before = path.read_bytes() if path.is_file() else None
     use(path, report)
-    aside = last_aside(path)
+    aside = latest_set_aside(path)
     assert aside is not None and (aside.read_bytes() if aside.is_file() else None) == before
     assert len(report.texts) == 1 and f"{path} cannot be read" in report.texts[0] and aside.name in report.texts[0]
     use(path, report)
@@ -87,7 +87,7 @@ def test_lines_of_another_version_are_kept_by_a_run_that_goes_back(tmp_path: Pat
     cut_after(losses, 2)
     assert losses.read_bytes().splitlines() == [rows[0], unread, rows[1]]
     drop_rows_after(metrics, 2, report.warn)
-    aside = last_aside(metrics)
+    aside = latest_set_aside(metrics)
     assert metrics.read_bytes().splitlines() == rows[:2] and aside is not None and aside.read_bytes() == content
     assert len(report.texts) == 1 and aside.name in report.texts[0]
     cut_after(losses, 0)

@@ -13,7 +13,7 @@ import pytest
 from patience import PATIENCE
 
 from simpletuner.errors import Stopped
-from simpletuner.system.processes.signals import StopRequest, handle_stop_signals, what_follows
+from simpletuner.system.processes.signals import StopRequest, handle_stop_signals, stop_announcement
 
 WAIT = """
 import sys, time
@@ -83,8 +83,8 @@ def test_handlers_are_as_before_afterwards_and_signals_are_ours_within():
 
 
 def test_what_follows_names_the_step_where_it_is_known():
-    assert what_follows(7, 12.4) == "finishing step 7, then saving a checkpoint, which takes about 12 s"
-    assert [what_follows(unsaved, 1.0) for unsaved in (0, 7, -1)] == [
+    assert stop_announcement(7, 12.4) == "finishing step 7, then saving a checkpoint, which takes about 12 s"
+    assert [stop_announcement(unsaved, 1.0) for unsaved in (0, 7, -1)] == [
         "what is done is kept",
         "finishing step 7, then saving a checkpoint",
         "finishing this step, then saving a checkpoint",
