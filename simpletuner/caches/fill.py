@@ -4,8 +4,7 @@ Before training, ranks take chunks from one queue and write their own shards. No
 chunk may take minutes on one rank, and NCCL gives up after ten.
 
 During training each record is made by itself, since an encoder's output depends in its last bits on the
-batch: it is the same at every step and on any number of ranks, and equals that of a cache filled with a batch
-size of 1.
+batch: it is the same at every step and on any number of ranks, and as in a cache with batch size 1.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ class CacheRequest:
 class CacheJob(Generic[Item, Loaded]):
     """A cache to fill with the records of `items`, which may be many more than fit into memory as requests.
 
-    `digest` computes what stands for all requests together, so that a cache known to have them need not look
-    at any. `load` reads one item, in up to `threads` threads ahead of the encoder. `make` computes one chunk
-    of what was loaded, and returns for each item what there is to write.
+    `digest` hashes all requests, so that a complete cache need not look at any. `load` reads one item, in up
+    to `threads` threads ahead of the encoder. `make` computes one chunk of loaded items, and returns the
+    tensors to write for each.
     """
 
     title: str

@@ -45,8 +45,8 @@ def estimate_disk_usage(
 ) -> DiskUsage:
     """Estimate the disk space of a run.
 
-    `copied_bytes` are those of the base model that a pipeline copies; `steps` are those of the run, where
-    max_train_steps does not say it.
+    `copied_bytes` are copied from the base model by a pipeline; `steps` is used if max_train_steps is not
+    set.
     """
     checkpoints, steps = settings.checkpoints.checkpoints_total_limit + 1, settings.training.max_train_steps or steps
     if steps is not None:

@@ -50,8 +50,7 @@ def in_background(function: Callable[[str], T], names: list[str], world: World) 
 
 
 def compute_checksums(folder: Path, world: World, known: Mapping[str, str]) -> dict[str, str]:
-    """Collective: return the checksum of every file below a folder by name, of which this rank may know some
-    already.
+    """Collective: checksums of every file below a folder by name; `known` ones of this rank are reused.
 
     Raises EnvironmentNotReady on all ranks when one cannot read a file.
     """

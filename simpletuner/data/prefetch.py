@@ -226,7 +226,7 @@ def loss_masks(
 ) -> Tensor | None:
     """Weight of each latent cell in the loss; None if no sample of the global batch has a mask.
 
-    `datasets` are those of the global batch, `samples` those of the micro batch.
+    `datasets` belong to the global batch, `samples` to the micro batch.
     """
     has_masks = any(each.are_masks for dataset in datasets for each in dataset.conditioning)
     has_masks = has_masks and happens(rank_slice.masked_loss, rank_slice.seed, step, "masks")

@@ -135,8 +135,8 @@ def differing(first: dict[str, Any], other: dict[str, Any], names: tuple[str, st
 
 
 def check_local_ranks(infos: Sequence[NodeInfo], rank: int, environment: Mapping[str, str]) -> None:
-    """Refuse several ranks on one machine without LOCAL_RANK: each would list the images. `infos` are those
-    of all.
+    """Refuse several ranks on one machine without LOCAL_RANK: each would list the images. `infos` are of all
+    ranks.
 
     Raises SettingsError.
     """

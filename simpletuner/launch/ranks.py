@@ -42,7 +42,7 @@ class ProcessExit:
 
 @dataclass
 class RankStatus:
-    """The last heartbeat of a rank, and when it was received; the fields are those of Activity."""
+    """Last heartbeat of a rank, with the time of receipt; the fields are Activity's."""
 
     received: float
     phase: int = 0

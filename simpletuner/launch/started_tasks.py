@@ -87,8 +87,8 @@ MPI = (
 def rank_variables(launch: Launch, environment: Mapping[str, str]) -> dict[str, str]:
     """Return RANK and what belongs to it, where srun or mpirun starts this command once per rank.
 
-    Nothing for a process that is a rank already, and where the command is started once, or once per machine:
-    then it is a launcher. Raises SettingsError where nothing says at which address the ranks meet.
+    Empty for a process that is a rank already, and for a command started once, or once per machine: then it
+    is a launcher. Raises SettingsError if the address of the rendezvous is unknown.
     """
     task = started_task(environment)
     if is_rank(environment) or task is None or task.count in (1, launch.num_machines):

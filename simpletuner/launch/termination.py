@@ -73,7 +73,7 @@ def parse_termination(values: Mapping[str, Any], machines: int) -> Termination |
 
 
 def failure_code(code: int) -> int:
-    """Map an exit code that is not one of ours to that of a failed training."""
+    """Map exit codes that are not ours to the code of a failed training."""
     # a run that ends early has not succeeded, whatever another machine, or a stranger, claims: never 0
     known = code in ExitCode.__members__.values() and code != ExitCode.OK
     return code if known else int(ExitCode.TRAINING)

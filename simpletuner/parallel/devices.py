@@ -42,9 +42,8 @@ class Device:
 def geforce(sms: int, boost_mhz: int) -> float:
     """TFLOP/s of dense bf16 with float32 accumulation: 512 FLOP per SM and clock.
 
-    SMs and clocks are those of the whitepapers of GA102, Ada and RTX Blackwell, whose "Peak FP16 Tensor
-    TFLOPS with FP32 Accumulate" this gives: 59.5 for a 3080, 71.2 for a 3090, 165.2 for a 4090, 209.5 for a
-    5090.
+    SMs and clocks are from the whitepapers of GA102, Ada and RTX Blackwell. This gives their "Peak FP16
+    Tensor TFLOPS with FP32 Accumulate": 59.5 for a 3080, 71.2 for a 3090, 165.2 for a 4090, 209.5 for a 5090.
     """
     return round(sms * boost_mhz * 512e-6, 1)
 

@@ -71,9 +71,9 @@ class Mesh:
     def shard_mesh(self, device_type: str) -> DeviceMesh:
         """Return the mesh over which parameters are sharded. Collective at the first call for a device type.
 
-        It is 1-D, or (dp_replicate, dp_shard x cp) where several copies are sharded. There is one per device
-        type, since EMA and optimizer state may be offloaded: DTensors of a CPU part need a mesh of gloo,
-        those of a GPU part one of NCCL.
+        It is 1-D, or (dp_replicate, dp_shard x cp) for several sharded copies. There is one per device type,
+        since EMA and optimizer state may be offloaded: DTensors on the CPU need a gloo mesh, and on a GPU an
+        NCCL mesh.
         """
         if device_type not in self.shard_meshes:
             sizes, names = (self.dp_shard * self.cp,), (SHARDS,)
@@ -92,8 +92,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     """Return the mesh that the settings ask for: FSDP2 and ZeRO shard over all ranks, else all ranks are
     replicas.
 
-    Under FSDP2 there may be several copies, each sharded over neighbouring ranks, which are those of one
-    machine.
+    Under FSDP2 there may be several copies, each sharded over neighbouring ranks of one machine.
     """
     parallel = settings.parallel
     if parallel.fsdp_enable:

@@ -323,8 +323,8 @@ def report_first_failure(world: World, stop: StopRequest, launcher: LauncherConn
 def is_first_failure(world: World, launcher: LauncherConnection, error: SimpleTunerError) -> bool:
     """True for the first failing rank of this machine, which sends the launcher the reason.
 
-    Once the launcher is gone, each rank says itself what went wrong, and the first one that it has stopped. A
-    store that cannot be reached was served by the first rank, which has failed, or by the launcher.
+    Once the launcher is gone, each rank prints its own error, and the first one that it has stopped. A store
+    that cannot be reached was served by the first rank, which has failed, or by the launcher.
     """
     try:
         # Not asked of a launcher that is gone: torch would wait seconds for its store.

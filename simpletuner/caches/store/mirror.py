@@ -1,9 +1,9 @@
 """A cache in a bucket: its local folder has all indexes, and of the shards what was read or written lately.
 
-A shard is uploaded when it is full, then its index, so an index never names bytes that are not in the bucket.
-A shard of which no record was read yet is a sparse file of the same size; a record whose checksum does not
-match is fetched into it. So everything else works with the folder as with any other cache. Shards have random
-numbers: runs that share a bucket never write the same object.
+A full shard is uploaded, then its index, so an index never names bytes missing in the bucket. A shard without
+a read record is a sparse file of the same size here; a record with a wrong checksum is fetched into it. So
+all else works with the folder as with any other cache. Shards have random numbers: runs that share a bucket
+never write the same object.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ class Mirror:
         """Fetch the indexes that are in the bucket alone, and upload the shards that an interrupted run has
         left here.
 
-        `written` are files with their sizes that all ranks have written here, which a network file system may
-        not list yet. For one rank, while no other one writes. Raises what ends the run where the store does
-        not answer.
+        `written` are files, with sizes, of all ranks; a network file system may not list them yet. For one
+        rank, while no other one writes. Ends the run if the store does not answer.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         away = {name: size for name, size in self.storage.sizes().items() if OURS.fullmatch(name)}

@@ -248,8 +248,8 @@ def map_shard(shard: Path) -> memoryview:
     """Map a shard privately: torch.frombuffer wants writable memory, and writing there must not change the
     cache.
 
-    The map lives as long as any tensor in it. It holds no file descriptor, of which a process may have only
-    1,024; mmap.mmap would.
+    The map lives as long as any tensor in it, without a file descriptor, unlike mmap.mmap: a process may have
+    only 1,024.
     """
     size = shard.stat().st_size  # raises OSError, where torch would raise RuntimeError
     return torch.from_file(str(shard), shared=False, size=size, dtype=torch.uint8).numpy().data

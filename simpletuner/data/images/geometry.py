@@ -88,7 +88,7 @@ def sizes_of_shapes(dataset: ImageDataset, shapes: np.ndarray, alignment_px: int
 def nearest_sizes(dataset: ImageDataset, shapes: np.ndarray, alignment_px: int) -> np.ndarray:
     """Return the sizes with the aspects of shapes, to two decimals, each side rounded by itself.
 
-    Areas are those of a square whose edge is a multiple of the alignment; an edge in px counts as it is.
+    Each area is a square with an edge that is a multiple of the alignment; an edge in px counts as it is.
     """
     aspects = np.maximum(np.round(shapes[:, 0] / shapes[:, 1], 2), 0.01)  # above 100:1 nothing is left of them
     if dataset.resolution_type == "pixel":

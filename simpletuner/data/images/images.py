@@ -79,9 +79,9 @@ def read_stored(file: BinaryIO) -> StoredImage:
 def open_image(file: BinaryIO) -> Image.Image:
     """Open an image by its content, whatever its name says. Raises one of DECODE_ERRORS.
 
-    Pillow has 40 more plugins, for any of which content decides: that of EPS starts Ghostscript, whatever the
-    name. Plugins are called without Image.open, whose limit of pixels is one for the process and prints a
-    Python warning.
+    Pillow would try 40 more plugins by content; EPS, for one, starts Ghostscript whatever the file's name.
+    Plugins are called without Image.open, whose pixel limit is one for the process and prints a Python
+    warning.
     """
     file.seek(0)
     head = file.read(16)
@@ -175,8 +175,8 @@ def doubt_about_scale(image: Image.Image) -> str:
     """Say why the scale of 16-bit grey values may be another one; empty where the file has values for 65535
     as white.
 
-    Files do not say of which of their 16 or 32 bits white is made, so microscopes and scanners of 12 bits
-    write 4095.
+    Files do not say how many of their 16 or 32 bits are used, so microscopes and scanners of 12 bits write
+    white as 4095.
     """
     if image.mode == "F" and (count := int((~np.isfinite(np.asarray(image))).sum())):
         return f"{count:,} of its values are no numbers or infinite: taken for black, or for the largest number"

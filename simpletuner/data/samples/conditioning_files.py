@@ -48,8 +48,8 @@ class Mask:
 class ConditioningFiles:
     """Files of a conditioning dataset for the rows of another scan.
 
-    `rows` has which row of `scan` each has, -1 for none. `sizes` are those of references that are cropped by
-    themselves, one for each row of `scan`.
+    `rows` has the row of `scan` for each image, -1 for none. `sizes` has the sizes of references with their
+    own crop, one for each row of `scan`.
     """
 
     def __init__(self, scan: Scan, rows: np.ndarray, sizes: Sizes | None = None) -> None:

@@ -141,7 +141,7 @@ def warn_enlarged(samples: Samples) -> Iterator[str]:
 
 
 def enlargements(sizes: Sizes) -> np.ndarray:
-    """Return the factor by which images of each size are enlarged."""
+    """Enlargement factor of images, per size."""
     return np.maximum(*(sizes.resized / sizes.originals).T)
 
 

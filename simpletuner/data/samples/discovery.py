@@ -95,8 +95,8 @@ class Discovery:
 def discover(scans: Sequence[Scan], alignment: Shape, seed: int) -> Discovery:
     """Choose the samples among the images that were found; `Discovery.check` raises what ends a run.
 
-    Sides of buckets are multiples of those of `alignment`, and frames of clips one more than a multiple of
-    its frames.
+    Sides of buckets are multiples of the side of `alignment`, and clip lengths a multiple of its frames, plus
+    one.
     """
     found = Discovery(scans)
     parts = []
@@ -251,7 +251,7 @@ def uncaptioned_error(scan: Scan, names: Sequence[str]) -> DataError:
 
 
 def no_row_error(scan: Scan) -> DataError:
-    """Return the error about a table of which no row fits an image."""
+    """Error for a table without a row for any image."""
     table, others, images = scan.dataset.parquet, scan.others, scan.table["name"]
     assert table is not None
     rows = f"{count_noun(others.unmatched_rows, 'row')}, the first `{printable(others.first_unmatched)}`"

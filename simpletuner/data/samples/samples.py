@@ -138,7 +138,8 @@ class DatasetSamples(Sequence[Sample]):
         seed: int,
         conditioning: tuple[ConditioningFiles, ...] = (),
     ) -> None:
-        """`conditioning` are those of the rows of `table`, in the order of the dataset's `conditioning`."""
+        """`conditioning` has samples for the rows of `table`, in the order of the dataset's
+        `conditioning`."""
         self.dataset, self.storage, self.table, self.seed = dataset, storage, table, seed
         self.rows, self.sizes, self.conditioning = rows, sizes, conditioning
         self.masks = next((each for each in conditioning if each.dataset.are_masks), None)

@@ -29,8 +29,9 @@ LOW = 0xFFFFFFFF
 class Sizes:
     """The sizes that occur among images, what each is brought to, and which one each image has.
 
-    `originals`, `resized` and `targets` are (sizes, 2), `index` is (images,), all int32. A size of a video is
-    also its length, that of the clip, and the distance of frames (`strides`, float64): 1 of an image.
+    `originals`, `resized` and `targets` are (sizes, 2), `index` is (images,), all int32. A video's size also
+    has the length of the video and of the clip, and the distance of frames (`strides`, float64; 1 for an
+    image).
     """
 
     originals: np.ndarray

@@ -219,7 +219,7 @@ def decodable(files: list[StoredFile], undecodable: list[str]) -> Iterator[Store
 
 
 def printable(text: str) -> str:
-    """Return a text with undecodable bytes, such as those of a folder's name, written out."""
+    """Text with undecodable bytes, such as in a folder's name, written out."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

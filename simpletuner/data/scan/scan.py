@@ -39,9 +39,9 @@ SCANNED = pa.schema(
         pa.field("caption_form", pa.large_string()),
     ]
 )
-"""Columns of an image or a video: sizes in px as displayed, 0 with a `problem`; frames, 1 of an image, and
-how many are shown per second, 0 where nothing says it; the lines of its caption file or the captions of
-the table, or why there are none; and the form by which these lines are one text (`captions.py`)."""
+"""Columns of an image or a video: sizes in px as displayed, 0 with a `problem`; frames, 1 for an image;
+frames per second, 0 if unknown; lines of the caption file or captions of the table, or the reason for
+having none; and the kind of text that the lines form (`captions.py`)."""
 NO_ROW = "has no row in the table"
 """`caption_problem` of an image outside the dataset, which metadata_backend=parquet defines by its table."""
 

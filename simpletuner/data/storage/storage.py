@@ -133,7 +133,7 @@ class LocalStorage:
     concurrent_reads: int = 1
 
     def list_files(self, suffixes: Collection[str]) -> Listing:
-        """List files, not hidden ones and those of other programs. Links are followed, but never into a
+        """List files, except hidden ones and other programs' files. Links are followed, but never into a
         folder that contains them."""
         if not self.folder.is_dir():
             raise FileNotFoundError(self.folder)

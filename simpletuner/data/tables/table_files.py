@@ -65,7 +65,7 @@ class TableFile:
     storage: Storage
     settings: TableSettings
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Setting names that differ from those of `parquet`."""
+    """Names of settings, if they differ from the keys of `parquet`."""
 
     @property
     def address(self) -> str:

@@ -71,7 +71,7 @@ class Tiny:
 
 @dataclass(frozen=True)
 class Preset:
-    """Facts of a built-in family, known without importing it; the fields are those of its TOML file."""
+    """Facts of a built-in family, known without importing it; fields are as in its TOML file."""
 
     objective: str
     """`epsilon`, `v_prediction`, `flow` or `edm`: what the published checkpoints predict."""

@@ -41,7 +41,7 @@ class ModelFamily(PipelineFolder, ABC):
     """A model family, opened from one pipeline folder in diffusers format.
 
     A subclass defines `pipelines`, `objective`, `encode_prompts` and `predict`, and overrides anything else
-    only where its pipeline differs. Its folder, configs and components are those of `PipelineFolder`.
+    only if its pipeline differs. `PipelineFolder` has its folder, configs and components.
     """
 
     float32_inputs: ClassVar[tuple[str, ...]] = ("timestep",)

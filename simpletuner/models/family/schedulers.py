@@ -47,9 +47,10 @@ def sampling_shift(family: ModelFamily) -> ShiftOfShape:
 def training_shift(family: ModelFamily) -> float | ShiftOfShape:
     """Return the shift of noise levels in training: that of the settings, or of the published scheduler.
 
-    Images have that of 1024 px, the same for all sizes, and clips that of their own tokens where a scheduler
-    or the preset counts them: one of 121 frames has up to thirteen times the tokens of an image, and is
-    sampled at levels above 0.9. Of a pipeline that no preset knows, images too have that of their own tokens.
+    Images have the shift of 1024 px, the same for all sizes. Clips have the shift of their own tokens if a
+    scheduler or the preset counts them: a clip of 121 frames has up to thirteen times the tokens of an image,
+    and is sampled at levels above 0.9. Without a preset for the pipeline, images have the shift of their
+    tokens, too.
     """
     own, sampled, preset = family.settings.objective, sampling_shift(family), published_preset(family)
     if own.flow_schedule_shift is not None:
@@ -78,7 +79,7 @@ def published_preset(family: ModelFamily) -> Preset | None:
 
 
 def image_shift(family: ModelFamily, preset: Preset, sampled: ShiftOfShape) -> float:
-    """Return the shift with which a scheduler samples 1024 px; 0 where the preset has none.
+    """Shift of a scheduler at 1024 px; 0 if the preset has none.
 
     Without a model_flavour, a constant in the folder tells: FLUX.1-schnell has 1, where dev has 3.158. That
     of a family with `clip_shift` does not: LTXConditionPipeline gives its scheduler levels of its own.

@@ -24,8 +24,7 @@ FIRST, SECOND = "transformer", "transformer_2"
 def chosen_denoiser(folder: Path, index: Mapping[str, Any], model: Model) -> tuple[str, str]:
     """Return the component to train and the other one, which is empty where the pipeline has one.
 
-    Raises SettingsError where the flavour does not say which, and where it names one that the pipeline does
-    not have.
+    Raises SettingsError if the flavour names none, or one that the pipeline does not have.
     """
     flavour = flavour_of(model)
     asked = flavour.denoiser if flavour else ""

@@ -1,7 +1,7 @@
 """Weight files of a pipeline folder: safetensors of one variant. A pickle is never read, whatever its name.
 
-The index of a folder is model_index.json, or modular_model_index.json if it is alone. Dtypes are those of
-safetensors headers that this package writes and reads.
+The index of a folder is model_index.json, or modular_model_index.json if it is alone. Dtypes are named as in
+safetensors headers, as far as this package writes and reads them.
 """
 
 from __future__ import annotations

@@ -151,8 +151,7 @@ class SplitAttention:
     def in_order_of_ranks(self, mask: Tensor) -> Tensor:
         """Mask (B, 1, 1 or queries, keys) of all tokens in the order of ranks.
 
-        `mask` is that of this rank's keys, or of all tokens in the order of the sequence. Collective for the
-        former.
+        `mask` covers this rank's keys (then collective), or all tokens in the order of the sequence.
         """
         if mask.shape[-1] != sum(self.streams):
             numbers = mask.to(torch.uint8) if mask.dtype == torch.bool else mask  # gloo gathers no bool

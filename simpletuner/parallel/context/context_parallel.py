@@ -48,11 +48,10 @@ Splits = Mapping[str, Mapping[str | int, TokenSplit]]
 class SequencePlan:
     """Split of a denoiser, by names of modules: `*` is each module of a list, -1 the last one.
 
-    `attention`: the modules of self-attention, and the sequences that each reads, in this order (a text, an
-    image). `gathered`: the modules whose output (B, tokens, ...) is gathered from all ranks, and which
-    sequence it is. `splits`: by module, what is split: its arguments by name, or its outputs by number. A
-    sequence is called by its module and argument, as in `blocks.0.hidden_states`. None: use the `_cp_plan` of
-    the denoiser's class in diffusers.
+    `attention`: self-attention modules, each with the sequences it reads in order (a text, an image).
+    `gathered`: modules with an output (B, tokens, ...) to gather from all ranks, and its sequence. `splits`:
+    tensors to split by module: arguments by name, or outputs by number. A sequence is named by module and
+    argument, as in `blocks.0.hidden_states`. None: use the `_cp_plan` of the denoiser's class in diffusers.
     """
 
     attention: Mapping[str, tuple[str, ...]]

@@ -68,9 +68,9 @@ class HostMemory(saved_tensors_hooks):
     """Within this context, what autograd saves is copied to the machine's memory, and back when backward
     needs it.
 
-    As torch's save_on_cpu, but for parameters, which have a place of their own: of gathered weights it would
-    make copies, and of what autocast makes of those of FLUX.1, 24 GB each way per micro-batch. With
-    recomputation a block saves its inputs alone. The copies are queued on the stream that computes.
+    As torch's save_on_cpu, except for parameters, which have their own place: it would copy gathered weights,
+    and autocast's casts of weights, for FLUX.1 24 GB each way per micro-batch. With recomputation a block
+    saves its inputs alone. Copies are queued on the computing stream.
     """
 
     def __init__(self, host: str = "cpu") -> None:

@@ -38,9 +38,8 @@ def attention_by(name: str, device: torch.device, dtype: torch.dtype, kernel: st
     """Compute attention with this kernel within the block, and where it cannot, as with a mask, with another
     one.
 
-    It holds for the whole process, so also for recomputation in autograd's threads. `kernel` is that of
-    `flash3` on the hub. Raises SettingsError for a kernel that is not there, or not for this device and
-    dtype.
+    It holds for the whole process, including recomputation in autograd's threads. `kernel` is `flash3`'s on
+    the hub. Raises SettingsError for a kernel that is missing, or unfit for this device and dtype.
     """
     if name == "auto":
         yield

@@ -60,8 +60,8 @@ class Adafactor(ShardOptimizer):
     def _follow_rows(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         """Update what a rank has of its own rows, and return the sums that are to be taken over all rows.
 
-        These are those of the weight's squares, of `row_var`, and the columns of the gradient's squares: (2 +
-        N,), or (1,) for a weight that is no matrix.
+        They are the sums of the weight's squares, of `row_var`, and of the columns of the gradient's squares:
+        (2 + N,), or (1,) for a weight that is not a matrix.
         """
         state = self.state[parameter]
         if not state:

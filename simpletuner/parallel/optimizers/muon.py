@@ -26,9 +26,9 @@ class Muon(ShardOptimizer):
     """Take the steps of torch.optim.Muon with adjust_lr_fn="match_rms_adamw" for `matrices`, of AdamW for
     `others`.
 
-    Momentum is sharded like the weights. Of as many matrices as there are ranks, each rank orthogonalizes
-    one: an all-to-all in bf16, in which it is computed anyway, brings it together, and another one takes its
-    rows back. So neither work nor memory is repeated, and results are those of whole matrices.
+    Momentum is sharded like the weights. Each rank orthogonalizes one matrix of a group of as many as there
+    are ranks: an all-to-all in bf16, the dtype of the computation, gathers it, and another one returns its
+    rows. So neither work nor memory is repeated, and results equal those for whole matrices.
     """
 
     def __init__(self, matrices: Sequence[ShardedParameter], others: Sequence[ShardedParameter], **adamw: Any) -> None:

@@ -16,10 +16,10 @@ from simpletuner.parallel.torch_engine import TorchEngine
 class ScheduleFreeAdamW(ShardAdamW):
     """AdamW by Defazio et al. 2024 (arXiv:2405.15682, algorithm 1).
 
-    A parameter holds y, where gradients are taken; its state has z, which AdamW's steps move, and follows
-    from both x, the average of all z: y = (1 - beta1) z + beta1 x. Meta's package does the same, but counts
-    steps for all parameters at once, and computes y anew from x after each evaluation: then a run that
-    evaluates or saves is not bit for bit one that does not.
+    A parameter holds y, the point of the gradients; its state has z, moved by AdamW's steps. Both give x, the
+    average of all z: y = (1 - beta1) z + beta1 x. Meta's package does the same, but counts steps for all
+    parameters at once, and recomputes y from x after each evaluation, so that a run with evaluations or saves
+    is not bit for bit the same as one without.
     """
 
     def new_moments(self, parameter: Tensor) -> NewMoments:

@@ -1,8 +1,8 @@
 """Frozen weights in 8 or 4 bits, quantized by torchao and held as plain tensors.
 
-torchao's own tensors are subclasses, of which autograd would keep a dequantized copy for the backward pass
-and which FSDP2 cannot shard. Their parts (values and scales) are parameters like any other: sharded by rows,
-gathered as they are, and dequantized when the layer computes, in the forward and in the backward pass.
+torchao's own tensors are subclasses: autograd would keep a dequantized copy for the backward pass, and FSDP2
+cannot shard them. Their parts (values and scales) are parameters like any other: sharded by rows, gathered as
+they are, and dequantized for the layer's forward and backward pass.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ SMALLEST_SCALE = 1e-28
 
 
 def write_float32(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
-    """Write the nearest bf16 numbers, and the int16 to add to their bits for those of `values`; all of one
-    shape.
+    """Write the nearest bf16 numbers, and the int16 differences to the bits of `values`; all of one shape.
 
     Ties are rounded away from zero: rounded to even, half of them would differ by 32768, which int16 does not
     hold.
@@ -43,8 +42,8 @@ def join_float32(rounded: Tensor, remainder: Tensor) -> Tensor:
 
 
 def write_rounded(values: Tensor, rounded: Tensor, noise: Tensor) -> None:
-    """Write one of the two bf16 numbers around each of `values`, so that the expected value is right;
-    `noise` is what `random_bits` returns, of which the moments use all bits, so it is hashed again."""
+    """Write one of the two bf16 neighbours of each of `values`, so that the expected value is right.
+    `noise` is from `random_bits`; it is hashed again, since the moments use all of its bits."""
     rounded.view(torch.int16).copy_((values.view(torch.int32) + (mixed(noise) & 0xFFFF)) >> 16)
 
 

@@ -1,6 +1,6 @@
 """Declare a setting in one line: flag, file key, validation, help and `settings.json` all come from it.
 
-Optimizers have defaults of their own where they differ from those of AdamW, which sections.py declares.
+sections.py declares AdamW's defaults; other optimizers have their own where they differ.
 """
 
 from __future__ import annotations

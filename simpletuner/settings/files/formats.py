@@ -126,7 +126,7 @@ def json_lines(text: str) -> list[tuple[int, dict[str, int]]]:
     """Line numbers of names, or of a list's objects, at depth 1, and of the names at depth 2.
 
     The text must parse. json has no positions, so this is a second pass over the tokens. Raises NotParsed for
-    a duplicate key at any depth but the first, of which json would silently take the last.
+    a duplicate key at any depth but the first: json would silently keep the last one.
     """
     lines: list[tuple[int, dict[str, int]]] = []
     open_names: list[dict[str, int]] = []

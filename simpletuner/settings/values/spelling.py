@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 WORDS_FOR_TRUE = ("true", "yes", "on", "1", "y", "t")
 WORDS_FOR_FALSE = ("false", "no", "off", "0", "n", "f")
 WORDS_FOR_NOTHING = ("none", "null", "")
-"""Words that empty a setting that may be empty, so that a flag can undo what a file says."""
+"""Words that reset an optional setting, so that a flag can undo a file's value."""
 
 TEXTS = (str, str | None)
 SWITCH_WORDS = (*WORDS_FOR_TRUE, *WORDS_FOR_FALSE, "auto")

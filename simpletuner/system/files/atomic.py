@@ -27,7 +27,7 @@ REMOVING = ".removing"
 def unfinished_path(folder: Path, writer: str = "") -> Path:
     """Hidden sibling for writing a file or folder before it is renamed to its final name.
 
-    `writer` tells apart those of two runs, one of which was stopped while it wrote and wakes up.
+    `writer` separates two runs, one of which was stopped while it wrote and wakes up.
     """
     return folder.with_name(f".{folder.name}{'.' * bool(writer)}{writer}.unfinished")
 

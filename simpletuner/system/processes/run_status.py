@@ -1,8 +1,8 @@
 """`output_dir/status.json`: what a run is doing and how it ended, as the run itself says it.
 
-Rank 0 writes it while it holds the lock of the folder. The process that prints why a run ends writes the end:
-a rank, or the launcher for ranks that were killed. A status without an end, in a folder that no process
-holds, is that of a run that was killed.
+Rank 0 writes it while it holds the lock of the folder. The end is written by the process that prints the
+reason: a rank, or the launcher for killed ranks. A status without an end, in a folder without a holder, means
+that the run was killed.
 """
 
 from __future__ import annotations
