@@ -20,7 +20,7 @@ class Encoder(Generic[Model]):
 
     def __init__(self, load: Callable[[], Model], device: torch.device, beside_training: bool = False) -> None:
         self.load, self.device, self.beside_training = load, device, beside_training
-        # On the trainer's stream, copying latents to the host would wait for all of the step that is queued there.
+        # On the trainer's stream, copying latents to the host would wait for the whole queued step.
         self.stream = torch.cuda.Stream(device) if beside_training and device.type == "cuda" else None
         self._model: Model | None = None
         self._lock = threading.Lock()

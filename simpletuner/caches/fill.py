@@ -247,7 +247,7 @@ def open_write_through(
     listed, _, place, reader, broken = open_known(job, world, stop)
     if broken is None:
         load_model()
-        # Only images can be broken. All are looked up only where some are known to be, which the index says at once.
+        # Only images can be broken. They are looked up only if the index says that some are.
         broken = look_up(reader, listed.requests())[1] if reader.index.reasons else {}
     world.store_barrier(f"{place}/read", stop)  # what is read at the start must be the same for all
     return WriteThroughCache(job, reader, writers.enter_context(open_writer(job, world.rank))), broken

@@ -164,8 +164,7 @@ def decode_image(sample: Sample, doubtful: dict[str, str] | None = None) -> Tens
             doubt = image.info[DOUBT]
         mask, doubt_of_mask = decode_mask(sample.mask, g) if sample.mask else (None, "")
     except DECODE_ERRORS as error:
-        # Returned, not raised: the record says why it is broken, so the next start need not try the file
-        # again.
+        # Returned, not raised: the record keeps the reason, so the next start need not try the file again.
         return str(error) or type(error).__name__
     if doubtful is not None and (doubt := doubt or doubt_of_mask):
         doubtful[sample.id] = doubt

@@ -73,8 +73,7 @@ class RecentRecords:
 
     def _add(self, locations: Iterable[RecordLocation]) -> None:
         self.waiting |= {record_keys([(each.name, each.parts)]).tobytes(): each for each in locations}
-        # Merging copies all rows, so it is done when a share of them is new: the cost per record stays
-        # constant.
+        # Merging copies all rows, so it waits for a share of new ones: the cost per record stays constant.
         if len(self.waiting) >= max(MERGED_AT, len(self.merged.rows) // MERGED_SHARE):
             self._merge()
 

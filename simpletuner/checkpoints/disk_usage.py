@@ -51,7 +51,7 @@ def estimate_disk_usage(
     checkpoints, steps = settings.checkpoints.checkpoints_total_limit + 1, settings.training.max_train_steps or steps
     if steps is not None:
         checkpoints = min(checkpoints, math.ceil(steps / settings.checkpoints.checkpoint_step_interval))
-    # One file of a LoRA for each program; where the original's layers are stacks, kohya's takes up to three times that.
+    # One LoRA file per program; with stacked layers in the original, kohya's takes up to three times that.
     files = len(settings.lora.export_format.split(",")) if settings.model.model_type == "lora" else 1
     pipeline = files * FLOAT32_BYTES * weights.num_saved + copied_bytes * (settings.model.model_type == "full")
     each = checkpoint_bytes(settings, weights)

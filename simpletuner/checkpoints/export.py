@@ -123,8 +123,8 @@ def replace_export(
             hidden / FINISHED, with_checksum({"steps": steps, "files": file_sizes(hidden, sums), "checksums": sums})
         )
         keep_foreign_files(target, hidden)
-        # Before the rename: a start after a kill finds the pipeline finished and would never write the card. After the
-        # marker: people may change a card, and it would not be whole any more.
+        # Before the rename: a start after a kill finds the pipeline finished and would never write the card.
+        # After the marker: people may change a card, and it would not be whole any more.
         write_card(hidden)
         publish(hidden, target, world.lease)
 
@@ -150,7 +150,7 @@ def write_modular_index(family: ModelFamily, target: Path) -> None:
     base, hub = index_file(family.folder), family.settings.hub
     if base.name != MODULAR_INDEX:
         return
-    # An account that only the hub knows is left out: diffusers then loads no component, rather than the publisher's.
+    # An account known only to the hub is left out: diffusers then loads none instead of the publisher's.
     place = hub.hub_model_id if hub.push_to_hub and "/" in hub.hub_model_id else None
     index = read_json(base)
     for name in family.index:

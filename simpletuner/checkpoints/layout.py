@@ -42,7 +42,7 @@ PAGE = "report.html"
 EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
 """Folders beside `checkpoints` to which a run exports, by model_type; of the average with `-ema`, of a
 checkpoint with its step."""
-# In an exported folder: after how many steps it was written, with size and checksum of every file; written last.
+# In an exported folder: its number of steps, with size and checksum of every file; written last.
 FINISHED = "simpletuner.json"
 
 

@@ -51,8 +51,7 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
     EnvironmentNotReady on all ranks when one of them cannot write; older checkpoints stay as they are.
     """
     folder = checkpoint_folder(root, snapshot.step)
-    # Its name begins with a dot: a start that finds it after a kill removes it, and never takes it for a
-    # checkpoint.
+    # The dot in its name: a start after a kill removes it, and never takes it for a checkpoint.
     hidden = unfinished_path(folder, world.lease.record.id)
     # Also a barrier: no rank writes into the folder before it exists and is empty.
     run_on_first_rank(world, hidden, lambda: make_empty_folder(hidden))

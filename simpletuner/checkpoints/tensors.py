@@ -142,7 +142,7 @@ def plan_group(tensors: NamedTensors) -> TensorGroup:
     """Choose the writer of each shard: the rank with the fewest elements among its holders."""
     loads = [0] * dist.get_world_size()
     plan: dict[str, WrittenTensor] = {}
-    # Once for a mesh and not for each tensor: DeviceMesh.mesh computes its ranks anew at 0.3 ms, before each save.
+    # Once per mesh, not per tensor: DeviceMesh.mesh recomputes its ranks in 0.3 ms, before each save.
     holders_in = {mesh: holders_of(mesh) for mesh in set(map(mesh_of, tensors.values()))}
     # Largest first, so that the ranks' loads come out even; names break ties, so that all ranks agree.
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):

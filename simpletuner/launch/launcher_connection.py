@@ -96,8 +96,9 @@ class LauncherConnection:
     def _exit_without_launcher(self) -> None:
         """Ask the main thread to stop, and exit the process if it hangs or takes too long."""
         self.is_gone = True
-        # The kernel closes the launcher's sockets before it sends the SIGTERM of terminate_with_parent, which must not
-        # be taken for a second signal. One that came before keeps its number, which is the exit code.
+        # The kernel closes the launcher's sockets before it sends the SIGTERM of terminate_with_parent, which
+        # must not be taken for a second signal. One that came before keeps its number, which is the exit
+        # code.
         self.stop.announce()
         self.stop.may_exit = True
         meter, began = ProgressMeter(), time.monotonic()

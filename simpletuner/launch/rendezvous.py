@@ -127,7 +127,7 @@ def wait_for_all(
     while True:
         waited = time.monotonic() - began
         notice = waited > NOTICE_SECONDS and not reported
-        # one request per poll while somebody is missing: a thousand ranks that read each other's keys are a million
+        # one request per poll while somebody is missing: a thousand ranks would read a million keys
         if notice or waited > timeout_seconds or messages.store.all_exist(members):
             infos = messages.read_all(members, parse_node_info)
             if len(infos) == group.count:
@@ -218,8 +218,8 @@ def connect(launch: Launch, check: Callable[[], None], say: Callable[[str], None
     silence_torch()
     wait_for_machine_0(launch, check, say)
     host, port = launch.main_process_ip, launch.main_process_port
-    # The constructor cannot be interrupted: in a thread, Ctrl-C still works, and a server of another kind, which never
-    # answers, is found at the timeout.
+    # The constructor cannot be interrupted: in a thread, Ctrl-C still works, and a server of another kind,
+    # which never answers, is found at the timeout.
     connected: Queue[TCPStore | None] = Queue()
     threading.Thread(target=open_store, args=(host, port, connected), daemon=True).start()
     end = time.monotonic() + STORE_SECONDS

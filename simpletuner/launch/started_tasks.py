@@ -58,7 +58,7 @@ class MpiNames:
     local_count: tuple[str, ...]
 
 
-# Open MPI and MVAPICH; PMI is that of MPICH's Hydra and of Cray's PALS, which add names of their own for a machine.
+# Open MPI and MVAPICH; PMI is used by MPICH's Hydra and Cray's PALS, with their own names per machine.
 MPI = (
     MpiNames(
         "mpirun",

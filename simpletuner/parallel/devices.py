@@ -48,18 +48,18 @@ def geforce(sms: int, boost_mhz: int) -> float:
     return round(sms * boost_mhz * 512e-6, 1)
 
 
-# By the names that `simpletuner plan --gpu` takes.
-# Links: 16 GB/s are PCIe 3.0 x16 or 4.0 x8, 32 PCIe 4.0 x16, 64 PCIe 5.0 x16, and 448 the seven links of an MI300X.
-# Of the 3060, 3080 and 4060 Ti there are others of the same name with 8, 12 and 8 GB: `--gpu_memory` says so.
+# By the names that `simpletuner plan --gpu` takes. Links: 16 GB/s are PCIe 3.0 x16 or 4.0 x8, 32 PCIe 4.0
+# x16, 64 PCIe 5.0 x16, and 448 the seven links of an MI300X. Of the 3060, 3080 and 4060 Ti there are others
+# of the same name with 8, 12 and 8 GB: `--gpu_memory` says so.
 DEVICES = {
     "H100": Device(r"NVIDIA H100 \d+GB HBM3", 989.5, 79.6, 3350, 450),
     "H200": Device(r"NVIDIA H200", 989.5, 139.8, 4800, 450),
     "B200": Device(r"NVIDIA B200", 2250.0, 179.1, 8000, 900),
     "A100-80GB": Device(r"NVIDIA A100.*80GB", 312.0, 79.3, 2039, 300),
     "A100-40GB": Device(r"NVIDIA A100.*40GB", 312.0, 39.4, 1555, 300),
-    # Data sheets of NVIDIA: BF16 without sparsity ("125 | 250*" of an A10, "149.7 | 299.4*" of an A40); memory less the
-    # ECC of GDDR6. A T4 has no bf16: its number is of fp16. Not compared with the sheets line by line, which could not
-    # be opened: L40S, L4, A10, T4, A6000, 6000 Ada and PRO 6000.
+    # Data sheets of NVIDIA: BF16 without sparsity ("125 | 250*" of an A10, "149.7 | 299.4*" of an A40);
+    # memory less the ECC of GDDR6. A T4 has no bf16: its number is of fp16. Not compared with the sheets line
+    # by line, which could not be opened: L40S, L4, A10, T4, A6000, 6000 Ada and PRO 6000.
     "L40S": Device(r"NVIDIA L40S", 362.0, 45.0, 864, 32),
     "L4": Device(r"NVIDIA L4", 121.0, 22.5, 300, 32),
     "A10": Device(r"NVIDIA A10", 125.0, 22.5, 600, 32),
@@ -82,8 +82,8 @@ DEVICES = {
     "RTX-6000-Ada": Device(r"NVIDIA RTX 6000 Ada Generation", 364.0, 48.0, 960, 32),
     # NVIDIA's whitepaper of the RTX PRO Blackwell; the Max-Q and the Server Edition have other clocks.
     "RTX-PRO-6000": Device(r"NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8, 95.6, 1792, 64),
-    # Data sheets of AMD. Each of an MI250's two dies is a device: half of the sheet's 362.1 and 3,277, and one link of
-    # 50 GB/s to another module. The driver gives an MI250X (383.0) the same name.
+    # Data sheets of AMD. Each of an MI250's two dies is a device: half of the sheet's 362.1 and 3,277, and
+    # one link of 50 GB/s to another module. The driver gives an MI250X (383.0) the same name.
     "MI250": Device(r"AMD Instinct MI250.*", 181.0, 64.0, 1638, 50),
     "MI300X": Device(r"AMD Instinct MI300X.*", 1307.4, 192.0, 5300, 448),
     "MI325X": Device(r"AMD Instinct MI325X.*", 1307.4, 256.0, 6000, 448),

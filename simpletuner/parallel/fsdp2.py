@@ -27,8 +27,8 @@ def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: 
 
     They are gathered in `dtype`; as they are, if that is float32.
     """
-    # cast_forward_inputs would round rotary tables, timesteps and SDXL's time ids to bf16, where 999 becomes 1000.
-    # Gradients are reduced in float32: in bf16 a sum over many ranks loses what each of them adds.
+    # cast_forward_inputs would round rotary tables, timesteps and SDXL's time ids to bf16, where 999 becomes
+    # 1000. Gradients are reduced in float32: in bf16 a sum over many ranks loses what each of them adds.
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -156,7 +156,7 @@ def fsdp2_engine(
 
     @contextmanager
     def micro_batch(is_last: bool) -> Iterator[None]:
-        # Without a sync, whole gradients stay on this rank until the last micro-batch: one reduce-scatter per step.
+        # Without a sync, whole gradients stay here until the last micro-batch: one reduce-scatter per step.
         model.set_requires_gradient_sync(is_last or sync_each_batch)
         model.set_requires_all_reduce(is_last)  # over copies, once per step in any case
         with precision():

@@ -74,8 +74,8 @@ def set_float32_precision(allow_tf32: bool) -> None:
 
     torch's own defaults are one for convolutions and the other for products.
     """
-    # The older switches, which set the newer `fp32_precision`, too. With that alone torch raises wherever an older one
-    # is read, as inductor does for every product that max-autotune tunes.
+    # The older switches, which set the newer `fp32_precision`, too. With that alone torch raises wherever an
+    # older one is read, as inductor does for every product that max-autotune tunes.
     torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = allow_tf32
 

@@ -41,7 +41,7 @@ def lock_pages(block: Tensor) -> None:
     """Lock a block of memory. If the system refuses (WSL2, container limits), copies are slower."""
     # int: it returns an enum of which cudaSuccess is true, too.
     if int(cuda_runtime().cudaHostRegister(block.data_ptr(), block.nbytes, 0)):
-        # The runtime keeps the error, and the next launch of any kernel would raise it: this one does, and is no loss.
+        # The runtime keeps the error for the next kernel launch to raise: this one does, and is no loss.
         with suppress(RuntimeError):
             torch.ones((), device="cuda")
 

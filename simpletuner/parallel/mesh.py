@@ -42,7 +42,7 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Slice of this rank in each global batch."""
-        # Ranks of one context-parallel group are neighbours, as a rule on one machine, and see the same samples.
+        # Ranks of a context-parallel group are neighbours, mostly on one machine, and see the same samples.
         return self.world.rank // self.cp
 
     @property

@@ -35,10 +35,9 @@ LINES_OF_A_REASON, LETTERS_OF_A_REASON = 2, 300
 
 def compile_in_place(model: nn.Module, blocks: tuple[str, ...], settings: Compile) -> None:
     """Compile the blocks, or the whole denoiser, at their first call; equal blocks share one compilation."""
-    # torch's default of 8 is soon reached where blocks of many widths share one `forward`; then it silently runs eager.
+    # Blocks of many widths that share a `forward` soon reach torch's default of 8; then it silently runs eager.
     of_torch.set_recompile_limit(RECOMPILE_LIMIT)
-    # Block by block: equal blocks share one compilation (57 blocks of FLUX are 2), and FSDP2 gathers between
-    # them.
+    # By block: equal blocks share one compilation (FLUX: 2 for 57), and FSDP2 gathers between them.
     for module in units_by_class(model, blocks) if settings.dynamo_use_regional_compilation else [model]:
         module.compile(
             backend=settings.dynamo_backend,
@@ -93,7 +92,7 @@ def parallelize(
     if settings.compile.is_on:
         compile_in_place(model, blocks, settings.compile)
     if settings.parallel.fsdp_enable:
-        # The norms of a LoRA's base in bf16 are float32, and so are its matrices: gathered as they are, under autocast.
+        # The norms of a LoRA's bf16 base, and its matrices, are float32: gathered as they are, under autocast.
         is_lora = settings.model.model_type == "lora"
         shard(model, blocks, settings.parallel, torch.float32 if is_lora else compute_dtype(settings), mesh)
 
@@ -114,8 +113,8 @@ def ddp_engine(
     in_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in trained)
     parallel = None
     if mesh.dp_replicate > 1:
-        # Views of DDP's buckets as gradients save a copy of all gradients. A frozen base, which all ranks have read
-        # from the same files, need not be sent; in int8 it could not be.
+        # Views of DDP's buckets as gradients save a copy of all gradients. A frozen base, which all ranks
+        # have read from the same files, need not be sent; in int8 it could not be.
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=adapter is None)
         if in_bf16:
             # a lambda, since DDP refuses annotations that are text, as all in this package

@@ -93,8 +93,7 @@ class TorchEngine:
         self.model, self.module, self.mesh = model, module, mesh
         self.micro_batch, self.inference = micro_batch, inference
         self.parameters = sharded_parameters(adapter.items() if adapter is not None else module.named_parameters())
-        # With a LoRA its matrices alone: the base is read from the pipeline again, not averaged and not
-        # saved.
+        # With a LoRA its matrices only: the base is read from the pipeline, not averaged and not saved.
         self.weights: dict[str, Tensor] = (
             module.state_dict() if adapter is None else {name: each.detach() for name, each in adapter.items()}
         )
@@ -117,13 +116,11 @@ class TorchEngine:
     def step(self, max_grad_norm: float) -> Tensor:
         self.before_update()
         for each in self.parameters.values():
-            # At each step: gradients are freed after it (None), so the next backward pass makes other
-            # tensors.
+            # At each step: gradients are freed after it (None), so the next backward pass allocates others.
             each.shard.grad = local_tensor(each.parameter.grad) if each.parameter.grad is not None else None
         shards = [each.shard for each in self.parameters.values() if each.shard.grad is not None]
         gradients = [shard.grad for shard in shards if shard.grad is not None]
-        # In float32: the squares of bf16 gradients lose small ones in their sum. One launch for all
-        # parameters.
+        # In float32: sums of bf16 squares lose small gradients. One launch for all parameters.
         norms = of_torch.foreach_norm(gradients, dtype=torch.float32) if gradients else []
         grad_norm = self.global_norm([*norms, *self.released_norms])
         self.released_norms.clear()
@@ -157,7 +154,7 @@ class TorchEngine:
         each.shard.grad = local_tensor(each.parameter.grad)
         self.released_norms.append(torch.linalg.vector_norm(each.shard.grad, dtype=torch.float32))
         groups = self.optimizer.param_groups
-        # A step looks at all parameters of its groups: with 1,000 of them, a million looks for each step of the run.
+        # A step visits all parameters of its groups: with 1,000 of them, a million visits per step.
         self.optimizer.param_groups = [{**groups[0], "params": [each.shard]}]
         self.optimizer.step()
         self.optimizer.param_groups = groups
@@ -182,8 +179,7 @@ class TorchEngine:
         weight = self.weights[name]
         if not isinstance(weight, DTensor):
             return shard
-        # EMA and moments may be in host memory while the weight is on a GPU, so the mesh is that of the
-        # shard's device.
+        # EMA and moments may be in host memory with the weight on a GPU, so the shard's device has the mesh.
         mesh, shape = self.mesh.shard_mesh(shard.device.type), torch.Size((len(weight), *shard.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(shard, mesh, weight.placements, run_check=False, shape=shape, stride=stride)
@@ -228,8 +224,8 @@ class TorchEngine:
             return
         for group in self.optimizer.param_groups:
             for shard in group["params"]:
-                # As the optimizer makes it: fused kernels read it on the device; all others would wait for the device
-                # at each weight and step.
+                # As the optimizer makes it: fused kernels read it on the device; all others would wait for
+                # the device at each weight and step.
                 self.start_optimizer(shard, steps, shard.device if group.get("fused") else CPU)
         for moment in moments:
             read(moment, tensors := self._moment(moment))
@@ -242,8 +238,8 @@ class TorchEngine:
 
     def put_back(self, moment: str, tensors: NamedTensors) -> None:
         """Take over what was read into the tensors of a moment."""
-        # Nothing to do: `_moment` returned views of the optimizer's own memory, which `read` has filled. An engine
-        # whose moments are converted (split_engine.py) writes the float32 values back here.
+        # Nothing to do: `_moment` returned views of the optimizer's own memory, which `read` has filled. An
+        # engine whose moments are converted (split_engine.py) writes the float32 values back here.
 
     def averaged(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -267,7 +267,7 @@ def abort(device: torch.device) -> None:
     """Abort all communicators without waiting for other ranks, which may hang in a collective."""
     if device.type != "cuda":
         return  # gloo ends with the process, and the others notice that
-    # NCCL's destroy waits for what was begun, its abort does not; should that hang too, the process ends without it
+    # NCCL's destroy waits for pending work, its abort does not; should that hang too, the process ends
     thread = threading.Thread(target=of_torch.abort_communicators, name="abort", daemon=True)
     thread.start()
     thread.join(ABORT_SECONDS)
@@ -284,8 +284,9 @@ def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Sto
         timeout=timedelta(seconds=JOIN_SECONDS),
         multi_tenant=True,
     )
-    # The agent's store outlives ranks that it starts again (`--max-restarts`): they must not find old registrations.
-    # A store of ours is new each time, and agents count restarts by themselves: a machine that joins later begins at 0.
+    # The agent's store outlives ranks that it starts again (`--max-restarts`): they must not find old
+    # registrations. A store of ours is new each time, and agents count restarts by themselves: a machine that
+    # joins later begins at 0.
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT")
     return dist.PrefixStore(f"attempt_{attempt}", store) if attempt and served_by_agent else store
 

@@ -15,8 +15,8 @@ from types import ModuleType
 
 def import_named(module: str) -> ModuleType:
     """Import `package.module`. Raises ImportError, or what the module raises."""
-    # The current folder is not on sys.path of ranks: a file there could shadow a library. It is searched only for the
-    # named module, and only if that is not installed.
+    # The current folder is not on sys.path of ranks: a file there could shadow a library. It is searched only
+    # for the named module, and only if that is not installed.
     top = module.partition(".")[0]
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         spec = PathFinder.find_spec(top, [str(Path.cwd())])

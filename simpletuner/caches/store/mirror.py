@@ -32,8 +32,7 @@ from simpletuner.system.files.mounts import rename_over
 if TYPE_CHECKING:
     from simpletuner.data.storage.object_storage import ObjectStorage
 
-# A killed run uploads at most one of these per rank again; a first start elsewhere makes one request for
-# each.
+# A killed run re-uploads at most one of these per rank; a first start elsewhere requests each once.
 SHARD_BYTES = 128 << 20
 # Of shards, at random: two of a million are equal with odds of 5e-4.
 NUMBERS = 10**15
@@ -74,8 +73,7 @@ class Mirror:
 
     def record(self, location: RecordLocation) -> memoryview:
         """Record from the local copy, else from the bucket. Raises ValueError where it is damaged there."""
-        # A hole reads as zeros, whose checksum differs from the record's, so no list of fetched records is
-        # kept.
+        # A hole reads as zeros with another checksum than the record's, so no list of fetched ones is kept.
         here = read_from_file(location)
         if location.checksum_with(here) == location.checksum:
             return here
@@ -95,7 +93,7 @@ class Mirror:
         if location.checksum_with(content) != location.checksum:
             raise ValueError(f"its checksum does not match in {self.storage.describe(shard.name)} either")
         new, place = (kept[0], 0) if kept else (content, location.offset)
-        # Where the disk is full, or another rank replaces the shard, the record is fetched again when it is needed.
+        # If the disk is full, or another rank replaces the shard, the record is fetched again on use.
         with contextlib.suppress(OSError), open_own(shard, os.O_WRONLY) as file:
             os.pwrite(file.fileno(), new, place)
         self._count(len(new))

@@ -119,8 +119,7 @@ def short_hash(value: Any) -> str:
 def latents_parts(sample: Sample, vae: str, dtype: str) -> KeyParts:
     g = sample.geometry
     return {
-        # Size and change time, as `make` does: hashing the content would read the whole dataset at each
-        # start.
+        # Size and change time, as in `make`: hashing the content would read the whole dataset at each start.
         "file": sample.version,
         "resolution and crop": short_hash([g.original.size, g.resized.size, g.crop_left_top, g.target.size]),
         "VAE": vae,
@@ -200,7 +199,7 @@ def record_keys(records: Iterable[tuple[str, KeyParts]]) -> NDArray[np.uint64]:
     """Return the 128-bit hashes of names and parts, (n, 2)."""
     import xxhash
 
-    # NUL cannot occur in a file's name, and captions are named by their hash, so no two records join to one text.
+    # File names have no NUL, and captions are named by hash, so no two records join to the same text.
     texts = ("\0".join([name, *(text for part in sorted(parts.items()) for text in part)]) for name, parts in records)
     digests = b"".join(xxhash.xxh3_128_digest(text.encode(errors="surrogatepass")) for text in texts)
     return np.frombuffer(digests, "<u8").reshape(-1, 2)

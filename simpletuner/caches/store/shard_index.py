@@ -73,7 +73,7 @@ def read_index_from(index: Path, start: int) -> tuple[Iterator[IndexEntry], int]
 def parse_lines(lines: bytes, shard: Path) -> Iterator[IndexEntry]:
     if not lines:
         return
-    # After the lines were read: their records were written before them. Opening it makes NFS ask for the size.
+    # After reading the lines: records are written before them. Opening it makes NFS ask for the size.
     with open_regular(shard) as file:
         size = os.fstat(file.fileno()).st_size
     for line in lines.split(b"\n")[:-1]:
@@ -97,7 +97,7 @@ def parse_index_line(line: Mapping[str, Any], shard: Path) -> IndexEntry:
     )
     if not CHECKSUM.fullmatch(location.checksum):
         raise ValueError("its checksum is none")
-    # A record's checksum is compared when it is read. A broken one has nothing to read, so its line is checked here.
+    # A record's checksum is compared on reading. A broken one has no content, so its line is checked here.
     if location.broken and location.checksum != location.checksum_with(b""):
         raise ValueError("its checksum does not match")
     name, offset = line.get("retracts", (None, None))
@@ -137,7 +137,7 @@ class MergedIndex:
         if not len(self.high):
             return np.full(len(keys), -1)
         found = np.searchsorted(self.high, keys[:, 0], side="right") - 1
-        # Two keys that share their first half (odds of 3e-6 among ten million) would hide one record: it is missing.
+        # Two keys with the same first half (odds of 3e-6 in ten million) would hide one record: it is missing.
         same = (found >= 0) & (self.high[found] == keys[:, 0]) & (self.rows["low"][found] == keys[:, 1])
         return np.where(same, found, -1)
 

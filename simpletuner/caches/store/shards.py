@@ -112,7 +112,7 @@ class ShardWriter:
             line = {"name": name, "offset": shard.tell(), "length": len(blob), "parts": parts, **(more or {})}
             location = RecordLocation(Path(shard.name), shard.tell(), len(blob), name, parts, line.get("broken", ""))
             shard.write(blob)
-            # Flushed before the line is written: a line must never name bytes that a killed process had buffered.
+            # Flushed before the line is written: a line must never name bytes buffered by a killed process.
             shard.flush()
             location = replace(location, checksum=location.checksum_with(blob))
             index.write(json.dumps({**line, "checksum": location.checksum}).encode() + b"\n")

@@ -27,7 +27,7 @@ Primaries = tuple[float, ...]
 D65 = (0.3127, 0.329)
 SRGB_PRIMARIES: Final[Primaries] = (*D65, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06)
 ADOBE_RGB: Final[Primaries] = (*D65, 0.64, 0.33, 0.21, 0.71, 0.15, 0.06)
-# ITU-T H.273 (07/2024), table 2; 0, 2 and 3 say nothing. 22 is EBU Tech 3213, which is PAL's but for its green.
+# ITU-T H.273 (07/2024), table 2; 0, 2 and 3 say nothing. 22 is EBU Tech 3213: PAL's but for its green.
 PRIMARIES: Final[dict[int, Primaries]] = {
     1: SRGB_PRIMARIES,
     4: (0.31, 0.316, 0.67, 0.33, 0.21, 0.71, 0.14, 0.08),
@@ -40,7 +40,7 @@ PRIMARIES: Final[dict[int, Primaries]] = {
     12: (*D65, 0.68, 0.32, 0.265, 0.69, 0.15, 0.06),
     22: (*D65, 0.63, 0.34, 0.295, 0.605, 0.155, 0.077),
 }
-# Table 3. Browsers show the curves of video (1, 6, 14, 15) like sRGB's, and encoders write 1 for what is sRGB.
+# Table 3. Browsers show video curves (1, 6, 14, 15) like sRGB's, and encoders write 1 for sRGB.
 GAMMAS: Final = {4: 2.2, 5: 2.8, 8: 1.0}
 HDR_CURVES: Final = (16, 18)
 SRGB_GAMMA: Final = 1 / 2.2

@@ -194,7 +194,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """Convert grey, 16-bit, palette, CMYK and transparent images to 8-bit sRGB, transparency over white."""
     profile = image.info.get("icc_profile")
     if image.mode.startswith("I") or image.mode == "F":
-        # Pillow clips 16-bit values at 255 instead of scaling them, which would make nearly every pixel white.
+        # Pillow clips 16-bit values at 255 instead of scaling them: nearly every pixel would be white.
         values = np.asarray(image, dtype=np.float64)
         # One NaN would be the maximum, and all others black.
         top = (

@@ -190,7 +190,7 @@ class DecodedFilm:
             number = round((time_of(frame) - self._start) / self._ticks)
             raise ValueError(f"is damaged at frame {number}")
         has_alpha = any(each.is_alpha for each in frame.format.components)
-        # Unnamed, FFmpeg would take the matrix of SD for all: greens and reds of HD would be off by some levels.
+        # Unnamed, FFmpeg takes SD's matrix for all: greens and reds of HD would be off by some levels.
         is_hd = frame.colorspace == UNSPECIFIED and frame.height >= HD_HEIGHT
         matrix = "ITU709" if is_hd else None
         converted = frame.reformat(format="rgba" if has_alpha else "rgb24", src_colorspace=matrix)
@@ -215,7 +215,7 @@ class DecodedFilm:
         frames = self._stream.frames or (0 if seconds is None else max(1, round(seconds * self._rate)))
         if 0 < frames <= self._container.size:  # each takes at least a byte: a table may claim 4,294,967,295
             return frames
-        # The length of the whole film may be that of its sound. Nothing is decoded, but all of the file is read.
+        # The film's length may be its sound's. Nothing is decoded, but the whole file is read.
         self._container.seek(self._start, stream=self._stream)
         return sum(packet.size > 0 for packet in self._container.demux(self._stream))
 

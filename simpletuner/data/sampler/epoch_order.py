@@ -133,8 +133,7 @@ class GroupOrder:
         """Fractional copies share one row over all epochs, so each epoch shows what the last one left out."""
         if isinstance(copies, int):
             return cls(samples, 0, copies * len(samples), hash_key(seed, name, epoch, copies))
-        # Cut at floor(epoch * copies * samples): the parts of all epochs join without a gap, whatever the
-        # fraction.
+        # Cut at floor(epoch * copies * samples): the parts of all epochs join without a gap.
         first, end = (each * copies * len(samples) // 1 for each in (epoch, epoch + 1))
         return cls(samples, first, end - first, hash_key(seed, name, copies))
 
@@ -193,7 +192,7 @@ class EpochStream:
     def take(self, size: int) -> list[int]:
         batch: dict[int, None] = {}  # a set that keeps insertion order
         duplicates: deque[int] = deque()
-        # Looking further than `size` duplicates ahead would read a whole epoch to fill one batch of a small bucket.
+        # Looking further than `size` duplicates ahead would read an epoch to fill a small bucket's batch.
         while len(batch) < size and len(duplicates) < size and len(self):
             sample = self._pop()
             if sample in batch:

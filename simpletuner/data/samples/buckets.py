@@ -63,8 +63,8 @@ def bucket_shapes(parts: Sequence[DatasetSamples]) -> tuple[list[SampleShape], l
     of_samples = [own[part.sizes.index] for own, part in zip(of_parts, parts, strict=True)]
     plain = [SampleShape(shape_of(code)) for code in codes.tolist()]
     numbers = {shape: number for number, shape in enumerate(plain)}
-    # A batch has a first frame of each clip or of none. Where all clips have one, their buckets keep the plain names:
-    # only the model may say so, which is opened when they are made already.
+    # A batch has a first frame of each clip or of none. Where all clips have one, their buckets keep the
+    # plain names: only the model may say so, which is opened when they are made already.
     are_mixed = len({part.dataset.is_i2v for part in parts if part.dataset.clips}) > 1
     for number, part in enumerate(parts):
         if part.references:
@@ -111,8 +111,7 @@ def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray
     shown = sum(map(mul, copies, np.bincount(datasets, minlength=len(copies)).tolist()))
     if shown > MAX_EPOCH_SAMPLES:
         raise DataError(f"an epoch would show {int(shown):,} images, more than {MAX_EPOCH_SAMPLES:,}", "lower repeats")
-    # Samples of one shape and one number of copies are a group, whatever their dataset: the order needs no
-    # more.
+    # Samples of one shape and number of copies are a group, from any dataset: the order needs no more.
     counts = sorted(set(copies))
     groups = len(names) * len(counts)
     dtype = np.min_scalar_type(groups)  # numpy sorts 16 bits by radix, five times as fast as 64

@@ -204,8 +204,7 @@ def longest_captions(samples: DatasetSamples) -> np.ndarray:
 # pyarrow comes without types.
 
 
-# Ranks read all headers again, which takes a second for so many on a slow disk. Larger datasets seldom lack
-# images.
+# Ranks read all headers again: a second for so many on a slow disk. Larger datasets seldom lack images.
 MOST_FILES = 2000
 
 

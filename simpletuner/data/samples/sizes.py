@@ -144,7 +144,7 @@ def different_sizes(width: np.ndarray, height: np.ndarray) -> tuple[np.ndarray, 
     columns, rows = right - left + 1, high - low + 1
     if columns * rows > max(len(width), BLOCK_SIZES):
         return different_values(width.astype(np.int64) << 32 | height)
-    # A flag for each possible size takes a quarter of the time of hashing where there are fewer of them than images.
+    # A flag per possible size takes a quarter of hashing's time if there are fewer sizes than images.
     place = (width - left) * rows + (height - low)  # fits into the columns' 32 bits, as fewer than images
     occurs = np.zeros(columns * rows, bool)
     occurs[place] = True

@@ -91,8 +91,8 @@ def digest_of(tables: Iterable[pa.Table]) -> str:
 
 
 def chunk_index(sample_id: str) -> int:
-    # crc32, because `hash` of a string differs between processes, and a cryptographic hash would cost more than the
-    # rest of this for a million samples.
+    # crc32, because `hash` of a string differs between processes, and a cryptographic hash would cost more
+    # than the rest of this for a million samples.
     return zlib.crc32(sample_id.encode()) % CHUNKS
 
 

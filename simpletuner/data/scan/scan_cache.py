@@ -67,8 +67,9 @@ def named(kind: str, path: Path) -> str:
 def open_table(path: Path) -> tuple[pa.Table, dict[str, Any]]:
     """Map a file known to be whole; return its rows, and the metadata written with them. Raises OSError."""
     check_regular(path)
-    # The stream format, and no threads: opening a file of the other one starts Arrow's pool, whose threads now and then
-    # abort a process at its exit ("terminate called without an active exception", apache/arrow issue 34314).
+    # The stream format, and no threads: opening a file of the other one starts Arrow's pool, whose threads
+    # now and then abort a process at its exit ("terminate called without an active exception", apache/arrow
+    # issue 34314).
     options = pa.ipc.IpcReadOptions(use_threads=False)
     table = pa.ipc.open_stream(pa.memory_map(str(path)), options=options).read_all()
     return table.replace_schema_metadata(), json.loads(table.schema.metadata[META])

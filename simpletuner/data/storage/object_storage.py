@@ -90,8 +90,7 @@ class ObjectStorage:
         return io.BytesIO(self._get(name, MAX_BYTES))
 
     def open_header(self, name: str) -> BinaryIO:
-        # A header is a small part of an image, and each request waits for the network: a range of it, many at
-        # a time.
+        # A header is a small part of an image, and requests wait for the network: ranges, many at a time.
         whole: list[bytes] = []
 
         def fetch(start: int, length: int) -> tuple[bytes, int]:

@@ -60,7 +60,7 @@ def fixed_credentials(place: S3Place) -> S3CredentialProvider | None:
     key, secret, token = place.aws_access_key_id, place.aws_secret_access_key, place.aws_session_token
     if not (key and secret):
         return None
-    # A provider instead of obstore's config, which would add the environment's session token to the dataset's key.
+    # A provider, since obstore's config would add the environment's session token to the dataset's key.
     credential: S3Credential = {
         "access_key_id": key.get_secret_value(),
         "secret_access_key": secret.get_secret_value(),
@@ -99,8 +99,8 @@ def open_s3(place: S3Place) -> tuple[Store, str]:
     given = endpoint_of(place.aws_endpoint_url, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     # obstore's `endpoint` would lose against AWS_ENDPOINT_URL_S3 of the environment.
     config: S3Config = {"aws_endpoint_url_s3": given} if given else {}
-    # obstore removes a single object by POST ?delete, which Google's and others' S3 endpoints lack, and JuiceFS answers
-    # without the key (arrow-rs-object-store #731).
+    # obstore removes a single object by POST ?delete, which Google's and others' S3 endpoints lack, and
+    # JuiceFS answers without the key (arrow-rs-object-store #731).
     config["disable_bulk_delete"] = True
     if region := place.aws_region_name or (profile_region if not NAMES_REGION & {*os.environ} else None):
         config["region"] = region

@@ -184,8 +184,8 @@ class LocalStorage:
         listing.folders[prefix] = settled_time(folder)
         # output_dir may be the image folder itself; then only what a run writes into it is left out.
         output_names = OUTPUT_NAMES if this in outputs else frozenset()
-        # Folder by folder sorts by parts, not by the whole name: sample indices follow this order, and with it every
-        # batch of a run that resumes. "a/z" comes before "a-b/c" in one and after it in the other.
+        # Folder by folder sorts by parts, not by the whole name: sample indices follow this order, and with
+        # it every batch of a run that resumes. "a/z" comes before "a-b/c" in one and after it in the other.
         for entry in sorted(scan_folder(folder), key=lambda entry: entry.name):
             name = prefix + entry.name
             if entry.name.startswith("."):

@@ -272,7 +272,7 @@ def read_parquet(file: pa.NativeFile, settings: TableSettings, require: Require)
     columns = require(opened.schema_arrow.names)
     for group in range(opened.num_row_groups):
         reader = pq.ParquetFile(file, metadata=opened.metadata, pre_buffer=False)  # one is for one thread
-        # In batches: memory that is used again costs less than what is new, of which the whole table takes gigabytes.
+        # In batches: reused memory costs less than new memory, gigabytes for a whole table.
         yield reader.iter_batches(ROWS, row_groups=[group], columns=columns, use_threads=False)
 
 

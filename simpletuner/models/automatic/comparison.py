@@ -25,7 +25,7 @@ def compare_class(by_class: ModelFamily, auto: AutomaticFamily, shape: Shape, de
     name, pipeline = type(by_class).__name__, auto.pipeline_class.__name__
     picture = random((3, *shape.axes), 6).clamp(-1, 1)
     latents, ours = (family.vae(device).encode(picture).float().cpu() for family in (auto, by_class))
-    # A pipeline may draw noise as tokens, or an image with an axis for frames; a class has BCHW, or BCFHW of clips.
+    # A pipeline may draw noise as tokens, or images with an axis for frames; a class has BCHW or BCFHW.
     alike = latents.numel() == ours.numel()
     off = distance(ours.flatten(), latents.flatten()) if alike else float("inf")
     yield Check("latents", f"of {name} are those that {pipeline} decodes", off, CLOSE)

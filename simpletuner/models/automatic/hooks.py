@@ -41,7 +41,7 @@ ALWAYS = {
     # A language model would rewrite each caption (ERNIE-Image, LongCat-Image).
     "use_pe": False,
     "enable_prompt_rewrite": False,
-    # Of text, which later steps would take from the first (Qwen-Image 2.1): a step would not be the call of training.
+    # A cache of text, filled by the first step (Qwen-Image 2.1): later calls would differ from training's.
     "use_kv_cache": False,
     # Sizes are those of the buckets, not the nearest of a list (PixArt, SANA).
     "use_resolution_binning": False,

@@ -61,7 +61,7 @@ def blocks_from_text(cls: Any, index: Mapping[str, Any]) -> tuple[Any, list[str]
     """
     import diffusers
 
-    # Of blocks that were put together by hand an index has the base class alone, for which diffusers takes the default.
+    # For blocks assembled by hand the index has the base class alone: diffusers takes the default.
     named = index.get("_blocks_class_name")
     named = cls.default_blocks_name if named in (None, SequentialPipelineBlocks.__name__) else named
     found = getattr(diffusers, str(named), None)

@@ -75,7 +75,7 @@ class StandIn:
         self.module = module
         self.__dict__.update(methods)
 
-    # SANA-Video scales latents by the statistics of its VAE only where that is an instance of the class it knows.
+    # SANA-Video scales latents by its VAE's statistics only if that is an instance of the known class.
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         return type(self.module)

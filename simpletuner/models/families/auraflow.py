@@ -51,8 +51,8 @@ class AuraFlow(ModelFamily):
         )[0]
 
     def check_positions(self, latents_BCHW: Tensor) -> None:
-        # Positions are learned for a square of patches, of which an image takes the middle. For a larger image the
-        # transformer would read the wrong ones, or crash.
+        # Positions are learned for a square of patches, of which an image takes the middle. For a larger
+        # image the transformer would read the wrong ones, or crash.
         side = isqrt(self.config["pos_embed_max_size"]) * self.config["patch_size"]
         height, width = latents_BCHW.shape[-2:]
         if max(height, width) > side:

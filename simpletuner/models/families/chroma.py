@@ -59,9 +59,9 @@ class Chroma(ModelFamily):
         height, width = noised_BCHW.shape[-2:]
         dtype, device = noised_BCHW.dtype, noised_BCHW.device
         tokens, embeds = pack(noised_BCHW), conditioning["prompt_embeds"].to(dtype)
-        # The mask covers text and image. It is floating-point, so attention adds its ones to the scores, as it does in
-        # the pipeline. To leave padding out altogether, as Chroma was trained, it would have to be boolean, which
-        # diffusers does not pass (https://github.com/huggingface/diffusers/issues/13619).
+        # The mask covers text and image. It is floating-point, so attention adds its ones to the scores, as
+        # it does in the pipeline. To leave padding out altogether, as Chroma was trained, it would have to be
+        # boolean, which diffusers does not pass (https://github.com/huggingface/diffusers/issues/13619).
         text_mask = conditioning["prompt_attention_mask"].to(dtype)
         mask = torch.cat([text_mask, text_mask.new_ones(tokens.shape[:2])], dim=1)
         keep_mask_in_checkpointing(model, mask)

@@ -51,7 +51,7 @@ class Flux2(ModelFamily):
         """Call the transformer as Flux2KleinPipeline and Flux2Pipeline do."""
         batch, _, height, width = noised_BCHW.shape
         embeds = conditioning["prompt_embeds"].to(noised_BCHW.dtype)
-        # dev was published before its config could say that guidance is embedded, so a config without the key is dev's.
+        # dev was published before configs had the key for embedded guidance, so one without it is dev's.
         embeds_guidance = self.config.get("guidance_embeds", True)
         # Positions of references begin with 10, 20, ... in place of 0.
         images = [noised_BCHW, *(each.to(noised_BCHW.dtype) for each in references_in(conditioning))]

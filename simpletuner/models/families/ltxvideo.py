@@ -37,7 +37,7 @@ class LTXVideo(ModelFamily):
     padding_mask = "prompt_attention_mask"
     objective = flow_matching
     text_width = "caption_channels"
-    # The plan of its class also splits the text, which only cross-attention reads: whole, it needs no exchange.
+    # Its class's plan also splits the text; only cross-attention reads that: whole, it needs no exchange.
     sequence_plan = SequencePlan(
         attention={"transformer_blocks.*.attn1": ("hidden_states",)},
         gathered={"proj_out": "hidden_states"},

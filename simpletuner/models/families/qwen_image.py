@@ -27,7 +27,7 @@ class QwenImage(ModelFamily):
 
     pipelines = ("QwenImagePipeline",)
     float32_inputs = ("timestep", "guidance")
-    # QwenImageTransformer2DModel.forward casts the timestep to bf16; its embedding scales it by 1000 in float32.
+    # QwenImageTransformer2DModel.forward casts the timestep to bf16; the embedding scales it by 1000 in fp32.
     round_sigmas_in_bf16 = staticmethod(round_to_bf16)
     objective = flow_matching
     packing = 4

@@ -50,6 +50,6 @@ class Sana(ModelFamily):
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
     ) -> dict[str, Any]:
-        # By default the pipeline samples at the nearest size of a list of its own, and cleans captions if it can.
+        # By default the pipeline samples at the nearest size of its own list, and cleans captions if it can.
         own = {"use_resolution_binning": False, "clean_caption": False}
         return super().pipeline_kwargs(positive, negative, sampling) | own

@@ -49,7 +49,7 @@ class SD3(ModelFamily):
         The first 77 tokens are both CLIPs', side by side and padded with zeros to T5's width; T5's tokens
         follow.
         """
-        # Without T5 the pipeline takes zeros, as wide as the config of its transformer says, which is not loaded here.
+        # Without T5 the pipeline takes zeros of the width in its transformer's config, not loaded here.
         pipeline.transformer = self.meta_denoiser
         embeds, _, pooled, _ = pipeline.encode_prompt(
             captions, None, None, do_classifier_free_guidance=False, max_sequence_length=self.max_length

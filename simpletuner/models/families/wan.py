@@ -103,7 +103,7 @@ class Wan(ModelFamily):
         """Call the transformer as WanPipeline does, or WanImageToVideoPipeline with a first frame."""
         timesteps, shape = timesteps_B * 1000, Shape.of_axes(noised.shape[2:])
         first_frame = conditioning.get(FIRST_FRAME)
-        # Wan 2.2 TI2V-5B has a timestep for each token: those of a first frame that it is given have no noise.
+        # Wan 2.2 TI2V-5B has a timestep for each token: 0 for those of a given first frame.
         if self.index.get("expand_timesteps"):
             tokens = Shape(*(cells // side for cells, side in zip(shape, self.config["patch_size"], strict=True)))
             if first_frame is None:

@@ -310,8 +310,7 @@ def adapted_layers(model: nn.Module) -> list[Any]:
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """Disable the adapters within the block."""
-    # Layer by layer: peft's own context manager is a method of PeftModel, and the denoiser is not wrapped in
-    # one.
+    # Layer by layer: peft's context manager is a method of PeftModel, which does not wrap the denoiser.
     layers = adapted_layers(model)
     for layer in layers:
         layer.enable_adapters(False)

@@ -192,8 +192,9 @@ class FlowMatching:
         return NormalDist().cdf(math.log(level / (1 - level)) / self.sigmoid_scale)
 
     def at(self, latents: Tensor, noise: Tensor, sigmas: Tensor) -> NoisedLatents:
-        # Noised at the sigma that the denoiser computes with: at the exact one, gradients in bf16 are off by 3 to 16 %
-        # instead of 0.4 to 0.6 % (tiny flux, flux2, chroma and qwen_image; tests/models/test_bf16.py).
+        # Noised at the sigma that the denoiser computes with: at the exact one, gradients in bf16 are off by
+        # 3 to 16 % instead of 0.4 to 0.6 % (tiny flux, flux2, chroma and qwen_image;
+        # tests/models/test_bf16.py).
         noised = interpolated(latents, noise, self.round_sigmas(sigmas))
         return NoisedLatents(noised, sigmas, noise - latents, torch.ones_like(sigmas))
 
@@ -210,8 +211,8 @@ def diffusion(family: ModelFamily, /) -> Diffusion:
     prediction = own.config.get("prediction_type", "epsilon")
     if not hasattr(own, "alphas_cumprod") or own.config.get("use_flow_sigmas") or prediction not in PREDICTIONS:
         raise wrong_target(family, own, f"only {' or '.join(PREDICTIONS)} over a schedule of betas")
-    # At zero terminal SNR Euler's scheduler overwrites the last of its alphas_cumprod, 0, with 2**-24 to keep sigma
-    # finite; DDPM's keeps the 0 that is to be trained.
+    # At zero terminal SNR Euler's scheduler overwrites the last of its alphas_cumprod, 0, with 2**-24 to keep
+    # sigma finite; DDPM's keeps the 0 that is to be trained.
     scheduler: Any = DDPMScheduler.from_config(own.config)
     return Diffusion(scheduler.alphas_cumprod, prediction, family.settings.objective.snr_gamma)
 

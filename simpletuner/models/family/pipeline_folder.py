@@ -70,7 +70,7 @@ class PipelineFolder:
         self.choose_denoiser()
         self.config = read_config(folder / self.denoiser_name / "config.json")
         self.vae_config = read_config(folder / "vae" / "config.json")
-        # Both sampling and export use this config, so a prediction type that the settings override must be in it.
+        # Both sampling and export use this config, so it must have the settings' prediction type.
         self.scheduler_config = self.published_scheduler_config()
         if settings.model.prediction_type:
             self.scheduler_config["prediction_type"] = settings.model.prediction_type
@@ -143,10 +143,10 @@ class PipelineFolder:
         cls: Any = None,
     ) -> Any:
         """Assemble diffusers' pipeline from this denoiser and VAE, with or without its text encoders."""
-        # `from_pretrained` loads every component that is not passed, so all that is not wanted is passed as None.
+        # `from_pretrained` loads every component that is not passed, so unwanted ones are passed as None.
         parts: dict[str, Any] = {name: None for name, value in self.index.items() if isinstance(value, list)}
         if with_text:
-            # A part that the folder does not have is passed as None, too: diffusers asks for each by its name.
+            # A part missing in the folder is passed as None, too: diffusers asks for each by its name.
             parts = {name: None for name in parts if not name.startswith(ENCODING_PARTS) or is_null(self.index[name])}
             require_packages(self.index[name] for name in self.index if name.startswith(ENCODING_PARTS))
         parts |= {"vae": vae, self.denoiser_name: model, "scheduler": self.scheduler(), **others}

@@ -123,8 +123,8 @@ def encode_with_mask(family: ModelFamily, pipeline: Any, captions: list[str], **
     embeds, mask, _, _ = pipeline.encode_prompt(
         captions, do_classifier_free_guidance=False, max_sequence_length=length, **options
     )
-    # Sana and Lumina 2 put an instruction before prompts, but not before the negative prompt. The empty caption means
-    # `no caption`, so it must be encoded the way the pipeline encodes its negative prompt.
+    # Sana and Lumina 2 put an instruction before prompts, but not before the negative prompt. The empty
+    # caption means `no caption`, so it must be encoded the way the pipeline encodes its negative prompt.
     empty = torch.tensor([caption == "" for caption in captions], device=embeds.device)
     if empty.any():
         _, _, embeds[empty], mask[empty] = pipeline.encode_prompt("", max_sequence_length=length)

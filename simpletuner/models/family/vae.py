@@ -77,8 +77,8 @@ class Vae:
         pixels = pixels.to(self.device, self.dtype)
         pixels = torch.cat([pixels, torch.ones_like(pixels[:, :1])], 1) if self.has_alpha else pixels  # opaque
         encoded = self.model.encode(pixels.unsqueeze(2) if is_image else pixels)
-        # The mean of the posterior: its spread is far below the noise of training. An autoencoder without a posterior
-        # (AutoencoderDC) returns the latents themselves.
+        # The mean of the posterior: its spread is far below the noise of training. An autoencoder without a
+        # posterior (AutoencoderDC) returns the latents themselves.
         latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
         return self.normalize(latents.squeeze(2) if is_image else latents).cpu()
 
@@ -156,7 +156,7 @@ def cell_of_model(model: Any, patch: int) -> Shape:
 
 def frames_of_cell(model: Any) -> int:
     """Frames that one latent cell covers."""
-    # LTX-Video computes it where its config has none; Wan's VAEs call it otherwise, and WanPipeline reads that.
+    # LTX-Video computes it if its config has none; Wan's VAEs have another name, read by WanPipeline.
     told = (vars(model).get("temporal_compression_ratio"), model.config.get("temporal_compression_ratio"))
     return next(filter(None, (*told, model.config.get("scale_factor_temporal"))), 1)
 

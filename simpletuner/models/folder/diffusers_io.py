@@ -136,8 +136,8 @@ def require_packages(components: Iterable[Sequence[str]]) -> None:
     for library, name in components:
         try:
             if library == "transformers":
-                # In place of a class whose package is missing transformers has a dummy, which raises here and names the
-                # package. diffusers, which would load the class later, does not name it.
+                # In place of a class whose package is missing transformers has a dummy, which raises here and
+                # names the package. diffusers, which would load the class later, does not name it.
                 getattr(transformers, name).from_pretrained  # noqa: B018
         except ImportError as error:
             sentence = str(error).strip().partition(".")[0]
@@ -186,8 +186,8 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype, except_for: Collection[str
 
 def cast_always(model: nn.Module, dtype: torch.dtype, except_for: Collection[str]) -> RemovableHandle:
     """Cast the floating-point inputs of a denoiser's calls, by their names in `forward` or in a dict among them."""
-    # Pipelines cast prompts to `model.dtype`. Of a sharded model that is float32, the dtype of its master weights, but
-    # it computes in `dtype`.
+    # Pipelines cast prompts to `model.dtype`. Of a sharded model that is float32, the dtype of its master
+    # weights, but it computes in `dtype`.
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -72,8 +72,8 @@ def library_and_class(value: Any) -> Any:
     """Return a pair of a component's entry in a modular index; any other value as it is."""
     if not (source := source_of(value)):
         return value
-    # Without a class where the component was not loaded when the index was written, and without a place where there is
-    # none.
+    # Without a class where the component was not loaded when the index was written, and without a place where
+    # there is none.
     hint = source.get("type_hint") if source.get("pretrained_model_name_or_path") else None
     return value[:2] if all(value[:2]) else list(hint or (None, None))
 

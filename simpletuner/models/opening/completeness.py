@@ -182,7 +182,7 @@ def check_model(folder: Path, cls: Any, variant: str | None) -> None:
         raise EnvironmentNotReady(f"{folder}: its weights do not fit its config: {min(map(str, wrong))}", CHECK_COPY)
     unknown = config.keys() - inspect.signature(cls).parameters.keys() if issubclass(cls, ModelMixin) else set()
     strange = sorted(name for name in unknown if not name.startswith("_"))
-    # Either alone is harmless, and published. Together: a misspelt `down_block_types` builds the default's one block.
+    # Either alone is harmless, and published. Both: a misspelt `down_block_types` builds one default block.
     if strange and (extra := sorted(loading["unexpected_keys"])):
         raise EnvironmentNotReady(
             f"{folder}: its weights do not fit its config: {cls.__name__} does not know {strange[0]}, and has no place "

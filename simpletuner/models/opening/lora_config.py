@@ -266,7 +266,7 @@ def named_for(prefix: str, family: ModelFamily, adapter: Adapter, weights: Mappi
             name, alpha = prefix + layer.name.replace(".", "_"), torch.tensor(scale * down.shape[0])
             found |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": alpha}
         else:
-            # In the matrices: without an alpha of its own a layer's is the rank, in all programs that read these names.
+            # In the matrices: without its own alpha a layer's is the rank, for all readers of these names.
             found |= {f"{prefix}{layer.name}.lora_A.weight": down, f"{prefix}{layer.name}.lora_B.weight": up * scale}
     return found
 

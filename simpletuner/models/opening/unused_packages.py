@@ -20,7 +20,7 @@ from simpletuner.system.files.regular_files import read_file
 def leave_out_unused(settings: Settings) -> None:
     """Keep libraries from importing what these settings have no use for, in this process from here on."""
     leave_out(unused_packages(settings))
-    # accelerate imports its dialogues, one of which imports boto3. Datasets and mirrors in buckets do so themselves.
+    # accelerate's dialogues import boto3. Datasets and mirrors in buckets import it themselves.
     if "boto3" not in sys.modules:
         sys.modules["boto3"] = None
         try:

@@ -104,7 +104,7 @@ def build_qwen_tokenizer() -> Qwen2Tokenizer:
 
 def learn_merges(spelled: list[list[str]]) -> list[tuple[str, str]]:
     """Learn the merges that make each word one piece, the most frequent pair first."""
-    # The trainers of `tokenizers` break ties by chance; here the larger pair wins, so every build is the same.
+    # The trainers of `tokenizers` break ties by chance; here the larger pair wins: all builds are the same.
     merges = []
     while counts := Counter(pair for pieces in spelled for pair in pairwise(pieces)):
         merges.append(max(counts, key=lambda pair: (counts[pair], pair)))

@@ -120,8 +120,7 @@ class SplitAttention:
     def allgather_attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        # Queries stay where they are, and so does the output: one all-gather forward, one reduce-scatter
-        # backward.
+        # Queries and the output stay where they are: one all-gather forward, one reduce-scatter backward.
         key, value = gather(torch.stack([key, value]), 3, self.lengths(), self.group)
         if mask is not None:
             mask = self.in_order_of_ranks(mask)

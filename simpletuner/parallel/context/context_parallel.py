@@ -161,8 +161,8 @@ def override_attention(module: nn.Module, names: tuple[str, ...], split: SplitMo
     """Make a module's self-attention span the whole sequence. Raises TrainingError if it bypasses SDPA."""
     own_forward = module.forward
 
-    # `forward` and not hooks: gradient checkpointing may stop a recomputation early by an exception, which skips
-    # forward hooks but leaves a `with` block, so the mode is always switched off.
+    # `forward` and not hooks: gradient checkpointing may stop a recomputation early by an exception, which
+    # skips forward hooks but leaves a `with` block, so the mode is always switched off.
     def forward(*args: Any, **kwargs: Any) -> Any:
         calls: list[bool] = []
         attention: Any = split.attention(names)

@@ -24,8 +24,8 @@ def memory_budget(settings: Settings) -> float | None:
 def set_recomputation(model: nn.Module, settings: Settings) -> None:
     """Let whole blocks be recomputed, or the compiler choose what to keep, or keep everything."""
     budget = memory_budget(settings)
-    # Read when a graph is compiled, at a block's first call. 1.0 is torch's default: operators that are fused with
-    # others are recomputed, products are not.
+    # Read when a graph is compiled, at a block's first call. 1.0 is torch's default: operators that are fused
+    # with others are recomputed, products are not.
     of_torch.set_activation_memory_budget(1.0 if budget is None else budget)
     if budget is None and settings.training.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]

@@ -69,8 +69,8 @@ def activate_flash3(kernel: str) -> None:
                 OF_THE_HUB, register_fn=partial(of_torch.register_flash3, operators)
             )
         attention.activate_flash_attention_impl(OF_THE_HUB if kernel else "FA3")
-    # AttributeError: an older torch, or a kernel that is none. ValueError, OSError: what is not on the hub, or not for
-    # this torch and device.
+    # AttributeError: an older torch, or a kernel that is none. ValueError, OSError: what is not on the hub,
+    # or not for this torch and device.
     except (ImportError, AttributeError, ValueError, OSError) as error:
         hint = install_command("kernels") if "'kernels'" in str(error) else HINT
         raise SettingsError(f"{needs}: {first_line(error)}", hint) from None
@@ -113,8 +113,8 @@ def choice(device: torch.device, dtype: torch.dtype) -> SDPBackend:
 
 def attention_kernel(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
     """Return the name of the kernel that torch chooses now."""
-    # A cuDNN that LD_LIBRARY_PATH puts before torch's own makes this FlashAttention 2, which on an H100 takes 1.6 times
-    # as long, and nothing else would say so.
+    # A cuDNN that LD_LIBRARY_PATH puts before torch's own makes this FlashAttention 2, which on an H100 takes
+    # 1.6 times as long, and nothing else would say so.
     name = choice(device, dtype).name.lower().removesuffix("_attention").replace("_", " ")
     implementation = getattr(attention, "current_flash_attention_impl", lambda: None)()
     return f"{name} ({implementation})" if name == "flash" and implementation else name

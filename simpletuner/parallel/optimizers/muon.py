@@ -121,7 +121,7 @@ def rows_of_ranks(rows: int, ranks: int) -> list[int]:
 
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Replace the singular values of a bf16 matrix by numbers near 1: five Newton-Schulz iterations."""
-    # The iterations multiply Gram matrices of the short side: (768, 3072) takes at most a quarter of the work.
+    # The iterations multiply Gram matrices of the short side: (768, 3072) takes a quarter of the work.
     if len(matrix) > matrix.shape[1]:
         return orthogonalize(matrix.T).T
     a, b, c = COEFFICIENTS

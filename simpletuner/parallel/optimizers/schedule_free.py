@@ -69,8 +69,8 @@ class ScheduleFreeEngine(TorchEngine):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        # Gradients are freed by now, so the copies take no more memory than a step does. To compute y back from x would
-        # round it.
+        # Gradients are freed by now, so the copies take no more memory than a step does. To compute y back
+        # from x would round it.
         shards = [each.shard for each in self.parameters.values()]
         kept = [shard.detach().clone() for shard in shards]
         for shard in shards:

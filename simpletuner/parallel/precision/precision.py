@@ -170,8 +170,8 @@ def grouped(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
 
 def allocate(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
     """Allocate parameters (this rank's shards) without initialization, except those with values."""
-    # to_empty() also empties buffers; those that are not in the checkpoint, such as rotary tables, exist only here. So
-    # do the matrices of a LoRA.
+    # to_empty() also empties buffers; those that are not in the checkpoint, such as rotary tables, exist only
+    # here. So do the matrices of a LoRA.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     shards = {name: local_tensor(each.detach()) for name, each in model.named_parameters()}
     held = {name: shard.clone() for name, shard in shards.items() if not shard.is_meta}

@@ -135,8 +135,8 @@ class Int8Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         values, scale, zero = ctx.saved_tensors
-        # Column-major, as in the forward pass: cuBLAS has no product of two row-major matrices of int8 on all GPUs
-        # (A100: CUBLAS_STATUS_NOT_SUPPORTED, https://github.com/pytorch/pytorch/issues/169956).
+        # Column-major, as in the forward pass: cuBLAS has no product of two row-major matrices of int8 on all
+        # GPUs (A100: CUBLAS_STATUS_NOT_SUPPORTED, https://github.com/pytorch/pytorch/issues/169956).
         product = int8_product(gradient * scale.flatten(), values.t().contiguous().t())
         return product.to(gradient.dtype), None, None, *(None for _ in (values, scale, zero))
 
@@ -179,7 +179,7 @@ class QuantizedLinear(nn.Module):
         weight = quantize(layer.weight.detach())
         self.spec = FlattenSpec.of(weight)
         for name in self.spec.names:
-            # FSDP2 shards rows, which a tensor of no dimension, such as the mean of NF4's scales, does not have.
+            # FSDP2 shards rows; a tensor without dimensions, such as the mean of NF4's scales, has none.
             part = torch.atleast_1d(getattr(weight, name))
             self.register_parameter(name, nn.Parameter(part, requires_grad=False))
 

@@ -109,9 +109,10 @@ class QuantizedMoment:
             levels.round_()
         else:
             below = levels.floor()
-            # Of a mean, so that the expected value is right: with the expected code right it would grow by up to
-            # 1 / (2 code) ** 2 at each step. Of a mean of squares, so that the expected code is: updates divide by its
-            # root, and over 2,000 steps they are 1.00 times as large as in float32, with the value right 1.01 to 1.05.
+            # Of a mean, so that the expected value is right: with the expected code right it would grow by up
+            # to 1 / (2 code) ** 2 at each step. Of a mean of squares, so that the expected code is: updates
+            # divide by its root, and over 2,000 steps they are 1.00 times as large as in float32, with the
+            # value right 1.01 to 1.05.
             chance = (sizes * top**2 - below.square()) / (2 * below + 1) if signed else levels - below
             levels = below.add_(_in_blocks(noise) < chance)
         levels.clamp_(max=top)

@@ -113,7 +113,7 @@ class Section(BaseModel):
             raise ValueError("use a whole number below 2^63")
         return value
 
-    # Defined last, so that it runs first: pydantic cannot hold the message of a validator that quotes such a text.
+    # Defined last, so that it runs first: pydantic cannot hold a validator's message that quotes such a text.
     @field_validator("*", mode="before")
     @classmethod
     def refuse_unwritable_text(cls, value: Any) -> Any:
@@ -139,10 +139,10 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
-    # Chen et al. 2023, arXiv:2302.06675, algorithm 2: its one moment remembers 100 steps, not the 1,000 of 0.999.
+    # Chen et al. 2023, arXiv:2302.06675, algorithm 2: its only moment remembers 100 steps, not 1,000 (0.999).
     "lion": {"adam_beta1": 0.9, "adam_beta2": 0.99},
-    # Of these the papers have no weight decay, and torch's classes have 0; it would be added to the gradient of the
-    # first two (Kingma and Ba 2015, Duchi et al. 2011, Shazeer and Stern 2018).
+    # Of these the papers have no weight decay, and torch's classes have 0; it would be added to the gradient
+    # of the first two (Kingma and Ba 2015, Duchi et al. 2011, Shazeer and Stern 2018).
     "adam": {"adam_weight_decay": 0.0},
     "adagrad": {"adam_weight_decay": 0.0},
     "adafactor": {"adam_weight_decay": 0.0},

@@ -163,7 +163,7 @@ def split_arguments(given: RawValue) -> list[RawValue]:
     except ValueError:
         raise ValueError("a quote in it is not closed") from None
     place = given.place if given.place.endswith(given.name) else f"{given.place} {given.name}"
-    # A flag that is not in the text as it was written comes from the environment: messages show the variable's name.
+    # A flag missing in the text as written comes from the environment: messages show the variable's name.
     return [
         RawValue(name.lstrip("-"), value, place, written=given.written and shown.get(name, given.written))
         for name, value in flags

@@ -87,7 +87,7 @@ def irrelevant_variables(environment: Mapping[str, str]) -> set[str]:
     """Variables that accelerate sets to its own defaults, although they count only with another choice."""
     compiles = normalize_name(environment.get("ACCELERATE_DYNAMO_BACKEND", "no")) != "no"
     resharding, strategy = "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY"
-    # The dialogue writes FSDP1's strategy under the name of FSDP2's choice, and the launcher adds its own default.
+    # The dialogue writes FSDP1's strategy under FSDP2's name, and the launcher adds its own default.
     is_strategy = strategy_name(environment.get(resharding)) in STRATEGIES
     by_dialogue = is_strategy and strategy_name(environment.get(strategy)) == "full_shard"
     other = resharding if environment.get("FSDP_VERSION") == "1" and not by_dialogue else strategy

@@ -83,8 +83,8 @@ def deepspeed_config(settings: Settings, world_size: int, largest_tensor: int = 
         buffer_size = max(BUFFER_ELEMENTS, -(-largest_tensor // world_size))
         config["zero_optimization"]["offload_param"]["buffer_size"] = buffer_size
     if options.bf16 and accumulation_steps > 1 and options.stage > 1:
-        # As the other engines add up; DeepSpeed's default is bf16, which errs by 0.3 % over 8 passes. Stage 1 would
-        # keep all gradients in float32 on every rank, 4 bytes per parameter more.
+        # As the other engines add up; DeepSpeed's default is bf16, which errs by 0.3 % over 8 passes. Stage 1
+        # would keep all gradients in float32 on every rank, 4 bytes per parameter more.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if options.uses_nvme:
         config["aio"] = AIO

@@ -133,7 +133,7 @@ def interpret(table: KeyTable, entries: Iterable[FileEntry], section: str = "") 
         path = f"{section}{entry.key}"
         key = table.aliases.get(path, path)
         found = MappedField(path, key, entry.value, "unknown", line=entry.line)
-        # Only a second name of a key conflicts here: duplicate names are for the caller, who knows their lines.
+        # Only alternative names of a key conflict here: the caller knows the lines of duplicate names.
         if spelled.setdefault(key, path) != path:
             yield replace(found, outcome="refused", note=f"{spelled[key]} means the same: keep one of them")
         elif "." in entry.key:  # `section.name` is a name of the table, not of a file

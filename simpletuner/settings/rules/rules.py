@@ -127,7 +127,7 @@ def bf16_accumulation(settings: Settings) -> Iterator[BrokenRule]:
 
 def one_shift_is_meant(settings: Settings) -> Iterator[BrokenRule]:
     own = settings.objective
-    # 1 leaves noise levels as they are, and is what the original's 0 becomes, with which its files ask for the other.
+    # 1 leaves noise levels as they are; the original's 0 becomes 1, with which its files ask for the other.
     if own.flow_schedule_auto_shift and own.flow_schedule_shift not in (None, 1):
         message = (
             "flow_schedule_auto_shift shifts by image size, but flow_schedule_shift = "

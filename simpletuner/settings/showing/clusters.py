@@ -88,8 +88,9 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 getent hosts "$first" > /dev/null || first=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
 export {PREFIX}MAIN_PROCESS_IP=$first
 """
-# srun's exit code is the highest: 143 of a machine that was stopped because another one failed would hide why. The trap
-# keeps bash alive until the run has saved, and does not reach the run, which gets the signal from Slurm itself.
+# srun's exit code is the highest: 143 of a machine that was stopped because another one failed would hide
+# why. The trap keeps bash alive until the run has saved, and does not reach the run, which gets the signal
+# from Slurm itself.
 NODE_OF_SLURM = """\
 trap : TERM INT HUP; simpletuner train --machine_rank="$SLURM_NODEID" "$@"; code=$?; \
 case $code in 129|130|143) [ "$SLURM_PROCID" != 0 ] || echo $code > "$STOPPED"; code=0;; esac; exit $code"""

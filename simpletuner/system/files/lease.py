@@ -100,8 +100,8 @@ def judge(record: Record | None, is_locked: bool | None, place: Place) -> Holdin
         return Holding.FREE if system.is_local and is_locked is False else Holding.HELD
     if record.is_on_this_machine and not record.shared:
         return Holding.HELD if record.is_of_living_process else Holding.FREE
-    # A kernel has one table of locks for all of its containers, unless each mount locks for itself. A disk of one
-    # machine has no other holders: a record of another boot and this name was written before a reboot.
+    # A kernel has one table of locks for all of its containers, unless each mount locks for itself. A disk of
+    # one machine has no other holders: a record of another boot and this name was written before a reboot.
     here = bool(record.boot) and record.boot == boot_id()
     was_here = system.is_local and record.host == socket.gethostname()
     if is_locked is False and (was_here or (here and (system.is_local or system.has_shared_locks))):
@@ -168,7 +168,7 @@ class Lease:
                 found = wait_until_free(place, False, stop, say, "")
             record = replace(own, token=found.token if found is not None else 0)
             place.write(place.name, record.encode())
-            # One that wants the place alone claims the next token, and then reads the record: one of both sees.
+            # An exclusive claim of the next token is followed by reading the record: one of both sees the other.
             if place.read(claim_of(place, record.token + 1)) is None:
                 return self._begin(place, record)
 

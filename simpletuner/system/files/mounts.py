@@ -71,8 +71,9 @@ def unescape(text: str) -> str:
 
 def find_mount(path: PurePosixPath, mounts: Sequence[Mount]) -> Mount | None:
     """Return the mount that an absolute path without symlinks lies on."""
-    # Walk down as the kernel does: of the mounts on the present one, the first on the way to the path. So mounts that a
-    # later one hides are skipped, and of several on one point the topmost is found, whatever the order of the file.
+    # Walk down as the kernel does: of the mounts on the present one, the first on the way to the path. So
+    # mounts that a later one hides are skipped, and of several on one point the topmost is found, whatever
+    # the order of the file.
     numbers = {mount.number for mount in mounts}
     covering = [mount for mount in mounts if mount.covers(path)]
     roots = [mount for mount in covering if mount.parent not in numbers or mount.parent == mount.number]

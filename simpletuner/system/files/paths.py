@@ -43,7 +43,7 @@ def expand_path(text: str | Path) -> Path:
     check_visible(name)
     if not name.startswith("~"):
         path = Path(name)
-        # pathlib drops the `./` of `./~x`. Absolute, it means the same when it is written to a file and read again.
+        # pathlib drops the `./` of `./~x`. An absolute path means the same when written and read again.
         return path.absolute() if str(path).startswith("~") else path
     try:
         return Path(name).expanduser()

@@ -282,7 +282,7 @@ def replace_status(path: Path, content: bytes, durably: bool) -> None:
         with atomic_file(path, durably, hidden=f".{path.name}.{os.getpid()}.unfinished") as file:
             file.write(content)
     except OSError:
-        # On a full disk, why the run ended must still be readable: what the file takes now can be written again.
+        # The reason of a run's end must be readable on a full disk: the file's present size can be rewritten.
         overwrite(path, content)
 
 

@@ -129,8 +129,8 @@ def handle_stop_signals(unsaved: Callable[[], int] | None = None) -> Iterator[St
 
     `unsaved`: see StopRequest.
     """
-    # Python runs signal handlers in the main thread, which may be blocked in a library for minutes. The wakeup
-    # descriptor is written immediately, so a thread that reads it can respond.
+    # Python runs signal handlers in the main thread, which may be blocked in a library for minutes. The
+    # wakeup descriptor is written immediately, so a thread that reads it can respond.
     request = StopRequest(unsaved)
     reading, writing = socket.socketpair()
     writing.setblocking(False)
