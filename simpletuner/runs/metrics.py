@@ -74,7 +74,9 @@ class MetricsReader:
     """Parse a metrics file once: each `read` returns the rows that were appended since the one before."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.offset, self.last_line = path, 0, b""
+        self.path = path
+        self.offset = 0
+        self.last_line = b""
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """Return new rows, and whether they begin at the start of the file: it is new, was replaced or was cut.
@@ -234,7 +236,9 @@ class ThinnedColumn:
     """
 
     def __init__(self) -> None:
-        self.size, self.count, self.points = 1, 0, 0
+        self.size = 1
+        self.count = 0
+        self.points = 0
         self.low, self.high, self.mean = (np.empty((2, MAX_BLOCKS)) for _ in range(3))
         """Steps and values, (2, blocks)."""
         self.tail = np.empty((2, 0))

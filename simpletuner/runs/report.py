@@ -93,7 +93,10 @@ class HtmlReport:
     """Write the page in a thread, at most one at a time: what is asked for meanwhile is what the next one shows."""
 
     def __init__(self, output: Path, facts: RunFacts, max_steps: int, report: Report) -> None:
-        self.output, self.facts, self.max_steps, self.report = output, facts, max_steps, report
+        self.output = output
+        self.facts = facts
+        self.max_steps = max_steps
+        self.report = report
         self.columns, self.gallery = MetricColumns(output / METRICS), Gallery(output)
         self.worker = SerialWorker("report.html", self._warn)
 

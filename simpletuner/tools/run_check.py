@@ -63,7 +63,10 @@ def check_run(loaded: Loaded) -> Loaded:
     from simpletuner.models.catalog.architecture import parameters_of
     from simpletuner.models.catalog.support import check_clips, check_runnable
 
-    settings, errors, datasets, texts = loaded.settings, [], [], []
+    settings = loaded.settings
+    errors = []
+    datasets = []
+    texts = []
     with collect_error(errors):
         loaded = check_runnable(loaded)
     with collect_error(errors), naming_places(loaded.origins, "data_backend_config", "instance_data_dir", "resolution"):

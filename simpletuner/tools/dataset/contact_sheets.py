@@ -28,9 +28,15 @@ from simpletuner.training.validation.image_grid import Typesetter
 
 MAX_IMAGES = 48
 COLUMNS = 8
-CELL_PX, GAP_PX, TEXT_PX, HEAD_PX = 176, 10, 34, 30
+CELL_PX = 176
+GAP_PX = 10
+TEXT_PX = 34
+HEAD_PX = 30
 DARKNESS = 0.62
-INK, FAINT, WARNING, EDGE = "#222222", "#777777", "#b3261e", "#ff3b30"
+INK = "#222222"
+FAINT = "#777777"
+WARNING = "#b3261e"
+EDGE = "#ff3b30"
 BROKEN = "cannot be decoded"
 
 

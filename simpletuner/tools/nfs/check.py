@@ -134,7 +134,9 @@ def watchdog(peers: Rendezvous, say: Callable[[str], None]) -> Iterator[None]:
 
     If a file server is down, system calls do not fail, they block, and the thread in one cannot handle a signal.
     """
-    closed, path, timeout = threading.Event(), peers.node.path, peers.node.timeout_seconds
+    closed = threading.Event()
+    path = peers.node.path
+    timeout = peers.node.timeout_seconds
 
     def watch() -> None:
         reported = False

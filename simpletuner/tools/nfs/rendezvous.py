@@ -83,7 +83,10 @@ class Rendezvous:
     """A node's view of the check and of the other nodes; `stage` is the name of the present check."""
 
     def __init__(self, node: Node, stop: StopRequest, say: Callable[[str], None]) -> None:
-        self.node, self.stop, self.say, self.workspace = node, stop, say, Workspace(node.path)
+        self.node = node
+        self.stop = stop
+        self.say = say
+        self.workspace = Workspace(node.path)
         self.info = identify({"nodes": node.nodes}, {})
         self.store = FolderStore(self.workspace.folder)
         self.messages = MessageStore(self.store)
@@ -122,7 +125,9 @@ class Rendezvous:
 
     def join(self) -> None:
         """Wait for all others, and say who is late. Raises RendezvousError at the timeout."""
-        reported, missing, timeout = False, self.node.others, self.node.timeout_seconds
+        reported = False
+        missing = self.node.others
+        timeout = self.node.timeout_seconds
         for waited in self.polls():
             missing = self._missing()
             if not missing:
@@ -186,7 +191,9 @@ class Rendezvous:
 
     def polls(self, seconds: float | None = None) -> Iterator[float]:
         """Yield the seconds waited so far, with ever longer pauses, until the time (the node's timeout) is over."""
-        limit, began, waited = self.node.timeout_seconds if seconds is None else seconds, time.monotonic(), 0.0
+        limit = self.node.timeout_seconds if seconds is None else seconds
+        began = time.monotonic()
+        waited = 0.0
         while True:
             yield waited
             if waited > limit:

@@ -105,7 +105,10 @@ def take_step(settings: Settings, family: ModelFamily, engine: Engine, inputs: d
     return engine.step(settings.optimizer.max_grad_norm)
 
 
-PRODUCTS, ATTENTION, TRAFFIC, LINK = 0.71, 0.55, 0.8, 0.7
+PRODUCTS = 0.71
+ATTENTION = 0.55
+TRAFFIC = 0.8
+LINK = 0.7
 """Achieved shares of a device's peak, by products and by attention, and of its memory's and its links' rate."""
 
 COMPILED_TRAFFIC = 0.28
