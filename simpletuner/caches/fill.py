@@ -152,7 +152,7 @@ def look_up(reader: ShardReader, requests: Iterable[CacheRequest]) -> tuple[NDAr
 
 
 def report_missing(job: CacheJob[Item, Loaded], missing: NDArray[np.bool_], report: Report) -> None:
-    """Say how much is computed, and which parts of the key changed where older records were found."""
+    """Report the amount to compute, and the changed parts of the key if older records were found."""
     positions = {job.request_at(position).name: position for position in np.flatnonzero(missing)}
     nearest = why_missing(job.folder, positions.keys(), lambda name: job.request_at(positions[name]).parts)
     changed = Counter(part for parts in nearest.values() for part in parts)

@@ -95,9 +95,8 @@ def room_of(settings: Settings, usage: DiskUsage, step: int, steps: int | None) 
 
 
 def bytes_to_write(settings: Settings, usage: DiskUsage, limit: int, step: int, steps: int | None) -> int:
-    """Return by how many bytes the folder of a run grows at most. One checkpoint more than `limit` is
-    there while it is written, and pipelines are written beside the checkpoints that are kept, and beside
-    those that they replace."""
+    """Largest growth of a run folder, in bytes: with one checkpoint more than `limit` while it is written,
+    and with pipelines beside the kept checkpoints and the pipelines that they replace."""
     output, interval = settings.training.output_dir, settings.checkpoints.checkpoint_step_interval
     present = sum(parse_step(path) <= step for path in list_checkpoints(output / "checkpoints"))
     # The last step has a checkpoint, too.

@@ -49,7 +49,7 @@ MakeOptimizer = Callable[[Mapping[str, ShardedParameter]], torch.optim.Optimizer
 
 
 def sharded_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, ShardedParameter]:
-    """Return those parameters that are trainable by name."""
+    """Trainable parameters by name."""
 
     def with_shard(parameter: nn.Parameter) -> ShardedParameter:
         is_sharded = isinstance(parameter, DTensor)

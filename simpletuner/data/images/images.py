@@ -172,8 +172,7 @@ def averageable(image: Image.Image) -> Image.Image:
 
 
 def doubt_about_scale(image: Image.Image) -> str:
-    """Say why the scale of 16-bit grey values may be another one; empty where the file has values for 65535
-    as white.
+    """Doubt about the scale of 16-bit grey values; empty if 65535 occurs as white.
 
     Files do not say how many of their 16 or 32 bits are used, so microscopes and scanners of 12 bits write
     white as 4095.

@@ -161,7 +161,7 @@ def warn_extreme_aspect(samples: Samples) -> Iterator[str]:
 
 
 def warn_other_area(samples: DatasetSamples, alignment_px: int) -> Iterator[str]:
-    """Say where aspect_bucket_alignment does not allow the resolution that was asked for."""
+    """Warn if aspect_bucket_alignment does not allow the resolution of the settings."""
     dataset, sizes = samples.dataset, samples.sizes
     chosen = dataset.crop and dataset.crop_aspect in ("closest", "random")
     shapes = sizes.targets if chosen else shapes_of(dataset, sizes.originals)

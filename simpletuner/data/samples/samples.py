@@ -205,7 +205,7 @@ class DatasetSamples(Sequence[Sample]):
         return DatasetSamples(dataset, self.storage, self.table, self.rows, self.sizes, self.seed, self.conditioning)
 
     def where(self, mask: np.ndarray) -> DatasetSamples:
-        """Return those for which `mask` is true."""
+        """Samples with a true `mask`."""
         rows, sizes = self.rows[mask], self.sizes.where(mask)
         return DatasetSamples(self.dataset, self.storage, self.table, rows, sizes, self.seed, self.conditioning)
 

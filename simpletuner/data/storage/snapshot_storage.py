@@ -45,7 +45,7 @@ class RowGroup:
     paths: pa.ChunkedArray | None = None
 
     def lacking(self, index: int) -> str:
-        """Say what a row has in the place of an image."""
+        """Description of a row without an image."""
         why, path = "has no bytes in its row", self.paths[index].as_py() if self.paths is not None else None
         if not path or "/" not in path:  # else the name that a file had, which any row may keep
             return why

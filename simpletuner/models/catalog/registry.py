@@ -58,7 +58,7 @@ def preset_of(model: Model) -> Preset | None:
 
 
 def is_own(model: Model) -> bool:
-    """Return whether the settings name the class of the family."""
+    """True if the settings name the class of the family (model_families), instead of a preset."""
     return model.model_family in (model.model_families or {})
 
 

@@ -99,7 +99,7 @@ class LoraFile:
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def matches(self, pattern: str, layer: str) -> bool:
-        """Say whether a key of a pattern means a layer, as peft's `get_pattern_key` does."""
+        """True if a pattern's key means a layer, by peft's `get_pattern_key`."""
         try:
             # Repeated groups can take re minutes for names of 60 letters; peft writes none.
             if re.search(r"\)\s*[*+{]", pattern):

@@ -215,7 +215,7 @@ class QuantizedLinear(nn.Module):
 
 
 def rows_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Return those rows of a whole tensor that this rank has of `like`."""
+    """Rows of a whole tensor that belong to this rank's shard of `like`."""
     if not isinstance(like, DTensor):
         return whole
     chunks, rank = whole.chunk(like.device_mesh.size(-1)), like.device_mesh.get_local_rank(-1)

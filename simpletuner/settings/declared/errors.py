@@ -151,7 +151,7 @@ def shorten(value: Any) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """Say what a setting accepts: its choices, or its type and bounds."""
+    """Accepted values of a setting: its choices, or its type and bounds."""
     if field.annotation == bool | None:
         return "true, false or auto"
     optional = ", or none" if type(None) in get_args(field.annotation) else ""

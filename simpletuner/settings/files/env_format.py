@@ -80,7 +80,7 @@ def assignments(text: str) -> Iterator[tuple[int, re.Match[str]]]:
 
 
 def reason_for(line: str) -> str:
-    """Say why a line is no assignment."""
+    """Error for a line that is no assignment."""
     if LINES_OF_SHELLS.match(line):
         return NO_PROGRAM
     if "$(" in line or "`" in line:

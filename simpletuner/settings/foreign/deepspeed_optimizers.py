@@ -152,7 +152,7 @@ def read_type(given: Any, params: Mapping[str, Any], parsed: ParsedConfig) -> st
 
 
 def note_defaults(name: str, params: Mapping[str, Any], parsed: ParsedConfig) -> None:
-    """Note what DeepSpeed takes for the parameters that the JSON does not name."""
+    """Record DeepSpeed's defaults for parameters that the JSON does not name."""
     defaults = dict(OPTIMIZERS[name].defaults)
     if name == "adamw" and params.get("torch_adam") is True:
         defaults["weight_decay"] = TORCH_ADAMW_DECAY

@@ -51,13 +51,13 @@ class ParsedConfig:
                 self.refuse_unknown(found.path, known if parent else {*known, *BLOCKS})
 
     def set(self, setting: str, value: Any, path: str) -> None:
-        """Note what the JSON says of a setting; several keys may say the same."""
+        """Record the JSON's value of a setting; several keys may give the same."""
         # Both offload sections may name the path, and the schedule repeats the optimizer's learning rate.
         if not any(given.name == setting and given.value == value for given in self.settings):
             self.settings.append(RawValue(setting, value, self.place_of(path)))
 
     def leave_out(self, setting: str, value: Any, path: str, written: Any) -> None:
-        """Note what DeepSpeed takes for a key that is not there."""
+        """Record DeepSpeed's default for a missing key."""
         self.left_out.append(RawValue(setting, value, self.name_of(path), written=written))
 
     def place_of(self, path: str) -> str:

@@ -55,7 +55,7 @@ WARMUP_STEPS, DECAY_PEAK, COSINE_END = 1000, 1e-3, 1e-4
 
 
 def note_defaults(name: str, params: Mapping[str, Any], learning_rate: float, parsed: ParsedConfig) -> None:
-    """Note what DeepSpeed takes for the parameters that the JSON does not name."""
+    """Record DeepSpeed's defaults for parameters that the JSON does not name."""
     if "warmup_num_steps" not in params:
         parsed.leave_out("lr_warmup_steps", WARMUP_STEPS, "scheduler.params.warmup_num_steps", WARMUP_STEPS)
     if name == "WarmupCosineLR" and "cos_min_ratio" not in params:

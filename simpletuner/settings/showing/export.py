@@ -172,7 +172,7 @@ def explain_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
 
 
 def because(value: Any, origin: Origin) -> str:
-    """Say why a value is as it is: another spelling, a rule, weaker sources."""
+    """Reason of a value: another spelling, a rule, weaker sources."""
     reasons = [origin.reason] if origin.reason else []
     respelled = isinstance(origin.given, str) and isinstance(value, str) and origin.given != value
     if not reasons and respelled and normalize_name(origin.given) != normalize_name(value):

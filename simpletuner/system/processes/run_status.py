@@ -176,7 +176,7 @@ class StatusWriter:
         self._change(state=RunState.STOPPING, reason=reason)
 
     def mirrored(self, sentence: str) -> None:
-        """Say what the bucket of mirror_output has, or what is wrong with it."""
+        """Record the state of mirror_output's bucket, or its fault."""
         self._change(mirror=sentence)
 
     def show(self, doing: str, done: int, total: int) -> None:
