@@ -7,13 +7,15 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from PIL import Image
 
-from simpletuner.app import main
+from simpletuner.app import command_of, main
+from simpletuner.settings.values.spelling import normalize_name
 
 TEXT = (ROOT / "README.md").read_text()
 LINES = TEXT.replace("\\\n", " ")
@@ -57,6 +59,26 @@ def test_every_command_for_photos_can_start_a_run(tmp_path, monkeypatch, capsys)
         assert len(starts) == count
         for words in starts:
             run([*words, "--dry_run"], capsys)
+
+
+def documented_commands() -> Iterator[tuple[str, list[str]]]:
+    """Yield the page and the words after `simpletuner` of each command in a block of code."""
+    for page in (ROOT / "README.md", ROOT / "AGENTS.md", *ROOT.glob("docs/*.md")):
+        for block in re.findall(r"^ *```(?:bash)?\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE):
+            for line in re.findall(r"^[ $]*simpletuner (.*)$", block.replace("\\\n", " "), re.MULTILINE):
+                yield page.name, shlex.split(re.split(r"&&|>|\|", line)[0], comments=True)
+
+
+def test_every_command_of_the_documentation_exists_with_each_of_its_flags():
+    found, wrong = list(documented_commands()), []
+    for page, words in found:
+        command = command_of("simpletuner", words[0])
+        for word in words:
+            command = getattr(command, "commands", {word: command}).get(word, command)
+        known = {normalize_name(flag.lstrip("-")) for each in command.params for flag in each.opts}
+        flags = [word for word in words if word.startswith("--")]
+        wrong += [f"{page}: {flag}" for flag in flags if normalize_name(flag[2:].partition("=")[0]) not in known]
+    assert len(found) > 60 and wrong == []
 
 
 def cells_of(text: str, heading: str) -> list[list[str]]:
