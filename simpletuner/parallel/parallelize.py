@@ -25,7 +25,7 @@ from simpletuner.parallel.model.activations import offload_activations, set_reco
 from simpletuner.parallel.model.attention_backend import fuse_qkv
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine, autocast
 from simpletuner.private_api import of_torch
-from simpletuner.settings.declared.sections import Compile, Settings
+from simpletuner.settings.declared.sections import Compile, Parallel, Settings
 
 RECOMPILE_LIMIT = 1024
 """Limit of torch's variants of a block: one per image size, block shape, and inference."""
@@ -99,6 +99,7 @@ def parallelize(
 
 def ddp_engine(
     model: nn.Module,
+    _: Parallel,
     mesh: Mesh,
     make_optimizer: MakeOptimizer,
     dtype: torch.dtype,

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from simpletuner.parallel.mesh import SHARDS, Mesh
 from simpletuner.parallel.optimizer_state import NamedTensors, NewMoments, OptimizerState, new_moments
 from simpletuner.private_api import of_torch
+from simpletuner.settings.declared.sections import Optimizer
 
 CPU = torch.device("cpu")
 
@@ -140,6 +141,12 @@ class TorchEngine:
     def scale_to_norm(self, shards: list[nn.Parameter], max_grad_norm: float, grad_norm: Tensor) -> None:
         # Not clip_grad_norm_, which would compute the norm of this rank's shards alone.
         nn.utils.clip_grads_with_norm_(shards, max_grad_norm, grad_norm)
+
+    def step_as(self, settings: Optimizer) -> None:
+        """Clip, and keep gradients until `step` or not, as the settings say."""
+        self.clips_values = settings.grad_clip_method == "value"
+        if settings.optimizer_release_gradients:
+            self.release_gradients()
 
     def release_gradients(self) -> None:
         """Step each weight in the backward pass as soon as its gradient exists, and free the gradient."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from simpletuner.checkpoints.disk_usage import checkpoint_bytes
 from simpletuner.checkpoints.layout import Checkpoint
@@ -29,10 +29,9 @@ from simpletuner.parallel.fsdp2 import fsdp2_engine, units_of
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.model.blocks import block_paths, recommended_blocks
 from simpletuner.parallel.optimizer_state import NamedTensors
-from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeEngine
 from simpletuner.parallel.parallelize import ddp_engine, parallelize
-from simpletuner.parallel.precision.precision import precision_of
-from simpletuner.parallel.torch_engine import MakeOptimizer
+from simpletuner.parallel.precision.precision import LoadWeights, precision_of
+from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
 from simpletuner.preparation.prepare import Prepared
 from simpletuner.session import Session
 from simpletuner.settings.declared.sections import Settings
@@ -42,7 +41,7 @@ from simpletuner.training.ema import EMA
 from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.metrics.sample_losses import SampleLossLog
 from simpletuner.training.metrics.speed import DURATIONS, Durations, open_throughput
-from simpletuner.training.optimizers import LearningRate, make_optimizer
+from simpletuner.training.optimizers import STEPPED_BY, LearningRate, make_optimizer
 from simpletuner.training.profiling import open_profiler
 from simpletuner.training.run_folder.resuming import (
     base_fingerprints,
@@ -209,12 +208,12 @@ def open_engine(settings: Settings, mesh: Mesh, family: ModelFamily, checkpoint:
 
     model = family.denoiser()
     blocks = recommended_blocks(model)
+    optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model))
     if is_lora:
         # Still on the meta device: the base is allocated in its final dtype, not converted.
         freeze(model, compute_dtype(settings))
-    optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model))
-    attach = partial(attach_adapter, family, checkpoint) if is_lora else None
-    return build_engine(model, blocks, settings, mesh, load_weights, optimizer, attach, family.sequence_plan)
+        attach_adapter(family, checkpoint, model)
+    return build_engine(model, blocks, settings, mesh, load_weights, optimizer, family.sequence_plan)
 
 
 def attach_adapter(family: ModelFamily, checkpoint: Checkpoint | None, model: nn.Module) -> None:
@@ -239,37 +238,61 @@ def build_engine(
     blocks: tuple[str, ...],
     settings: Settings,
     mesh: Mesh,
-    load_weights: Callable[[dict[str, Tensor]], None],
+    load_weights: LoadWeights,
     make_optimizer: MakeOptimizer,
-    attach: Callable[[nn.Module], None] | None = None,
     plan: SequencePlan | None = None,
 ) -> Engine:
-    """Wrap a denoiser on the meta device; `load_weights` fills tensors by name, and `attach` adds a LoRA. Collective.
+    """Wrap a denoiser on the meta device, with its LoRA if any; `load_weights` fills tensors by name. Collective.
 
-    `plan` says where a sequence that ranks share is split. Memory comes after sharding, so that no rank ever holds more
-    than its share; weights come before the optimizer and DDP, which copy or broadcast them.
+    `plan` says where a sequence that ranks share is split.
     """
-    dtype, world, precision = compute_dtype(settings), mesh.world, precision_of(settings)
-    # First: a LoRA adds modules and a precision replaces some, which are then compiled and sharded like all others.
-    if attach is not None:
-        attach(model)
+    precision = precision_of(settings)
+    # A precision replaces modules, and a LoRA has added some, which are then compiled and sharded like all others.
     precision.prepare(model, blocks)
     parallelize(model, blocks, settings, mesh, plan)
-    if settings.parallel.zero_stage is not None:
-        from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
+    return ENGINES[settings.parallel.engine](model, blocks, settings, mesh, load_weights, make_optimizer)
 
-        return build_deepspeed_engine(model, settings, mesh, dtype, load_weights, make_optimizer)
+
+def build_torch_engine(
+    wrap: Callable[..., TorchEngine],
+    model: nn.Module,
+    blocks: tuple[str, ...],
+    settings: Settings,
+    mesh: Mesh,
+    load_weights: LoadWeights,
+    make_optimizer: MakeOptimizer,
+) -> TorchEngine:
+    """Build the engine that the precision and the optimizer name. Collective.
+
+    Memory comes after sharding, so that no rank ever holds more than its share; weights come before the optimizer and
+    DDP, which copy or broadcast them.
+    """
+    parallel, device, name = settings.parallel, mesh.world.device, settings.optimizer.optimizer
     # FSDP2 refuses offloaded parameters that were not made in host memory.
-    parameters_on = torch.device("cpu") if settings.parallel.fsdp_offload_params else world.device
-    make_engine = precision.load(model, blocks, world.device, parameters_on, load_weights)
-    if settings.optimizer.optimizer == "adamw_schedulefree":
-        make_engine = ScheduleFreeEngine
+    parameters_on = torch.device("cpu") if parallel.fsdp_offload_params else device
+    stepped_by = STEPPED_BY.get(name, TorchEngine)
+    make_engine = precision_of(settings).load(model, blocks, device, parameters_on, load_weights, stepped_by)
     adapter = adapter_parameters(model) or None
-    if settings.parallel.fsdp_enable:
-        engine = fsdp2_engine(model, settings.parallel, mesh, make_optimizer, dtype, adapter, make_engine)
-    else:
-        engine = ddp_engine(model, mesh, make_optimizer, dtype, adapter, make_engine)
-    engine.clips_values = settings.optimizer.grad_clip_method == "value"
-    if settings.optimizer.optimizer_release_gradients:
-        engine.release_gradients()
+    engine = wrap(model, parallel, mesh, make_optimizer, compute_dtype(settings), adapter, make_engine)
+    engine.step_as(settings.optimizer)
     return engine
+
+
+def build_zero_engine(
+    model: nn.Module,
+    blocks: tuple[str, ...],
+    settings: Settings,
+    mesh: Mesh,
+    load_weights: LoadWeights,
+    make_optimizer: MakeOptimizer,
+) -> Engine:
+    from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
+
+    return build_deepspeed_engine(model, settings, mesh, compute_dtype(settings), load_weights, make_optimizer)
+
+
+ENGINES: Mapping[str, Callable[..., Engine]] = {
+    "ddp": partial(build_torch_engine, ddp_engine),
+    "fsdp2": partial(build_torch_engine, fsdp2_engine),
+    "zero": build_zero_engine,
+}

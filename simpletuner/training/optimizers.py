@@ -18,9 +18,9 @@ from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zer
 from simpletuner.parallel.optimizers.adafactor import Adafactor
 from simpletuner.parallel.optimizers.muon import Muon
 from simpletuner.parallel.optimizers.prodigy import Prodigy
-from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeAdamW
+from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeAdamW, ScheduleFreeEngine
 from simpletuner.parallel.precision.split_adamw import SplitAdamW
-from simpletuner.parallel.torch_engine import ShardedParameter, whole_shape
+from simpletuner.parallel.torch_engine import ShardedParameter, TorchEngine, whole_shape
 from simpletuner.private_api import of_torch
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import Optimizer
@@ -91,6 +91,10 @@ def resumed_schedule(
 def saved_schedule(saved: Mapping[str, Any]) -> Schedule:
     """Return the schedule in a checkpoint's state."""
     return Schedule(saved["max_steps"], **saved["schedule"])
+
+
+STEPPED_BY: Mapping[str, type[TorchEngine]] = {"adamw_schedulefree": ScheduleFreeEngine}
+"""The engines of optimizers that a plain TorchEngine does not step."""
 
 
 def make_optimizer(

@@ -90,15 +90,18 @@ class Precision:
         device: torch.device,
         parameters_on: torch.device,
         load_weights: LoadWeights,
+        stepped_by: type[TorchEngine],
     ) -> MakeEngine:
-        """Allocate this rank's shards, load the weights, return the engine that steps them. Collective."""
-        allocate(model, device, parameters_on)
-        return self.fill(model, load_weights)
+        """Allocate this rank's shards, load the weights, and return the engine that steps them. Collective.
 
-    def fill(self, model: nn.Module, load_weights: LoadWeights) -> MakeEngine:
-        """Load the weights into allocated memory, and return the engine that steps them. Collective."""
+        It is that of the optimizer, unless the weights need another.
+        """
+        allocate(model, device, parameters_on)
+        return self.fill(model, load_weights) or stepped_by
+
+    def fill(self, model: nn.Module, load_weights: LoadWeights) -> MakeEngine | None:
+        """Load the weights into allocated memory, and return the engine that they need, if any. Collective."""
         load_weights(model.state_dict())
-        return TorchEngine
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class QuantizedBase(Precision):
         for unit in units_by_class(model, blocks):
             replace_linear_layers(unit, self.base, self.in_int8)
 
-    def fill(self, model: nn.Module, load_weights: LoadWeights) -> MakeEngine:
+    def fill(self, model: nn.Module, load_weights: LoadWeights) -> None:
         """Load some layers at a time, so that no rank ever holds many weights in the base's own dtype."""
         layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
         for names in grouped({name: layer.whole_bytes for name, layer in layers.items()}, GROUP_BYTES):
@@ -143,7 +146,6 @@ class QuantizedBase(Precision):
                 layers[name].quantize_from(weight)
         parts = {f"{name}.{part}" for name, layer in layers.items() for part in layer.spec.names}
         load_weights({name: tensor for name, tensor in model.state_dict().items() if name not in parts})
-        return TorchEngine
 
 
 def precision_of(settings: Settings) -> Precision:

@@ -255,6 +255,14 @@ class Parallel(Section):
     offload_param_path: Path | None = knob(None, "Folder for DeepSpeed's NVMe offload.", when="offload_param=nvme or offload_optimizer=nvme")
     deepspeed_config: dict[str, JsonValue] | None = knob(None, "DeepSpeed JSON, inline or as a path; values with an equivalent setting become that setting.", when="zero_stage")  # fmt: skip
 
+    @property
+    def engine(self) -> Literal["ddp", "fsdp2", "zero"]:
+        """The engine that holds the weights; on one rank alone `ddp` averages nothing."""
+        if self.zero_stage is not None:
+            return "zero"
+        return "fsdp2" if self.fsdp_enable else "ddp"
+
+
 
 class Launch(Section):
     """Launch"""

@@ -63,11 +63,11 @@ def random_engine(
         with attention_by(training.attention_backend, world.device, dtype, training.attention_kernel):
             model = family.denoiser()
             blocks = recommended_blocks(model)
+            optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model))
             if (adapter := family.adapter) is not None:
                 freeze(model, dtype)
-            optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model))
-            attach, plan = adapter and adapter.attach_new, family.sequence_plan
-            engine = build_engine(model, blocks, settings, Mesh(world), fill, optimizer, attach, plan)
+                adapter.attach_new(model)
+            engine = build_engine(model, blocks, settings, Mesh(world), fill, optimizer, family.sequence_plan)
             with closing(engine):
                 yield engine, world
 
