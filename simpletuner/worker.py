@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 from simpletuner.checkpoints.export import base_files, check_export
@@ -31,12 +32,12 @@ from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.parallelize import compiler_explained
 from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, report_first_failure
 from simpletuner.preparation.plan import Plan, samples_by_shape
-from simpletuner.preparation.prepare import fit_to_model, folders_of, plan_data, prepare
+from simpletuner.preparation.prepare import Prepared, fit_to_model, folders_of, plan_data, prepare
 from simpletuner.preparation.same_data import verify_same_folders
+from simpletuner.preparation.sampled_prompts import SampledPrompt
 from simpletuner.report import Report
 from simpletuner.runs.data_listing import record_data_of
-from simpletuner.runs.facts import Rows, facts_of
-from simpletuner.runs.report import open_html_report
+from simpletuner.runs.facts import Rows, RunFacts, facts_of
 from simpletuner.runs.settings_record import SETTINGS, read_settings, record_settings, report_changes
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
@@ -46,16 +47,12 @@ from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.run_status import RunState, StatusWriter
 from simpletuner.system.processes.signals import StopRequest, handle_stop_signals, stop_announcement
-from simpletuner.training.auto import resolve_auto
-from simpletuner.training.build import build_trainer, check_engine, open_engine, open_state
-from simpletuner.training.metrics.metrics import open_metrics
-from simpletuner.training.metrics.sample_losses import open_sample_losses
+from simpletuner.training.auto import Resolved, resolve_auto
+from simpletuner.training.build import build_trainer, check_engine, open_engine, open_sample_losses, open_state
+from simpletuner.training.checkpointer import TrainingState
+from simpletuner.training.hooks import RunHook
+from simpletuner.training.metrics.metrics import Tracker, open_metrics
 from simpletuner.training.metrics.speed import EXPORTING
-from simpletuner.training.metrics.trackers import open_trackers, send_missed
-from simpletuner.training.mirroring.run_mirror import RunMirror
-from simpletuner.training.publishing.hub import push_to_hub
-from simpletuner.training.publishing.model_card import write_card
-from simpletuner.training.publishing.notifier import Notifier, open_notifier
 from simpletuner.training.run_folder.other_project import refuse_other_base
 from simpletuner.training.run_folder.output_dir import (
     accept_start,
@@ -70,6 +67,7 @@ from simpletuner.training.run_folder.output_dir import (
     unless_refused,
 )
 from simpletuner.training.run_folder.resuming import (
+    ResumePoint,
     check_fits,
     checkpoint_to_resume,
     refuse_other_order,
@@ -107,21 +105,15 @@ def run_rank(loaded: Loaded) -> None:
         )
         stack.enter_context(session.report.phase("starting"))
         activity.show, session.report.status.watch = session.report.status.begin, status.show
-        mirror = open_output_dir(session, stack)
-        set_float32_precision(loaded.settings.training.allow_tf32)
+        hooks = open_output_dir(session, stack)
         training = loaded.settings.training
-        stack.enter_context(
-            attention_by(
-                training.attention_backend, world.device, compute_dtype(loaded.settings), training.attention_kernel
-            )
-        )
-        with (
-            open_notifier(session) as notifier,
-            mirror.finishing() if mirror is not None else nullcontext(),
-            explain_out_of_memory(loaded.settings, world.device),
-            unless_refused(session),
-        ):
-            run(session, notifier, mirror)
+        set_float32_precision(training.allow_tf32)
+        dtype, backend = compute_dtype(loaded.settings), training.attention_backend
+        stack.enter_context(attention_by(backend, world.device, dtype, training.attention_kernel))
+        for hook in reversed(hooks):
+            stack.enter_context(hook)
+        with explain_out_of_memory(loaded.settings, world.device), unless_refused(session):
+            run(session, hooks)
 
 
 @contextmanager
@@ -135,8 +127,8 @@ def recorded_status(stop: StopRequest, activity: Activity) -> Iterator[StatusWri
         yield status
 
 
-def run(session: Session, notifier: Notifier, mirror: RunMirror | None) -> None:
-    """Train from the newest checkpoint that is not damaged, or from the base model; then export and upload."""
+def run(session: Session, hooks: Sequence[RunHook]) -> None:
+    """Train from the newest checkpoint that is not damaged, or from the base model; then export."""
     silence_libraries()
     leave_out_unused(session.settings)
     for warning in session.loaded.warnings:
@@ -149,116 +141,164 @@ def run(session: Session, notifier: Notifier, mirror: RunMirror | None) -> None:
     damaged: dict[Path, str] = {}
     while True:
         try:
-            restore_from_bucket(session, mirror, damaged)
-            shown = resume(session, checkpoint_to_resume(session, damaged), notifier, mirror)
+            restore_from_bucket(session, hooks, damaged)
+            shown = resume(session, hooks, checkpoint_to_resume(session, damaged))
             break
         except CheckpointDamaged as error:  # known before the engine is built; what was encoded is in the caches
             damaged[error.folder] = error.message
             session = session.restarted()
     export_single_files(session)
     print_result(session.settings, shown, session.report)
-    push_to_hub(session)
 
 
-def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier, mirror: RunMirror | None) -> Rows:
+def resume(session: Session, hooks: Sequence[RunHook], checkpoint: Checkpoint | None) -> Rows:
     """Plan the data, train the steps that are left, if any, and return what the last table says of the prompts.
 
     Raises CheckpointDamaged on all ranks.
     """
-    settings, world, stop = session.settings, session.world, session.stop.check
+    settings, world = session.settings, session.world
     refuse_other_order(checkpoint)
     changes = report_changes(session, checkpoint)
-    # Begun here and waited for in `train`: reading the files overlaps with scanning data and base model.
+    # Begun here and waited for in `prepare_data`: reading the files overlaps with scanning data and base model.
     verification = Verification(checkpoint, world) if checkpoint else None
-    plan = plan_data(session, accept=partial(accept_start, session))
-    schedule, _ = resume_point(settings, plan, checkpoint)
+    planned = Run(session, hooks, plan_data(session, accept=partial(accept_start, session)), checkpoint, verification)
     done = exported_steps(settings, world)
-    if done >= schedule.max_steps:
-        before = read_settings(settings.training.output_dir / SETTINGS) or {}
-        on_first_rank(session, partial(refuse_other_base, settings, before, has_finished=True))
-        # A run that was killed after its export, and before it said so, has left the status of a step before.
-        session.status.train(done, schedule.max_steps)
-        steps = count_noun(done, "step") + ", with the settings of then" * bool(changes)
-        session.report.say(f"finished already, after {steps}; raise max_train_steps or num_train_epochs to go on")
-        send_missed(session, done)
-    else:
-        print_datasets(plan, session.report)
-        caches = folders_of(settings, plan)
-        with (
-            shared_folders(caches, stop, session.report.say),
-            ExitStack() as writers,
-        ):  # `cache clear` must not remove what this run reads
-            verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
-            return train(session, plan, checkpoint, verification, writers, notifier, mirror)
+    if done < planned.max_steps:
+        print_datasets(planned.plan, session.report)
+        return train(planned)
+    before = read_settings(settings.training.output_dir / SETTINGS) or {}
+    on_first_rank(session, partial(refuse_other_base, settings, before, has_finished=True))
+    # A run that was killed after its export, and before it said so, has left the status of a step before.
+    session.status.train(done, planned.max_steps)
+    steps = count_noun(done, "step") + ", with the settings of then" * bool(changes)
+    session.report.say(f"finished already, after {steps}; raise max_train_steps or num_train_epochs to go on")
+    for hook in hooks:
+        hook.skipped(done)
     return []
 
 
-def train(
-    session: Session,
-    plan: Plan,
-    checkpoint: Checkpoint | None,
-    verification: Verification | None,
-    writers: ExitStack,
-    notifier: Notifier,
-    mirror: RunMirror | None,
-) -> Rows:
+@dataclass(frozen=True)
+class Run:
+    """A run with its data: what the stages of a start take, and hand on."""
+
+    session: Session
+    hooks: Sequence[RunHook]
+    """Empty on ranks above 0."""
+    plan: Plan
+    checkpoint: Checkpoint | None
+    verification: Verification | None
+    """Reads the checkpoint's files meanwhile."""
+
+    @cached_property
+    def point(self) -> ResumePoint:
+        return resume_point(self.session.settings, self.plan, self.checkpoint)
+
+    @property
+    def max_steps(self) -> int:
+        return self.point[0].max_steps
+
+    def planned(self, plan: Plan) -> Run:
+        """The same run with what became of its data: where it starts is counted again if that has changed."""
+        return self if plan is self.plan else replace(self, plan=plan)
+
+
+def train(run: Run) -> Rows:
     """Encode the data, build the engine, train, export; return what the last table says of the prompts."""
-    session.world.activity.begin("reading the base model", watched=False)
-    with no_collection():  # the classes of the model are imported here
-        family = load_family(session.settings, session.world, session.stop.check, skips_checked=True)
-        _ = family.meta_denoiser
-    # What can be known to be wrong is found before anything is encoded, which may take hours.
+    session, caches = run.session, folders_of(run.session.settings, run.plan)
+    world, stop = session.world, session.stop.check
+    # `cache clear` must not remove what this run reads.
+    with shared_folders(caches, stop, session.report.say), ExitStack() as writers:
+        verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
+        world.activity.begin("reading the base model", watched=False)
+        with no_collection():  # the classes of the model are imported here
+            family = load_family(session.settings, world, stop, skips_checked=True)
+            _ = family.meta_denoiser
+        run, sampled = prove(run, family)
+        wait_for_base_checksums = start_base_checksums(world, family, run.checkpoint)
+        check_start(run, family)
+        prepared = prepare(session, run.plan, family, writers, sampled)
+        if run.verification is not None:
+            world.activity.begin("verifying the checkpoint")
+            run.verification.wait()
+        run = run.planned(prepared.plan)
+        world.activity.begin("loading weights", watched=False)
+        resolved = resolve_auto(session, family, run.plan, run.max_steps)
+        with closing(open_engine(resolved.session.settings, session.mesh, family, run.checkpoint)) as engine:
+            state = open_state(session, family, engine, run.plan, run.checkpoint, run.point)
+            state.base_checksums = wait_for_base_checksums()
+            facts = record_start(run, resolved, family, state)
+            take_steps(run, family, prepared, state, facts)
+        return describe_prompts(sampled, run.plan)
+
+
+def prove(run: Run, family: ModelFamily) -> tuple[Run, list[SampledPrompt]]:
+    """Call the pipeline with what it will be given, and return the run with that, and what validation samples.
+
+    What can be known to be wrong is found before anything is encoded, which may take hours.
+    """
+    session = run.session
     session.world.activity.begin("proving the pipeline", watched=False)
-    plan, sampled = fit_to_model(session, plan, family)
+    plan, sampled = fit_to_model(session, run.plan, family)
     trained = sorted({shape.target for shape in samples_by_shape(plan)})
     family.prove(trained, session.world.device, sorted({each.shape for each in sampled}))
     verify_same_facts(family.facts(), session.world)
     session.world.activity.begin("reading the base model", watched=False)
     check_export(family, pipelines_of(session.settings))
-    wait_for_base_checksums = start_base_checksums(session.world, family, checkpoint)
+    return run.planned(plan), sampled
+
+
+def check_start(run: Run, family: ModelFamily) -> None:
+    """Raise for an engine that cannot be, a disk that is too small, or a checkpoint of another model. Collective."""
+    session, checkpoint = run.session, run.checkpoint
     check_engine(session, family)
     start = int(checkpoint.state["step"]) if checkpoint is not None else 0
-    last = resume_point(session.settings, plan, checkpoint)[0].max_steps
-    on_first_rank(session, lambda: check_room(session, plan, family, start, last))
+    on_first_rank(session, lambda: check_room(session, run.plan, family, start, run.max_steps))
     if checkpoint is not None:
-        check_fits(checkpoint, family, session.world, verification)
-    prepared = prepare(session, plan, family, writers, sampled)
-    if verification is not None:
-        session.world.activity.begin("verifying the checkpoint")
-        verification.wait()
-    session.world.activity.begin("loading weights", watched=False)
-    steps = resume_point(session.settings, prepared.plan, checkpoint)[0].max_steps
-    resolved = resolve_auto(session, family, prepared.plan, steps)
-    with closing(open_engine(resolved.session.settings, session.mesh, family, checkpoint)) as engine:
-        state = open_state(session, family, engine, prepared, checkpoint)
-        state.base_checksums = wait_for_base_checksums()
-        if checkpoint is not None:
-            warn_of_changed_base(session.report, checkpoint, state, family.facts())
-        # Only now that the checkpoint is read: a start that fails before leaves all of them in their places.
-        set_later_aside(session, state.step)
-        rows = describe_run(resolved, family, state, prepared.plan)
-        session.report.table("simpletuner train", rows)
-        listing = record_data_of(session, prepared.plan)
-        record_settings(session, state.step, family.facts(), listing.key if listing is not None else "")
-        if session.world.is_first:
-            note_checked(family)
-        facts = facts_of(session.loaded, rows, prepared.plan, listing.digest if listing is not None else "")
-        with open_html_report(session, facts, state.schedule.max_steps) as page:
-            after_rounds = [page.renew, notifier.send_round] if page is not None else []
-            trackers = partial(open_trackers, session)
-            with (
-                open_metrics(session, state.step, trackers) as metrics,
-                open_sample_losses(session, state.step, prepared.plan.samples) as sample_losses,
-                compiler_explained(),
-            ):
-                trainer = build_trainer(session, family, prepared, state, metrics, after_rounds, sample_losses)
-                if mirror is not None:
-                    mirror.start(state.step, trainer.durations)
-                trainer.train()
-            with trainer.durations.timed(EXPORTING):
-                export(session, family, state, partial(write_card, session.settings, family, facts))
-            trainer.durations.write()
-    return describe_prompts(sampled, prepared.plan)
+        check_fits(checkpoint, family, session.world, run.verification)
+
+
+def record_start(run: Run, resolved: Resolved, family: ModelFamily, state: TrainingState) -> RunFacts:
+    """Print and write down what is about to run, and return it. Later checkpoints are set aside."""
+    session = run.session
+    if run.checkpoint is not None:
+        warn_of_changed_base(session.report, run.checkpoint, state, family.facts())
+    # Only now that the checkpoint is read: a start that fails before leaves all of them in their places.
+    set_later_aside(session, state.step)
+    rows = describe_run(resolved, family, state, run.plan)
+    session.report.table("simpletuner train", rows)
+    listing = record_data_of(session, run.plan)
+    record_settings(session, state.step, family.facts(), listing.key if listing is not None else "")
+    if session.world.is_first:
+        note_checked(family)
+    return facts_of(session.loaded, rows, run.plan, listing.digest if listing is not None else "")
+
+
+def take_steps(run: Run, family: ModelFamily, prepared: Prepared, state: TrainingState, facts: RunFacts) -> None:
+    """Train, and export what was trained. Collective."""
+    session, hooks = run.session, run.hooks
+
+    def open_trackers(step: int) -> list[Tracker]:
+        return [tracker for hook in hooks for tracker in hook.trackers(step)]
+
+    def exported(pipeline: Path, folder: Path) -> None:
+        for hook in hooks:
+            hook.exported(family, facts, pipeline, folder)
+
+    with ExitStack() as stack:
+        for hook in hooks:
+            hook.opened(facts, state.schedule.max_steps, stack)
+        with (
+            open_metrics(session, state.step, open_trackers) as metrics,
+            open_sample_losses(session, state.step, prepared.plan) as sample_losses,
+            compiler_explained(),
+        ):
+            trainer = build_trainer(session, family, prepared, state, metrics, hooks, sample_losses)
+            for hook in hooks:
+                hook.started(state.step, trainer.durations)
+            trainer.train()
+        with trainer.durations.timed(EXPORTING):
+            export(session, family, state, exported)
+        trainer.durations.write()
 
 
 def verify_same_facts(facts: Mapping[str, str], world: World) -> None:

@@ -39,6 +39,7 @@ from simpletuner.deepspeed.partitions import (
 from simpletuner.deepspeed.startup import import_deepspeed
 from simpletuner.deepspeed.swap_files import create_swap_folder
 from simpletuner.errors import SettingsError
+from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState, new_moments
 from simpletuner.parallel.optimizers.muon import Muon
@@ -183,9 +184,9 @@ def gather_ranges(partitions: OptimizerPartitions, names: list[str]) -> dict[str
 
 def build_deepspeed_engine(
     model: nn.Module,
+    _: tuple[str, ...],
     settings: Settings,
     mesh: Mesh,
-    dtype: torch.dtype,
     load_weights: Callable[[dict[str, Tensor]], None],
     make_optimizer: MakeOptimizer,
 ) -> DeepSpeedEngine:
@@ -194,7 +195,7 @@ def build_deepspeed_engine(
     Raises SettingsError for parameters that DeepSpeed cannot train.
     """
     refuse_scalar_parameters(model)
-    options, world = deepspeed_options(settings), mesh.world
+    options, world, dtype = deepspeed_options(settings), mesh.world, compute_dtype(settings)
     assert options is not None
     # Closed in reverse, also after an error: DeepSpeed comes first, the folder that it swaps to last.
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from simpletuner.checkpoints.layout import PAGE
 from simpletuner.errors import SimpleTunerError, Stopped, without_errno
@@ -28,9 +28,6 @@ from simpletuner.runs.settings_record import SETTINGS, read_settings
 from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.files.atomic import write_file
 from simpletuner.system.processes.threads import SerialWorker
-
-if TYPE_CHECKING:
-    from simpletuner.session import Session
 
 Cell = Sequence[tuple[str, GalleryImage]]
 """Images with their labels."""
@@ -159,12 +156,9 @@ def embedded() -> dict[str, str]:
 
 
 @contextmanager
-def open_html_report(session: Session, facts: RunFacts, max_steps: int) -> Iterator[HtmlReport | None]:
-    """Write the page for the last time when the block ends, however it does; None on ranks above 0."""
-    if not session.world.is_first:
-        yield None
-        return
-    page = HtmlReport(session.settings.training.output_dir, facts, max_steps, session.report)
+def open_html_report(output: Path, facts: RunFacts, max_steps: int, report: Report) -> Iterator[HtmlReport]:
+    """Write the page for the last time when the block ends, however it does."""
+    page = HtmlReport(output, facts, max_steps, report)
     status = "failed"
     try:
         yield page

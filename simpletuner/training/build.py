@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,20 +34,20 @@ from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.parallelize import ddp_engine, parallelize
 from simpletuner.parallel.precision.precision import LoadWeights, precision_of
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
+from simpletuner.preparation.plan import Plan
 from simpletuner.preparation.prepare import Prepared
 from simpletuner.session import Session
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.foreign.deepspeed_config import deepspeed_options
 from simpletuner.training.checkpointer import Checkpointer, TrainingState
 from simpletuner.training.ema import EMA
+from simpletuner.training.hooks import RunHook
 from simpletuner.training.metrics.metrics import Metrics
-from simpletuner.training.metrics.sample_losses import SampleLossLog
 from simpletuner.training.metrics.speed import DURATIONS, Durations, open_throughput
 from simpletuner.training.optimizers import STEPPED_BY, LearningRate, make_optimizer
-from simpletuner.training.profiling import open_profiler
 from simpletuner.training.run_folder.resuming import (
+    ResumePoint,
     base_fingerprints,
-    resume_point,
     warn_of_changed_data,
     warn_of_other_rate,
 )
@@ -54,13 +56,16 @@ from simpletuner.training.trainer import Evaluation, Trainer
 from simpletuner.training.validation.held_out import open_held_out_loss
 from simpletuner.training.validation.validator import at_round_ends, open_validator
 
+if TYPE_CHECKING:
+    from simpletuner.training.metrics.sample_losses import SampleLossLog
+    from simpletuner.training.profiling import StepProfiler
+
 
 def open_state(
-    session: Session, family: ModelFamily, engine: Engine, prepared: Prepared, checkpoint: Checkpoint | None
+    session: Session, family: ModelFamily, engine: Engine, plan: Plan, checkpoint: Checkpoint | None, point: ResumePoint
 ) -> TrainingState:
     """Return the state of a new run, or restore what a checkpoint holds. Collective."""
-    settings, plan = session.settings, prepared.plan
-    schedule, sampler_state = resume_point(settings, plan, checkpoint)
+    settings, (schedule, sampler_state) = session.settings, point
     state = TrainingState(
         engine=engine,
         ema=EMA(engine, settings.ema) if settings.ema.use_ema else None,
@@ -85,7 +90,7 @@ def build_trainer(
     prepared: Prepared,
     state: TrainingState,
     metrics: Metrics | None,
-    after_rounds: Sequence[Callable[[int], None]] = (),
+    hooks: Sequence[RunHook] = (),
     sample_losses: SampleLossLog | None = None,
 ) -> Trainer:
     """Connect what the training loop works with."""
@@ -123,7 +128,7 @@ def build_trainer(
         checkpointer=checkpointer,
         evaluations=[
             *open_evaluations(session, family, state, prepared, metrics),
-            at_round_ends(settings, after_rounds),
+            at_round_ends(settings, [hook.evaluated for hook in hooks]),
         ],
         device=mesh.world.device,
         activity=mesh.world.activity,
@@ -138,6 +143,26 @@ def build_trainer(
         profiler=open_profiler(session),
         durations=durations,
     )
+
+
+def open_sample_losses(session: Session, step: int, plan: Plan) -> AbstractContextManager[SampleLossLog | None]:
+    """Open what gathers the losses of single samples, on all ranks; None where they are not wanted."""
+    if not session.settings.logging.log_sample_losses:
+        return nullcontext()
+    from simpletuner.training.metrics.sample_losses import SampleLossLog
+
+    return closing(SampleLossLog(session.mesh, session.settings.training.output_dir, step, plan.samples))
+
+
+def open_profiler(session: Session) -> StepProfiler | None:
+    """Return what traces steps; None on ranks above 0, and where no steps are to be traced."""
+    steps = session.settings.logging.profile_steps
+    if not steps or not session.world.is_first:
+        return None
+    from simpletuner.training.profiling import FOLDER, StepProfiler
+
+    folder = session.settings.training.output_dir / FOLDER
+    return StepProfiler(steps, folder, session.world.device, session.report)
 
 
 def open_evaluations(
@@ -278,17 +303,10 @@ def build_torch_engine(
     return engine
 
 
-def build_zero_engine(
-    model: nn.Module,
-    blocks: tuple[str, ...],
-    settings: Settings,
-    mesh: Mesh,
-    load_weights: LoadWeights,
-    make_optimizer: MakeOptimizer,
-) -> Engine:
+def build_zero_engine(*arguments: Any) -> Engine:
     from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
 
-    return build_deepspeed_engine(model, settings, mesh, compute_dtype(settings), load_weights, make_optimizer)
+    return build_deepspeed_engine(*arguments)
 
 
 ENGINES: Mapping[str, Callable[..., Engine]] = {

@@ -13,7 +13,6 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from simpletuner.report import Report
-from simpletuner.session import Session
 from simpletuner.settings.values.parsed import parse_step_range
 from simpletuner.system.files.mounts import rename_over
 
@@ -109,12 +108,3 @@ class StepProfiler:
             (name[:60], f"{calls:,}", f"{spent / self.traced:.4f}", f"{spent / seconds:.1%}")
             for name, calls, spent in shown
         ]
-
-
-def open_profiler(session: Session) -> StepProfiler | None:
-    """Return the profiler of rank 0; None on other ranks, and without profile_steps."""
-    steps = session.settings.logging.profile_steps
-    if not steps or not session.world.is_first:
-        return None
-    folder = session.settings.training.output_dir / FOLDER
-    return StepProfiler(steps, folder, session.world.device, session.report)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ from simpletuner.status_line import Progress
 from simpletuner.system.processes.run_status import StatusWriter
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.metrics.metrics import Metrics
-from simpletuner.training.metrics.sample_losses import SampleLossLog
 from simpletuner.training.metrics.speed import Durations, Pace, Throughput, format_throughput
+
+if TYPE_CHECKING:
+    from simpletuner.training.metrics.sample_losses import SampleLossLog
 
 TRAINING = "training"
 """Title of the steps in the status line."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.ema import EMA
 from simpletuner.training.metrics.speed import SAVING, Durations, Pace
 from simpletuner.training.optimizers import LearningRate
-from simpletuner.training.profiling import StepProfiler
 from simpletuner.training.step_logger import TRAINING, StepLogger, StepOutput, StopVote
+
+if TYPE_CHECKING:
+    from simpletuner.training.profiling import StepProfiler
 
 # Of a run on a CPU, which is then seldom meant.
 LONG_SECONDS = 3600.0

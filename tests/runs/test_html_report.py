@@ -7,8 +7,6 @@ import re
 from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -158,10 +156,7 @@ def test_a_page_that_cannot_be_written_is_one_warning_and_images_without_metadat
     ],
 )
 def test_the_page_says_how_its_run_ended(error, said, tmp_path):
-    settings = SimpleNamespace(training=SimpleNamespace(output_dir=tmp_path))
-    session: Any = SimpleNamespace(world=SimpleNamespace(is_first=True), settings=settings, report=Report())
-    with suppress(Stopped, TrainingError, ZeroDivisionError), open_html_report(session, FACTS, 100) as page:
-        assert page is not None
+    with suppress(Stopped, TrainingError, ZeroDivisionError), open_html_report(tmp_path, FACTS, 100, Report()) as page:
         page.renew(3)
         if error is not None:
             raise error

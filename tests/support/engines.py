@@ -43,6 +43,7 @@ from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.build import build_trainer, open_engine, open_state
 from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.optimizers import Schedule
+from simpletuner.training.run_folder.resuming import resume_point
 from simpletuner.training.trainer import Trainer
 
 GLOBAL_BATCH, SAVED = 4, 2
@@ -185,7 +186,8 @@ def opened(
     """Yield what trains on an engine, from the start or from a checkpoint."""
     session, family = session_of(world, settings)
     with closing(open_engine(session.settings, session.mesh, family, checkpoint)) as engine:
-        state = open_state(session, family, engine, prepared, checkpoint)
+        point = resume_point(settings, prepared.plan, checkpoint)
+        state = open_state(session, family, engine, prepared.plan, checkpoint, point)
         state.schedule = Schedule(100)
         yield build_trainer(session, family, prepared, state, None), state
 

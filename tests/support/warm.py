@@ -37,6 +37,7 @@ import simpletuner.app
 import simpletuner.models.families.flux
 import simpletuner.models.families.sdxl
 import simpletuner.runs.report
+import simpletuner.training.publishing.model_card
 import simpletuner.training.validation.image_grid
 import simpletuner.worker
 

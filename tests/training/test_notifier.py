@@ -12,15 +12,27 @@ from email import message_from_bytes
 from email.header import decode_header, make_header
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from pydantic import SecretStr
 
 from simpletuner.errors import Stopped, TrainingError
 from simpletuner.report import Report
+from simpletuner.settings.declared.sections import Logging, Settings, Training
 from simpletuner.training.publishing import notifier
 from simpletuner.training.publishing.notifier import MAX_BYTES, Notifier, Wanted, format_of
+
+
+def notifier_to(url: str, output: Path, wanted: Wanted = "auto") -> Notifier:
+    logging = Logging(notify_url=SecretStr(url), notify_format=wanted)
+    settings = Settings(training=Training(output_dir=output), logging=logging)
+    session: Any = SimpleNamespace(settings=settings, report=Report())
+    return Notifier(session)
 
 
 class Receiver(ThreadingHTTPServer):
@@ -71,9 +83,9 @@ def test_each_round_and_each_way_to_end_is_one_post(tmp_path):
         for end in ends:
             with (
                 suppress(Stopped, TrainingError, ZeroDivisionError),
-                Notifier(receiver.url, tmp_path, Report()) as sent,
+                notifier_to(receiver.url, tmp_path) as sent,
             ):
-                sent.send_round(7)
+                sent.evaluated(7)
                 assert sent.worker.last is not None
                 sent.worker.last.result()
                 if end is not None:
@@ -101,9 +113,9 @@ def messages_to(folder, wanted: Wanted) -> list[tuple[Message, bytes]]:
     """Return the requests of a round with images, one without, one with a damaged grid, and the end."""
     round_of(folder, 7)
     (folder / "validation" / "grid-000009.png").write_bytes(b"torn")
-    with receiving() as receiver, Notifier(receiver.url, folder, Report(), wanted) as sent:
+    with receiving() as receiver, notifier_to(receiver.url, folder, wanted) as sent:
         for step in (7, 8, 9):
-            sent.send_round(step)
+            sent.evaluated(step)
             assert sent.worker.last is not None
             sent.worker.last.result()
     return receiver.requests
@@ -147,17 +159,11 @@ def test_a_server_that_fails_hangs_or_is_gone_costs_a_warning_and_little_time(an
     began = time.monotonic()
     with receiving(**(answer or {})) as receiver:
         url = receiver.url if answer else "http://127.0.0.1:9/hook?key=secret"
-        with Notifier(url, tmp_path, Report()) as sent:
+        with notifier_to(url, tmp_path) as sent:
             before = time.monotonic()
             for step in range(5):
-                sent.send_round(step)
+                sent.evaluated(step)
             assert time.monotonic() - before < 1.0, "a round does not wait"
     assert time.monotonic() - began < 15
     said = capsys.readouterr().err
     assert said.count("warning: no message could be sent to notify_url") == 1 and "secret" not in said
-
-
-def test_without_an_address_nothing_is_posted(tmp_path):
-    with Notifier("", tmp_path, Report()) as sent:
-        sent.send_round(1)
-    assert sent.worker.last is None

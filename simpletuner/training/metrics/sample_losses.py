@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from simpletuner.errors import naming
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.run_log import APPEND
 from simpletuner.runs.sample_loss_scores import MAX_BYTES, SAMPLE_LOSSES
-from simpletuner.session import Session
 from simpletuner.system.files.atomic import refuse_special
 from simpletuner.system.files.mounts import sync
 from simpletuner.system.files.regular_files import open_regular
@@ -32,11 +30,11 @@ STEP = re.compile(rb'\{"step": (\d+),')
 class SampleLossLog:
     """Gather the losses of a step's samples over the ranks, and append them to the file on rank 0."""
 
-    def __init__(self, mesh: Mesh, path: Path, step: int, samples: Sequence[Sample]) -> None:
-        self.mesh, self.path, self.samples, self.file = mesh, path, samples, None
+    def __init__(self, mesh: Mesh, output: Path, step: int, samples: Sequence[Sample]) -> None:
+        self.mesh, self.path, self.samples, self.file = mesh, output / SAMPLE_LOSSES, samples, None
         if mesh.world.is_first:
-            cut_after(path, step)
-            self.file = os.fdopen(os.open(path, APPEND, 0o666), "a", encoding="utf-8")
+            cut_after(self.path, step)
+            self.file = os.fdopen(os.open(self.path, APPEND, 0o666), "a", encoding="utf-8")
 
     def begin(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
         """Begin to gather timesteps and losses (B each) of a rank's micro batches; nothing waits. Collective.
@@ -96,16 +94,3 @@ def cut_after(path: Path, step: int) -> None:
             end += len(line)
     if end < path.stat().st_size:
         os.truncate(path, end)
-
-
-@contextmanager
-def open_sample_losses(session: Session, step: int, samples: Sequence[Sample]) -> Iterator[SampleLossLog | None]:
-    """Open the file on rank 0, and close it however the run ends; None on all ranks where it is not wanted."""
-    if not session.settings.logging.log_sample_losses:
-        yield None
-        return
-    log = SampleLossLog(session.mesh, session.settings.training.output_dir / SAMPLE_LOSSES, step, samples)
-    try:
-        yield log
-    finally:
-        log.close()

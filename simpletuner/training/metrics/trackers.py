@@ -10,7 +10,7 @@ import os
 import secrets
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,7 @@ from simpletuner.settings import settings_as_json
 from simpletuner.settings.values.parsed import parse_trackers
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.processes.python_process import module_command
+from simpletuner.training.hooks import RunHook
 from simpletuner.training.metrics.metrics import Tracker
 from simpletuner.training.metrics.tracker_process import read_tracker_state, state_file
 
@@ -144,31 +145,33 @@ def log_lines(library: str, stream: IO[str] | None) -> None:
             LOGGER.info(f"{library}: {line.rstrip().removeprefix(f'{library}: ')}")
 
 
-def open_trackers(session: Session, step: int) -> list[Tracker]:
-    """Open what `report_to` names, for a run that goes on after `step`."""
-    settings = session.settings
-    names, output = parse_trackers(settings.logging.report_to), settings.training.output_dir
-    folder = settings.logging.logging_dir or output / "logs"
-    opened: list[Tracker] = []
-    if "tensorboard" in names:
-        named = folder / settings.logging.tracker_run_name.replace("/", "-")
-        opened.append(TensorBoard(named, step, settings_as_json(session.loaded), session.report))
-    return [*opened, *(OnlineTracker(session, name, folder, step) for name in names if name != "tensorboard")]
+class Trackers(RunHook):
+    """What `report_to` names."""
 
+    def trackers(self, step: int) -> Sequence[Tracker]:
+        settings = self.session.settings
+        names, folder = parse_trackers(settings.logging.report_to), self.folder
+        opened: list[Tracker] = []
+        if "tensorboard" in names:
+            named = folder / settings.logging.tracker_run_name.replace("/", "-")
+            opened.append(TensorBoard(named, step, settings_as_json(self.session.loaded), self.session.report))
+        return [*opened, *(OnlineTracker(self.session, name, folder, step) for name in names if name != "tensorboard")]
 
-def send_missed(session: Session, step: int) -> None:
-    """Send what an online tracker has missed of a run that has finished, at `step`."""
-    settings = session.settings
-    output = settings.training.output_dir
-    if not session.world.is_first:
-        return
-    last = last_row(output / METRICS).get("step", -1)
-    for name in parse_trackers(settings.logging.report_to):
-        if name == "tensorboard":
-            continue
-        state = read_tracker_state(state_file(output, name), session.report.warn)
-        if state.get("sent", {}).get("train", -1) < last:
-            OnlineTracker(session, name, settings.logging.logging_dir or output / "logs", step).close()
+    def skipped(self, step: int) -> None:
+        """Send what an online tracker has missed."""
+        output = self.session.settings.training.output_dir
+        last = last_row(output / METRICS).get("step", -1)
+        for name in parse_trackers(self.session.settings.logging.report_to):
+            if name == "tensorboard":
+                continue
+            state = read_tracker_state(state_file(output, name), self.session.report.warn)
+            if state.get("sent", {}).get("train", -1) < last:
+                OnlineTracker(self.session, name, self.folder, step).close()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of what trackers write on this machine."""
+        return self.session.settings.logging.logging_dir or self.session.settings.training.output_dir / "logs"
 
 
 class TensorBoard:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from simpletuner.data.config.places import mirror_place
@@ -24,6 +24,7 @@ from simpletuner.system.files.lease_record import LeaseLost
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.run_status import STATUS, RunState
+from simpletuner.training.hooks import RunHook
 from simpletuner.training.metrics.speed import UPLOADING, Durations
 from simpletuner.training.mirroring.bucket_records import BucketRecords
 from simpletuner.training.mirroring.remote_run import RemoteRun, Restoring, newest_step
@@ -55,7 +56,7 @@ HINT = "check mirror_output, and its credentials in the environment (docs/many-m
 DOWN = "training goes on; what is missing there is uploaded when the bucket answers"
 
 
-class RunMirror:
+class RunMirror(RunHook):
     """The mirror of one run, on rank 0."""
 
     def __init__(self, session: Session) -> None:
@@ -65,7 +66,8 @@ class RunMirror:
         from simpletuner.data.storage.object_storage import open_bucket
 
         storage = open_bucket(place)
-        self.session, self.report, self.status = session, session.report, session.status
+        super().__init__(session)
+        self.report, self.status = session.report, session.status
         self.output, self.keep = session.settings.training.output_dir, wanted.checkpoints_total_limit
         self.address, self.remote, self.lease = place.address, RemoteRun(storage), Lease()
         self.place, self.remote.lease = BucketRecords(storage), self.lease
@@ -89,6 +91,10 @@ class RunMirror:
         bucket that refuses checkpoints."""
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+
+    def locked(self, stack: ExitStack) -> None:
+        stack.callback(self.lease.release)
+        self.begin()
 
     def begin(self) -> None:
         """Take the lease, and fetch the small files that this folder lacks.
@@ -117,25 +123,21 @@ class RunMirror:
         is_image = name.startswith("validation/")
         return name in fetched or (is_image and self.remote.sizes.get(name) == (self.output / name).stat().st_size)
 
-    def restore(self, damaged: Mapping[Path, str]) -> None:
+    def resuming(self, damaged: Mapping[Path, str]) -> None:
         """Fetch the checkpoint to resume from, where the bucket has a newer one. Raises EnvironmentNotReady."""
         if self.is_listed and self.restoring.wish != "none":
             self.restoring.fetch_checkpoint(damaged)
 
-    def start(self, step: int, durations: Durations) -> None:
+    def started(self, step: int, durations: Durations) -> None:
         """Begin to upload, for a run that goes on after a step."""
         self.went_back_to, self.durations = step, durations
         self.thread.start()
 
-    @contextmanager
-    def finishing(self) -> Iterator[None]:
-        """Upload what is left at the end of the block, however it ends."""
-        try:
-            yield
-        except BaseException as error:
-            self.finish(error)
-            raise
+    def finished(self) -> None:
         self.finish(None)
+
+    def failed(self, error: BaseException) -> None:
+        self.finish(error)
 
     def finish(self, error: BaseException | None) -> None:
         """Upload what is left, until all is there or the bucket has not answered for some time.
@@ -312,9 +314,3 @@ class RunMirror:
             self.report.say(f"{self.address} answers again, and has what was missing")
             self.status.mirrored(f"{self.address} answers again")
         self.problem = None
-
-
-def open_run_mirror(session: Session) -> RunMirror | None:
-    """Return the mirror of a run on rank 0; None where mirror_output is not set, and on other ranks."""
-    wanted = session.settings.checkpoints.mirror_output
-    return RunMirror(session) if wanted and session.world.is_first else None

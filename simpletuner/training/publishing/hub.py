@@ -10,16 +10,22 @@ from collections.abc import Iterator
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.system.processes.python_process import module_command
+from simpletuner.training.hooks import RunHook
 from simpletuner.training.run_folder.output_dir import pipelines_of
 
 HF = "huggingface_hub.cli.hf"
 """The module behind the command `hf`, which need not be in PATH."""
 
 
+class HubUpload(RunHook):
+    """Uploads the exported folders when all is done."""
+
+    def finished(self) -> None:
+        push_to_hub(self.session)
+
+
 def push_to_hub(session: Session) -> None:
-    """Upload the exported folders on rank 0. A failure is a warning: all that was trained is in output_dir."""
-    if not (session.settings.hub.push_to_hub and session.world.is_first):
-        return
+    """Upload the exported folders. A failure is a warning: all that was trained is in output_dir."""
     repository = repository_of(session.settings)
     for words in uploads(session.settings):
         session.world.activity.begin(f"uploading to {repository}", watched=False)

@@ -17,19 +17,18 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.header import Header
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request
 
 from simpletuner.errors import SimpleTunerError, Stopped, without_errno
-from simpletuner.report import Report
 from simpletuner.runs.images import grid_file, read_rgb
 from simpletuner.runs.metrics import METRICS, last_row
 from simpletuner.session import Session
 from simpletuner.system.network import http_request
 from simpletuner.system.processes.threads import SerialWorker
+from simpletuner.training.hooks import RunHook
 
 Format = Literal["json", "discord", "ntfy"]
 Wanted = Format | Literal["auto"]
@@ -112,46 +111,41 @@ def small_jpeg(path: Path) -> bytes | None:
 SECONDS = 5.0
 
 
-class Notifier:
-    """Post from a thread; a failed POST is one warning and never stops a run. Without an address, do nothing."""
+class Notifier(RunHook):
+    """Post from a thread; a failed POST is one warning and never stops a run."""
 
-    def __init__(self, url: str, output: Path, report: Report, wanted: Wanted = "auto") -> None:
-        """`wanted` is the name of a format, or auto."""
-        self.url, self.output, self.report = url, output, report
-        self.wanted: Wanted = wanted
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.output, logging = session.settings.training.output_dir, session.settings.logging
+        self.url, self.wanted = logging.notify_url.get_secret_value(), logging.notify_format
         self.worker = SerialWorker("notify", self._warn)
 
-    def send_round(self, step: int) -> None:
+    def evaluated(self, step: int) -> None:
         """Post after a round, unless an earlier message has not been sent yet."""
         # A server that does not answer must not queue up messages; the newest round is told by the next one.
         if self.worker.is_idle:
             self._send("round", f"step {step:,}", step)
 
-    def __enter__(self) -> Notifier:
-        return self
+    def finished(self) -> None:
+        self._send("finished", "finished")
+        self.worker.close()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None:
-            self._send("finished", "finished")
-        elif isinstance(error, Stopped):
+    def failed(self, error: BaseException) -> None:
+        if isinstance(error, Stopped):
             self._send("stopped", error.message)
         else:
-            reason = (
-                error.message
-                if isinstance(error, SimpleTunerError)
-                else f"{kind.__name__}: {without_errno(error or kind())}"
-            )
+            is_known = isinstance(error, SimpleTunerError)
+            reason = error.message if is_known else f"{type(error).__name__}: {without_errno(error)}"
             self._send("failed", f"failed: {reason}")
         self.worker.close()
 
     def _send(self, event: str, message: str, step: int | None = None) -> None:
-        if self.url:
-            self.worker.submit(self._post, event, message, step)
+        self.worker.submit(self._post, event, message, step)
 
     def _warn(self, error: BaseException) -> None:
         """Warn of a message that could not be sent. The address is not shown: who knows it may post there."""
         why = error.reason if isinstance(error, URLError) and isinstance(error.reason, OSError) else error
-        self.report.warn(
+        self.session.report.warn(
             f"no message could be sent to notify_url: {without_errno(why)}",
             "the run does not depend on it; later messages are tried, too",
         )
@@ -176,8 +170,3 @@ class Notifier:
         time = datetime.now(UTC).isoformat(timespec="seconds")
         # `text` and `content` are the names under which chat services expect a message.
         return {"event": event, "run": run, "message": message, "time": time, **known, "text": text, "content": text}
-
-
-def open_notifier(session: Session) -> Notifier:
-    url = session.settings.logging.notify_url.get_secret_value() if session.world.is_first else ""
-    return Notifier(url, session.settings.training.output_dir, session.report, session.settings.logging.notify_format)

@@ -47,21 +47,20 @@ from simpletuner.system.files.lease_folder import held_folder
 from simpletuner.system.files.mounts import MAY_SAY, missing_promises
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.training.checkpointer import TrainingState
-from simpletuner.training.mirroring.run_mirror import RunMirror, open_run_mirror
+from simpletuner.training.hooks import RunHook, open_hooks
 from simpletuner.training.run_folder.other_project import refuse_other_data
 
 
-def open_output_dir(session: Session, stack: ExitStack) -> RunMirror | None:
-    """Lock output_dir and clean it up, on rank 0; return its mirror, if it has one. Collective: all ranks raise what
+def open_output_dir(session: Session, stack: ExitStack) -> list[RunHook]:
+    """Lock output_dir and clean it up, on rank 0, which gets the hooks of the run. Collective: all ranks raise what
     rank 0 raises."""
-    output, mirrors = session.settings.training.output_dir, list[RunMirror]()
+    output, hooks = session.settings.training.output_dir, list[RunHook]()
 
     def begin() -> None:
         stack.enter_context(held_folder(output, session.world.lease, session.stop.check, session.report.say))
-        if (mirror := open_run_mirror(session)) is not None:
-            stack.callback(mirror.lease.release)
-            mirror.begin()
-            mirrors.append(mirror)
+        hooks.extend(open_hooks(session))
+        for hook in hooks:
+            hook.locked(stack)
         session.status.begin(output, config_alone(sys.argv[1:]), session.world.lease.record.token)
         open_log(output, create=True)
         for sentence in missing_promises(output):
@@ -74,7 +73,7 @@ def open_output_dir(session: Session, stack: ExitStack) -> RunMirror | None:
     if not session.world.is_first:
         open_log(output, create=False)  # once it is known to be the folder of this run
         session.status.follow(output)
-    return next(iter(mirrors), None)
+    return hooks
 
 
 @contextmanager
@@ -102,7 +101,7 @@ def unless_refused(session: Session) -> Iterator[None]:
         raise
 
 
-def on_first_rank(session: Session, action: Callable[[], None]) -> None:
+def on_first_rank(session: Session, action: Callable[[], object]) -> None:
     """Call a function on rank 0, which alone holds the lock. Collective: all ranks raise what it raises."""
     error = None
     if session.world.is_first:
@@ -140,11 +139,11 @@ def keep_console(output: Path) -> None:
             new.replace(output / CONSOLE)
 
 
-def restore_from_bucket(session: Session, mirror: RunMirror | None, damaged: Mapping[Path, str]) -> None:
+def restore_from_bucket(session: Session, hooks: Sequence[RunHook], damaged: Mapping[Path, str]) -> None:
     """Fetch the checkpoint to resume from, where a bucket has a newer one than output_dir. Collective."""
     if session.settings.checkpoints.mirror_output:
         session.world.activity.begin("looking for checkpoints in the bucket", watched=False)
-        on_first_rank(session, lambda: mirror.restore(damaged) if mirror is not None else None)
+        on_first_rank(session, lambda: [hook.resuming(damaged) for hook in hooks])
 
 
 def config_alone(arguments: Sequence[str]) -> str:

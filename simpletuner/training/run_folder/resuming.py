@@ -143,7 +143,11 @@ def set_later_aside(session: Session, step: int) -> None:
         session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")
 
 
-def resume_point(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) -> tuple[Schedule, SamplerState]:
+ResumePoint = tuple[Schedule, SamplerState]
+"""The schedule, and where in the data a run starts."""
+
+
+def resume_point(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) -> ResumePoint:
     """Return the schedule, and where in the data the run starts: at the beginning, or where a checkpoint stopped.
 
     With other data than the checkpoint's, that is the start of the next epoch.

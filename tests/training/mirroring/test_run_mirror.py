@@ -136,9 +136,9 @@ def wait_for(condition: Callable[[], object]) -> None:
 def test_checkpoints_are_uploaded_while_others_are_pruned_and_come_back_as_they_were(proxy, mirrored, tmp_path):
     mirror = mirrored("first")
     mirror.begin()
-    mirror.restore({})
+    mirror.resuming({})
     durations = Durations()
-    mirror.start(0, durations)
+    mirror.started(0, durations)
     for step in range(1, 5):
         save(mirror.output, step, LARGE, keep=1)
         time.sleep(0.1)
@@ -153,11 +153,11 @@ def test_checkpoints_are_uploaded_while_others_are_pruned_and_come_back_as_they_
     second = mirrored("second")
     second.begin()
     assert (second.output / "metrics.jsonl").read_text() == (mirror.output / "metrics.jsonl").read_text()
-    second.restore({})
+    second.resuming({})
     found = load_checkpoint(second.output / "checkpoints" / "checkpoint-000004")
     assert {name: file_checksum(found.folder / name) for name in found.state["files"]} == found.state["checksums"]
     proxy.requests.clear()
-    second.start(4, durations)
+    second.started(4, durations)
     second.finish(None)
     assert not [path for path, _ in proxy.requests if "w.safetensors" in path], "nothing is uploaded twice"
 
@@ -175,7 +175,7 @@ def test_what_is_incomplete_or_damaged_in_the_bucket_is_not_resumed_from(proxy, 
     storage.remove(["checkpoints/checkpoint-000002/model/w.safetensors"])
     second = mirrored("second")
     second.begin()
-    second.restore({})
+    second.resuming({})
     assert [path.name for path in (second.output / "checkpoints").iterdir()] == ["checkpoint-000001"]
     said = capsys.readouterr().err
     assert "checkpoint-000003/model/w.safetensors is damaged: its checksum does not match" in said
@@ -186,7 +186,7 @@ def test_what_is_incomplete_or_damaged_in_the_bucket_is_not_resumed_from(proxy, 
     third = mirrored("third")
     third.begin()
     with pytest.raises(EnvironmentNotReady) as caught:
-        third.restore({})
+        third.resuming({})
     assert "no checkpoint in s3://pictures/run/checkpoints can be resumed" in caught.value.message
     third.lease.release()
 
@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_on_disk_does_not_replace_a_whole_one(proxy, mirror
 def test_an_outage_is_told_once_and_made_up_for(proxy, mirrored, capsys):
     mirror = mirrored("first")
     mirror.begin()
-    mirror.start(0, Durations())
+    mirror.started(0, Durations())
     save(mirror.output, 1)
     wait_for(lambda: whole_in_bucket() == [1])
     proxy.faults = [Fault("", 403, "AccessDenied")]
@@ -230,7 +230,7 @@ def test_a_bucket_that_removes_nothing_takes_all_new_checkpoints(proxy, mirrored
     proxy.faults = [Fault("/checkpoints/", 403, "AccessDenied", method="DELETE")]
     mirror = mirrored("first")
     mirror.begin()
-    mirror.start(0, Durations())
+    mirror.started(0, Durations())
     for step in range(1, 5):
         save(mirror.output, step)
         wait_for(lambda step=step: step in whole_in_bucket())
@@ -244,13 +244,13 @@ def test_a_bucket_that_removes_nothing_takes_all_new_checkpoints(proxy, mirrored
 
     back = mirrored("second", resume_from_checkpoint="checkpoint-000003")
     back.begin()
-    back.restore({})
-    back.start(3, Durations())
+    back.resuming({})
+    back.started(3, Durations())
     back.finish(None)
     assert bucket().all_sizes()["checkpoints/checkpoint-000004/state.json"] == 0
     third = mirrored("third")
     third.begin()
-    third.restore({})
+    third.resuming({})
     assert [path.name for path in (third.output / "checkpoints").iterdir()] == ["checkpoint-000003"]
     third.finish(None)
 
@@ -260,7 +260,7 @@ def test_what_could_not_be_uploaded_ends_the_run_with_a_sentence_and_the_next_on
 ):
     mirror = mirrored("first")
     mirror.begin()
-    mirror.start(0, Durations())
+    mirror.started(0, Durations())
     save(mirror.output, 1)
     proxy.faults = [Fault("checkpoints/", 403, "AccessDenied")]
     with pytest.raises(EnvironmentNotReady) as caught:
@@ -273,7 +273,7 @@ def test_what_could_not_be_uploaded_ends_the_run_with_a_sentence_and_the_next_on
         mirrored("nothing here").begin()
     again = mirrored("first")
     again.begin()  # goes on from what is here
-    with pytest.raises(Stopped), again.finishing():
+    with pytest.raises(Stopped), again:
         raise Stopped(15, "stopped by SIGTERM")
     assert "could not be uploaded" in capsys.readouterr().err
     proxy.faults = []
@@ -291,9 +291,9 @@ def test_a_run_that_went_back_sets_later_checkpoints_aside_in_the_bucket(proxy, 
     mirror.finish(None)
     back = mirrored("second", resume_from_checkpoint="checkpoint-000001")
     back.begin()
-    back.restore({})
+    back.resuming({})
     assert [path.name for path in (back.output / "checkpoints").iterdir()] == ["checkpoint-000001"]
-    back.start(1, Durations())
+    back.started(1, Durations())
     wait_for(lambda: whole_in_bucket() == [1])
     back.finish(None)
     sizes = bucket().all_sizes("checkpoints/set-aside/checkpoint-000002")
@@ -322,7 +322,7 @@ def test_two_runs_do_not_write_to_one_folder(proxy, mirrored, tmp_path, capsys):
     mirror = mirrored("first")
     mirror.lease.own = replace(Record.of_this_process(), seconds=1000.0)  # it stands still
     mirror.begin()
-    mirror.start(0, Durations())
+    mirror.started(0, Durations())
     save(mirror.output, 1)
     wait_for(lambda: whole_in_bucket() == [1])
     other = of_another_machine(token=mirror.lease.record.token + 1)
@@ -457,8 +457,8 @@ def test_a_start_removes_what_a_killed_one_had_no_time_to(proxy, mirrored):
     bucket().write("checkpoints/checkpoint-000004/model/w.safetensors", b"half")
     again = mirrored("second")
     again.begin()
-    again.restore({})
-    again.start(3, Durations())
+    again.resuming({})
+    again.started(3, Durations())
     again.finish(None)
     assert whole_in_bucket() == [2, 3] and not bucket().all_sizes("checkpoints/checkpoint-000004")
 
@@ -545,7 +545,7 @@ def test_keys_that_are_no_files_of_a_run_are_passed_over(proxy, mirrored, capsys
         list(obstore.list(storage.store))
     second = mirrored("second")
     second.begin()
-    second.restore({})
+    second.resuming({})
     assert [path.name for path in (second.output / "checkpoints").iterdir()] == ["checkpoint-000001"]
     assert (second.output / "metrics.jsonl").is_file()
     said = " ".join(capsys.readouterr().err.split())
