@@ -142,7 +142,8 @@ def run(session: Session, hooks: Sequence[RunHook]) -> None:
     while True:
         try:
             restore_from_bucket(session, hooks, damaged)
-            shown = resume(session, hooks, checkpoint_to_resume(session, damaged))
+            checkpoint = checkpoint_to_resume(session, damaged)
+            shown = resume(session, hooks, checkpoint)
             break
         except CheckpointDamaged as error:  # known before the engine is built; what was encoded is in the caches
             damaged[error.folder] = error.message
@@ -161,10 +162,11 @@ def resume(session: Session, hooks: Sequence[RunHook], checkpoint: Checkpoint | 
     changes = report_changes(session, checkpoint)
     # Begun here and waited for in `prepare_data`: reading the files overlaps with scanning data and base model.
     verification = Verification(checkpoint, world) if checkpoint else None
-    planned = Run(session, hooks, plan_data(session, accept=partial(accept_start, session)), checkpoint, verification)
+    plan = plan_data(session, accept=partial(accept_start, session))
+    planned = Run(session, hooks, plan, checkpoint, verification)
     done = exported_steps(settings, world)
     if done < planned.max_steps:
-        print_datasets(planned.plan, session.report)
+        print_datasets(plan, session.report)
         return train(planned)
     before = read_settings(settings.training.output_dir / SETTINGS) or {}
     on_first_rank(session, partial(refuse_other_base, settings, before, has_finished=True))
@@ -213,7 +215,7 @@ def train(run: Run) -> Rows:
         with no_collection():  # the classes of the model are imported here
             family = load_family(session.settings, world, stop, skips_checked=True)
             _ = family.meta_denoiser
-        run, sampled = prove(run, family)
+        run, sampled = prove_family(run, family)
         wait_for_base_checksums = start_base_checksums(world, family, run.checkpoint)
         check_start(run, family)
         prepared = prepare(session, run.plan, family, writers, sampled)
@@ -231,7 +233,7 @@ def train(run: Run) -> Rows:
         return describe_prompts(sampled, run.plan)
 
 
-def prove(run: Run, family: ModelFamily) -> tuple[Run, list[SampledPrompt]]:
+def prove_family(run: Run, family: ModelFamily) -> tuple[Run, list[SampledPrompt]]:
     """Call the pipeline with what it will be given, and return the run with that, and what validation samples.
 
     What can be known to be wrong is found before anything is encoded, which may take hours.

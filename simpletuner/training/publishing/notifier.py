@@ -117,7 +117,8 @@ class Notifier(RunHook):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self.output, logging = session.settings.training.output_dir, session.settings.logging
-        self.url, self.wanted = logging.notify_url.get_secret_value(), logging.notify_format
+        self.url = logging.notify_url.get_secret_value()
+        self.wanted: Wanted = logging.notify_format
         self.worker = SerialWorker("notify", self._warn)
 
     def evaluated(self, step: int) -> None:
