@@ -1,4 +1,4 @@
-"""What else happens in a run, beside training: hooks, which settings switch on, told of the points that a run passes.
+"""Hooks: all that happens in a run beside training, switched on by settings and told of the points that a run passes.
 
 Rank 0 alone has them. The order in which each point is passed is in docs/start.md and docs/step.md.
 """
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
 
 
 class RunHook:
-    """Does nothing at any point of a run; a context within which the run takes place."""
+    """A context within which a run takes place, told of its points; this one does nothing at any of them."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def locked(self, stack: ExitStack) -> None:
-        """The folder is this run's, and nothing in it has been looked at; `stack` is left when the rank ends."""
+        """Begin: the folder is this run's, and nothing in it has been looked at; `stack` is left when the rank ends."""
 
     def resuming(self, damaged: Mapping[Path, str]) -> None:
-        """A checkpoint is about to be looked for that is not `damaged`."""
+        """Fetch a checkpoint that the run may go on from, none of the `damaged` ones."""
 
     def skipped(self, step: int) -> None:
-        """There is nothing to do: the run has finished at `step`, in an earlier start."""
+        """Catch up with a run that has finished at `step` in an earlier start: there is nothing to train."""
 
     def opened(self, facts: RunFacts, max_steps: int, stack: ExitStack) -> None:
-        """The engine holds its weights, and the start is on record; `stack` is left when pipelines are written."""
+        """Show the start, which is on record; `stack` is left when pipelines are written, or the run fails."""
 
     def trackers(self, step: int) -> Sequence[Tracker]:
-        """What metrics are to go to as well, for a run that goes on after `step`."""
+        """Open other destinations of the metrics of a run that goes on after `step`."""
         return ()
 
     def started(self, step: int, durations: Durations) -> None:
-        """Training goes on after `step`."""
+        """Watch the training, which goes on after `step`."""
 
     def evaluated(self, step: int) -> None:
-        """A round of evaluations is through, and the next step waits: return at once."""
+        """Show a round of evaluations; the next step waits for this to return."""
 
     def exported(self, family: ModelFamily, facts: RunFacts, pipeline: Path, folder: Path) -> None:
-        """`pipeline` is whole in a hidden `folder`, which takes its place next."""
+        """Complete a `pipeline` in a hidden `folder`, which takes its place next."""
 
     def finished(self) -> None:
-        """All is done."""
+        """End with a run that has done all."""
 
     def failed(self, error: BaseException) -> None:
-        """The run ends early: Stopped by a signal, or for an error."""
+        """End with a run that was stopped by a signal, or failed."""
 
     def __enter__(self) -> RunHook:
         return self

@@ -146,7 +146,7 @@ def log_lines(library: str, stream: IO[str] | None) -> None:
 
 
 class Trackers(RunHook):
-    """What `report_to` names."""
+    """The trackers that `report_to` names."""
 
     def trackers(self, step: int) -> Sequence[Tracker]:
         settings = self.session.settings
