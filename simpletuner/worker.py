@@ -282,10 +282,6 @@ def take_steps(run: Run, family: ModelFamily, prepared: Prepared, state: Trainin
     def open_trackers(step: int) -> list[Tracker]:
         return [tracker for hook in hooks for tracker in hook.trackers(step)]
 
-    def exported(pipeline: Path, folder: Path) -> None:
-        for hook in hooks:
-            hook.exported(family, facts, pipeline, folder)
-
     with ExitStack() as stack:
         for hook in hooks:
             hook.opened(facts, state.schedule.max_steps, stack)
@@ -299,7 +295,9 @@ def take_steps(run: Run, family: ModelFamily, prepared: Prepared, state: Trainin
                 hook.started(state.step, trainer.durations)
             trainer.train()
         with trainer.durations.timed(EXPORTING):
-            export(session, family, state, exported)
+            from simpletuner.training.publishing.model_card import write_card  # which nothing needs before
+
+            export(session, family, state, partial(write_card, session.settings, family, facts))
         trainer.durations.write()
 
 

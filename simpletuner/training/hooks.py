@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from simpletuner.models.family.base import ModelFamily
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.training.metrics.metrics import Tracker
@@ -51,9 +50,6 @@ class RunHook:
     def evaluated(self, step: int) -> None:
         """Show a round of evaluations; the next step waits for this to return."""
 
-    def exported(self, family: ModelFamily, facts: RunFacts, pipeline: Path, folder: Path) -> None:
-        """Complete a `pipeline` in a hidden `folder`, which takes its place next."""
-
     def finished(self) -> None:
         """End with a run that has done all."""
 
@@ -83,20 +79,10 @@ class ReportPage(RunHook):
             self.page.renew(step)
 
 
-class ModelCard(RunHook):
-    """README.md of each exported folder."""
-
-    def exported(self, family: ModelFamily, facts: RunFacts, pipeline: Path, folder: Path) -> None:
-        # Imported at the end of a run: a start needs no template of cards.
-        write_card = import_module("simpletuner.training.publishing.model_card").write_card
-        write_card(self.session.settings, family, facts, pipeline, folder)
-
-
 # The first is told first how the run ended: a mirror uploads what those before it have left, and the notifier tells
 # of an upload that failed.
 HOOKS: Mapping[str, Callable[[Settings], bool | str]] = {
     "hooks.ReportPage": lambda settings: True,
-    "hooks.ModelCard": lambda settings: True,
     "metrics.trackers.Trackers": lambda settings: settings.logging.report_to != "none",
     "publishing.hub.HubUpload": lambda settings: settings.hub.push_to_hub,
     "mirroring.run_mirror.RunMirror": lambda settings: settings.checkpoints.mirror_output,

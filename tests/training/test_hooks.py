@@ -15,7 +15,7 @@ from simpletuner.settings.declared.sections import Checkpoints, Hub, Logging
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.hooks import HOOKS, RunHook, open_hooks
 
-ALWAYS = ["ReportPage", "ModelCard"]
+ALWAYS = ["ReportPage"]
 SWITCHED: dict[str, dict[str, Any]] = {
     "Trackers": {"logging": Logging(report_to="tensorboard")},
     "HubUpload": {"hub": Hub(push_to_hub=True)},
@@ -54,9 +54,9 @@ def test_the_first_is_told_first_and_the_next_of_what_went_wrong_with_it(fails):
 
     broken = TrainingError("the upload failed")
     with suppress(TrainingError, KeyboardInterrupt), ExitStack() as stack:
-        for hook in reversed([Told("card"), Told("mirror", broken), Told("notifier")]):
+        for hook in reversed([Told("upload"), Told("mirror", broken), Told("notifier")]):
             stack.enter_context(hook)
         if fails is not None:
             raise fails
     after = fails or broken
-    assert said == [("card", fails), ("mirror", fails), ("notifier", after)]
+    assert said == [("upload", fails), ("mirror", fails), ("notifier", after)]
