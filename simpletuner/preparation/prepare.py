@@ -28,7 +28,9 @@ from simpletuner.models.catalog.support import check_prompt_sizes, clip_fps
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.world import World
-from simpletuner.preparation.plan import Plan, bucket_alignment, check_references, with_first_frames
+from simpletuner.preparation.alignment import bucket_alignment
+from simpletuner.preparation.plan import Plan
+from simpletuner.preparation.references import check_references, with_first_frames
 from simpletuner.preparation.sampled_prompts import SampledPrompt, sampled_prompts
 from simpletuner.preparation.shared_download import download_datasets, share_arrays
 from simpletuner.preparation.shared_scan import scan_datasets

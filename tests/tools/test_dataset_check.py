@@ -33,7 +33,7 @@ from simpletuner.session import Session
 from simpletuner.settings import load
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.dataset.contents import Content, content_of
-from simpletuner.tools.dataset.findings import exact_duplicates, near_duplicates
+from simpletuner.tools.dataset.duplicates import exact_duplicates, near_duplicates
 
 SMALL = {"resolution": "64", "aspect_bucket_alignment": "16", "train_batch_size": "1"}
 

@@ -2,12 +2,9 @@
 position is reached at once.
 
 - Keyed permutations of [0, size): the position of any item is computed alone, for any size.
-- Choices by a hash of an image's name, so that added or removed images change few of them.
 - Randomness of a sample in a step, a function of (seed, sample, step, occurrence) only: ranks, threads and
   batch sizes cannot change it, and a resumed run repeats it bit for bit.
 """
-
-# pyright: basic, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -18,12 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import xxhash
 
 ROUNDS = 8
 """Rounds of the Feistel network; even. 7 are enough to be indistinguishable from a random permutation by
@@ -216,37 +209,6 @@ class EpochStream:
 
 
 # pyarrow comes without types.
-
-
-def hash_names(names: pa.ChunkedArray, *key: object) -> np.ndarray:
-    """Return uint64 hashes of names, (names,): 0.25 s per million."""
-    hashed = partial(xxhash.xxh3_64_intdigest, seed=hash_key(*key))
-    chunks = (chunk.cast(pa.large_binary()).to_pylist() for chunk in names.chunks)
-    return np.fromiter((value for chunk in chunks for value in map(hashed, chunk)), np.uint64, len(names))
-
-
-def choose_by_name(names: pa.ChunkedArray, mask: np.ndarray, count: int, *key: object) -> np.ndarray:
-    """Mask of the `count` names with the smallest hashes, among those with a true `mask`."""
-    places = np.flatnonzero(mask)
-    if len(places) <= count:
-        return mask
-    hashes = hash_names(names.take(pa.array(places)), *key)
-    chosen = np.zeros(len(mask), bool)
-    chosen[places[np.argpartition(hashes, count)[:count]]] = True
-    return chosen
-
-
-def hash_texts(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
-    """Hash the texts of a column without nulls, independent of its chunks."""
-    # Lengths, too: without them "ab", "c" and "a", "bc" would have one digest.
-    lengths = pc.binary_length(column)
-    for chunk in lengths.chunks:
-        digest.update(chunk.to_numpy())
-    for chunk in column.chunks:
-        # Copied by itself, a chunk that is a slice has buffers that begin with it.
-        _, offsets, content = pa.concat_arrays([chunk]).buffers()
-        if content is not None:
-            digest.update(memoryview(content)[: int(np.frombuffer(offsets, np.int64)[len(chunk)])])
 
 
 @dataclass(frozen=True)

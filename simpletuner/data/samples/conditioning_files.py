@@ -18,7 +18,7 @@ from PIL import Image
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.geometry import Geometry, compute_geometry
 from simpletuner.data.images.images import DOUBT, read_mask_image
-from simpletuner.data.sampler.epoch_order import hash_texts
+from simpletuner.data.sampler.stable_choice import hash_texts
 from simpletuner.data.samples.sizes import Sizes
 from simpletuner.data.scan.scan import Scan
 from simpletuner.data.storage.storage import Storage

@@ -17,12 +17,13 @@ from simpletuner.data.config.caption_rules import BLANK
 from simpletuner.data.config.dataset_parts import TABLE_STRATEGIES
 from simpletuner.data.config.dataset_types import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.images.geometry import are_within_limits, is_enlarged_within
-from simpletuner.data.sampler.epoch_order import choose_by_name
+from simpletuner.data.sampler.stable_choice import choose_by_name
+from simpletuner.data.samples.caption_lines import CaptionLines, find_lines
 from simpletuner.data.samples.conditioning_files import ASPECT_TOLERANCE, ConditioningFiles
 from simpletuner.data.samples.file_remarks import captions_found, formats_read, frames_hint, phrases_found
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.samples.sizes import sizes_of
-from simpletuner.data.scan.captions import CaptionLines, caption_file, find_lines
+from simpletuner.data.scan.captions import caption_file
 from simpletuner.data.scan.file_list import OtherFiles, printable
 from simpletuner.data.scan.scan import NO_ROW, Scan
 from simpletuner.errors import DataError, join_data_errors

@@ -28,7 +28,7 @@ from simpletuner.data.images.geometry import Geometry, compute_geometry
 from simpletuner.data.images.images import cropped, read_rgb
 from simpletuner.data.images.videos import read_frames
 from simpletuner.data.sampler.batch_sampler import GlobalBatch, make_batch
-from simpletuner.data.sampler.epoch_order import hash_names, hash_texts
+from simpletuner.data.sampler.stable_choice import hash_names, hash_texts
 from simpletuner.data.samples.conditioning_files import ConditioningFiles, Mask
 from simpletuner.data.samples.sizes import Sizes
 from simpletuner.data.scan.captions import captions_of

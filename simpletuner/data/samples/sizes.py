@@ -16,7 +16,7 @@ from simpletuner.data.config.dataset_parts import VideoSettings
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.geometry import bucket_sizes, resized_sizes
 from simpletuner.data.images.videos import are_long_enough, clip_frames, strides_of
-from simpletuner.data.sampler.epoch_order import hash_names
+from simpletuner.data.sampler.stable_choice import hash_names
 from simpletuner.settings.values.shape import Shape
 from simpletuner.system.processes.threads import map_in_threads
 

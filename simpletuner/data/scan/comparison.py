@@ -24,7 +24,7 @@ from simpletuner.data.config.dataset_parts import PARQUET
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.places import MACHINE_KEYS
 from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folder
-from simpletuner.data.sampler.epoch_order import hash_texts
+from simpletuner.data.sampler.stable_choice import hash_texts
 from simpletuner.data.scan.captions import lines_of, read_caption_file
 from simpletuner.data.scan.file_list import CAPTION_VERSION, FileList
 from simpletuner.data.storage.storage import Storage, UnreadableFileError

@@ -1,7 +1,6 @@
 """Weight files of a pipeline folder: safetensors of one variant. A pickle is never read, whatever its name.
 
-The index of a folder is model_index.json, or modular_model_index.json if it is alone. Dtypes are named as in
-safetensors headers, as far as this package writes and reads them.
+The index of a folder is model_index.json, or modular_model_index.json if it is alone.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.folder.malformed import CHECK_COPY, read_json
@@ -176,17 +173,3 @@ def variant_of(path: Path) -> str | None:
     """The variant in a weights file's name (`model.fp16-00001-of-00002.safetensors` -> fp16), or None."""
     _, dot, rest = path.name.removesuffix(".safetensors").partition(".")
     return rest.partition("-")[0] if dot else None
-
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}

@@ -31,7 +31,7 @@ from simpletuner.models.folder.malformed import translate_load_errors
 from simpletuner.models.opening.loading import folder_at_hand
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.preparation.plan import bucket_alignment
+from simpletuner.preparation.alignment import bucket_alignment
 from simpletuner.preparation.prepare import ScannedData, make_plan, scan_data
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -40,7 +40,8 @@ from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.dataset.contact_sheets import choose_images, write_sheets
 from simpletuner.tools.dataset.contents import Contents, read_contents
-from simpletuner.tools.dataset.findings import DatasetFinding, exact_duplicates, finding, findings_of, near_duplicates
+from simpletuner.tools.dataset.duplicates import exact_duplicates, near_duplicates
+from simpletuner.tools.dataset.findings import DatasetFinding, finding, findings_of
 from simpletuner.tools.dataset.listing import bucket_names, write_tables
 
 BATCH = 1000

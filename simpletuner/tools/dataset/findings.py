@@ -1,11 +1,10 @@
-"""Findings in a dataset, each kind with a sentence for people and all names for scripts; duplicates among them:
-images of the same bytes, or of nearly the same pixels."""
+"""Findings in a dataset, each kind with a sentence for people and all names for scripts."""
 
 # pyright: basic, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.samples.caption_lines import one_text_files
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED
 from simpletuner.data.samples.dataset_warnings import (
     EXTREME_ASPECT,
@@ -27,10 +27,8 @@ from simpletuner.data.samples.discovery import Discovery
 from simpletuner.data.samples.file_remarks import captions_found, file_remarks
 from simpletuner.data.samples.samples import DatasetSamples
 from simpletuner.data.samples.sizes import Sizes
-from simpletuner.data.scan.captions import one_text_files
 from simpletuner.data.scan.file_list import CAPTION_VERSION
 from simpletuner.system.numbers import count_noun
-from simpletuner.tools.dataset.contents import Content
 
 # pyarrow comes without types.
 
@@ -195,97 +193,3 @@ def split_uncaptioned(dataset: ImageDataset, table: pa.Table, names: Sequence[st
     is_empty = pc.is_in(pa.array(names, pa.large_string()), value_set=with_file).to_pylist()
     missing = [name for name, has_file in zip(names, is_empty, strict=True) if not has_file]
     return missing, [name for name, has_file in zip(names, is_empty, strict=True) if has_file]
-
-
-# By how many bits of dHash two images may differ, of which one of four parts of 16 bits must be the same: so
-# all pairs that differ by 3 are looked at, and most of the others.
-MAX_BITS = 8
-PARTS = 4
-MAX_DIFFERENCE = 4.0
-"""Mean difference of their colours, of 255; another size and JPEG of quality 30 make up to 2."""
-# Of their contrast: two photographs of gravel have the same mean colours, and differ by about their contrast.
-MAX_SHARE = 0.25
-# With how many of those that follow in the order of hashes an image is compared: plain images all have one
-# hash.
-MAX_COMPARED = 64
-# Pairs whose colours are compared at once: of 100,000 plain images all of one hash they would take 400 MB.
-BLOCK = 1024
-# Of float32 means of bytes.
-ROUNDING = 1e-3
-
-Groups = list[list[int]]
-
-
-def exact_duplicates(images: Mapping[int, Content]) -> Groups:
-    """Return groups of images with the same bytes."""
-    groups: dict[bytes, list[int]] = {}
-    for index in sorted(images):
-        groups.setdefault(images[index].checksum, []).append(index)
-    return [group for group in groups.values() if len(group) > 1]
-
-
-def near_duplicates(images: Mapping[int, Content]) -> Groups:
-    """Return groups of images that look the same; of those with the same bytes, only the first is looked at."""
-    again = {index for group in exact_duplicates(images) for index in group[1:]}
-    indices = np.array(sorted(images.keys() - again), np.int64)
-    if len(indices) < 2:
-        return []
-    found = [images[index] for index in indices.tolist()]
-    pairs = (pair for first, second in close_pairs(found) for pair in zip(first, second, strict=True))
-    return [indices[group].tolist() for group in joined(pairs)]
-
-
-def close_pairs(images: Sequence[Content]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield pairs of images whose hashes and colours are close."""
-    hashes = np.array([each.gradients for each in images], np.uint64)
-    colours = np.stack([each.colours for each in images])
-    quarters = quarter_means(colours)
-    brightness = quarters.mean(axis=1)
-    most = np.minimum(MAX_DIFFERENCE, MAX_SHARE * np.array([each.contrast for each in images]))
-    for part in range(PARTS):
-        shift = np.uint64(64 // PARTS * part)
-        # Sorted by that part of the hash first, so that those that share it are neighbours.
-        turned = (hashes << shift) | (hashes >> (np.uint64(64) - shift) if part else np.uint64(0))
-        # By brightness where hashes are equal, as of plain images: only MAX_COMPARED neighbours are compared.
-        order = np.lexsort((brightness, turned))
-        parts, left = turned[order] >> np.uint64(64 - 64 // PARTS), np.arange(len(images))
-        for distance in range(1, MAX_COMPARED):
-            left = left[left + distance < len(images)]
-            left = left[parts[left] == parts[left + distance]]
-            first, second = order[left], order[left + distance]
-            alike = np.bitwise_count(hashes[first] ^ hashes[second]) <= MAX_BITS
-            # Means differ by no more than what they are means of, so no pair is lost.
-            alike &= np.abs(quarters[first] - quarters[second]).mean(axis=1) <= most[first] + ROUNDING
-            first, second = first[alike], second[alike]
-            for start in range(0, len(first), BLOCK):
-                one, other = first[start : start + BLOCK], second[start : start + BLOCK]
-                difference = np.abs(colours[one].astype(np.int16) - colours[other]).mean(axis=(1, 2, 3))
-                close = difference <= most[one]
-                yield one[close].tolist(), other[close].tolist()
-
-
-def quarter_means(colours: np.ndarray) -> np.ndarray:
-    """Return the mean of each channel in each quarter, shape (images, 12)."""
-    count, height, width, channels = colours.shape
-    quarters = colours.reshape(count, 2, height // 2, 2, width // 2, channels)
-    return quarters.mean(axis=(2, 4), dtype=np.float32).reshape(count, -1)
-
-
-def joined(pairs: Iterable[tuple[int, int]]) -> Groups:
-    """Return the groups that pairs make: an image belongs to the group of each that it is in a pair with."""
-    parent: dict[int, int] = {}
-
-    def root(index: int) -> int:
-        while parent.setdefault(index, index) != index:
-            # Path halving keeps the trees flat, however long a chain of similar images is.
-            parent[index] = parent[parent[index]]
-            index = parent[index]
-        return index
-
-    for first, second in pairs:
-        low, high = sorted((root(first), root(second)))
-        parent[high] = low
-    groups: dict[int, list[int]] = {}
-    for index in sorted(parent):
-        groups.setdefault(root(index), []).append(index)
-    return list(groups.values())
