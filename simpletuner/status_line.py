@@ -33,7 +33,7 @@ class Erase:
     In two parts: what is erased from the upper left corner on, tmux adds to its history, each time.
     """
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[Any]:
+    def __rich_console__(self, console: Console, options: object) -> Iterator[Any]:
         from rich.segment import ControlType, Segment
 
         yield Segment("\r\x1b[K\x1b[C\x1b[J\r", None, [(ControlType.CLEAR,)])

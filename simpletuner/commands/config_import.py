@@ -74,13 +74,13 @@ def other_trainer(path: Path) -> tuple[str, dict[str, Any]]:
     return trainer, values if trainer else {}
 
 
-def import_their_datasets(path: Path, values: Mapping[str, Any], output: Path | None, partial: bool) -> None:
+def import_their_datasets(path: Path, values: Mapping[str, object], output: Path | None, partial: bool) -> None:
     """Write a dataset TOML of another trainer as a list of datasets."""
     write_datasets(path, their_datasets(path, values, Data()), output, partial)
 
 
 def their_datasets(
-    path: Path, values: Mapping[str, Any], data: Data, training: Mapping[str, Any] | None = None
+    path: Path, values: Mapping[str, object], data: Data, training: Mapping[str, Any] | None = None
 ) -> ImportedDatasets:
     lost: list[Lost] = []
     is_kohya = "datasets" in values
@@ -93,7 +93,7 @@ def their_datasets(
 
 
 def import_their_run(
-    path: Path, values: Mapping[str, Any], trainer: str, output: Path | None, force: bool, partial: bool
+    path: Path, values: Mapping[str, object], trainer: str, output: Path | None, force: bool, partial: bool
 ) -> None:
     """Write the training TOML of another trainer, and the dataset TOML that it names, as files of ours."""
     found = (translate_kohya if trainer == KOHYA else translate_pipe)(values)

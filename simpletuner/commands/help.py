@@ -57,7 +57,7 @@ def essential_settings() -> set[str]:
     return {name for names in GROUPS.values() for name in names} | {"data_backend_config"}
 
 
-def section_of(parameter: Any) -> str:
+def section_of(parameter: object) -> str:
     return getattr(parameter, "rich_help_panel", None) or OWN
 
 

@@ -28,7 +28,7 @@ def lost_of(left_out: Sequence[UnmappedValue]) -> list[UnmappedValue]:
 
 
 def refuse_another_meaning(file: Path, left_out: Sequence[UnmappedValue]) -> None:
-    """Raise SettingsError with all that decides what is trained and that this version does not have."""
+    """Raise SettingsError with all unsupported values that change what is trained."""
     if lost := lost_of(left_out):
         mistakes = [Mistake(item.name, item.reason, item.place, shown_value(item.name, item.value)) for item in lost]
         what = "\n  ".join(map(str, lost))
@@ -38,7 +38,7 @@ def refuse_another_meaning(file: Path, left_out: Sequence[UnmappedValue]) -> Non
 
 @contextmanager
 def report_unsupported_first(original: Original, partial: bool) -> Iterator[None]:
-    """Raise what the block raises after all that is lost, which decides first, or what is lost alone."""
+    """Raise one error of the unsupported values, which come first, and of the block's own."""
     errors: list[SettingsError] = []
     with collect_error(errors):
         yield

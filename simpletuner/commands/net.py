@@ -28,7 +28,7 @@ SHOWN = (
     *("node_join_timeout", "run_secret_file", "model_family", "model_flavour", "model_type"),
     *("pretrained_model_name_or_path", "fsdp_enable", "zero_stage", "gradient_accumulation_steps"),
 )
-"""The settings that say which ranks there are, and what they will communicate."""
+"""Settings that decide the ranks and their communication."""
 
 MOST_COLUMNS, MOST_ROWS = 8, 12
 """Limits of the matrix of pairs, and of the list of the slowest ones where there are more machines or ranks."""

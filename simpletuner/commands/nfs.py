@@ -40,7 +40,7 @@ def build_nfs() -> typer.Typer:
 
 
 def nfs_check(
-    flags: Mapping[str, Any],
+    flags: Mapping[str, object],
     config: Path | None,
     *,
     path: Annotated[Path | None, path_option("--path", "Folder to check; empty: output_dir.")] = None,

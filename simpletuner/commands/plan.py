@@ -46,7 +46,7 @@ Apply = Annotated[Path | None, path_option("--apply", "Write what --auto propose
 
 
 def plan(
-    flags: Mapping[str, Any],
+    flags: Mapping[str, object],
     config: Path | None,
     *,
     gpu: Gpu = None,
@@ -205,7 +205,7 @@ def problem_of(error: SimpleTunerError | None) -> dict[str, str] | None:
     return error and {"message": error.message, "hint": error.hint}
 
 
-def write_settings(file: Path, values: Mapping[str, Any], report: Report) -> None:
+def write_settings(file: Path, values: Mapping[str, object], report: Report) -> None:
     from simpletuner.settings.editors.editing import set_in_file
 
     for name, value in values.items():

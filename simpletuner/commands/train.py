@@ -112,7 +112,7 @@ def check_deepspeed(settings: Settings) -> None:
 
 
 def show_plan(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json: bool) -> None:
-    """Print what to run on each machine, and what that starts there."""
+    """Print the command of each machine, and the processes that it starts."""
     from simpletuner.launch.plan import as_text, describe_plans
 
     # Every machine gets its own --machine_rank.

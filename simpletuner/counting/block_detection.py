@@ -44,7 +44,7 @@ def look_up(
     return None
 
 
-def put(key: str, entry: Mapping[str, Any], warn: Warn, environment: Mapping[str, str] = os.environ) -> None:
+def put(key: str, entry: Mapping[str, object], warn: Warn, environment: Mapping[str, str] = os.environ) -> None:
     """Write an entry, to the system's folder for caches where the user's home cannot be written."""
     home, fallback = block_cache_paths(environment)
     why = failure_to_add(home, key, entry, warn)
@@ -54,7 +54,7 @@ def put(key: str, entry: Mapping[str, Any], warn: Warn, environment: Mapping[str
         warn(f"cannot write {home} ({why}), nor {fallback}: the result is not cached")
 
 
-def failure_to_add(path: Path, key: str, entry: Mapping[str, Any], warn: Warn) -> str:
+def failure_to_add(path: Path, key: str, entry: Mapping[str, object], warn: Warn) -> str:
     """Add an entry to a file. Returns why that is not possible, or an empty text."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def parse(path: Path) -> dict[str, Any] | None:
     return entries if isinstance(entries, dict) else None
 
 
-def to_lines(entries: Mapping[str, Any]) -> bytes:
+def to_lines(entries: Mapping[str, object]) -> bytes:
     """Format as JSON with one entry per line."""
     # json's own `indent` is ten times slower, and other processes wait for the lock meanwhile.
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
@@ -161,7 +161,7 @@ def from_json(entry: Mapping[str, Any]) -> Detection | None:
         return None
 
 
-def to_tuple(value: Any) -> Any:
+def to_tuple(value: object) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -185,7 +185,7 @@ class RepeatedBlocks:
                 del block.forward
 
     def _counted(self, forward: Callable[..., Any], block: nn.Module, kind: tuple[Any, ...]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             flat, structure = tree_flatten((args, kwargs))
             key = (*kind, structure, *map(signature, flat))
             self.entered += [each for each in flat if isinstance(each, Tensor)]
@@ -201,7 +201,7 @@ class RepeatedBlocks:
         return run
 
 
-def run_alone(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_alone(forward: Callable[..., Any], args: object, kwargs: object) -> Any:
     """Run forward and backward of one block, and return its outputs."""
     args, kwargs = tree_map_only(Tensor, cut_off, (args, kwargs))
     outputs = forward(*args, **kwargs)
@@ -214,7 +214,7 @@ def cut_off(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def signature(value: Any) -> Any:
+def signature(value: object) -> Any:
     """Return a key that is equal for equal arguments of blocks: shape, dtype and gradient of a tensor, else its
     text."""
     return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else repr(value)
@@ -224,7 +224,7 @@ class FusedRMSNorm(torch.autograd.Function):
     """nn.RMSNorm with the saved tensors of CUDA's fused kernel; on the CPU it is several operators, which keep more."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor | None) -> Tensor:
+    def forward(ctx: object, values: Tensor, weight: Tensor | None) -> Tensor:
         inverse = values.new_empty(*values.shape[:-1], 1, dtype=torch.float32)
         ctx.save_for_backward(values, weight, inverse)
         return torch.empty_like(values)
@@ -327,7 +327,7 @@ ALIASES = {
 class CudaAutocast(TorchFunctionMode):
     """Within the CPU's autocast, compute in float32 what that of CUDA does: activations are up to a third larger."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         name = getattr(func, "__name__", "")
         if ALIASES.get(name, name) in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(Tensor, in_float32, (args, kwargs))

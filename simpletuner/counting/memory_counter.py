@@ -102,12 +102,12 @@ class MemoryCounter(TorchDispatchMode):
         return peak
 
 
-def attention_forward(query: list[int], key: list[int], value: list[int], *_: Any, **__: Any) -> int:
+def attention_forward(query: list[int], key: list[int], value: list[int], *_: object, **__: object) -> int:
     return sdpa_flop_count(query, key, value)
 
 
 def attention_backward(
-    gradient: list[int], query: list[int], key: list[int], value: list[int], *_: Any, **__: Any
+    gradient: list[int], query: list[int], key: list[int], value: list[int], *_: object, **__: object
 ) -> int:
     return sdpa_backward_flop_count(gradient, query, key, value)
 

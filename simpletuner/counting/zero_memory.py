@@ -38,7 +38,7 @@ def estimate_for_settings(settings: Settings, num_parameters: int) -> MemoryEsti
     return estimate_memory(config, MemoryInputs.of(settings, TrainedWeights.of_count(num_parameters)))
 
 
-def estimate_memory(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryEstimate:
+def estimate_memory(config: Mapping[str, object], inputs: MemoryInputs) -> MemoryEstimate:
     """Estimate what a complete DeepSpeed JSON, as `deepspeed_config` makes it, keeps."""
     kinds = (estimate_weights, estimate_gradients, estimate_optimizer, estimate_ema, estimate_buffers)
     return MemoryEstimate(inputs, tuple(kind(config, inputs) for kind in kinds))
@@ -80,14 +80,14 @@ def estimate_gradients(config: Mapping[str, Any], inputs: MemoryInputs) -> Memor
     return replace(row, gpu=whole, host=row.host + flat_width * share)
 
 
-def estimate_optimizer(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryRow:
+def estimate_optimizer(config: Mapping[str, object], inputs: MemoryInputs) -> MemoryRow:
     """Estimate float32 master weights and optimizer states."""
     width = FLOAT32_BYTES * (1 + inputs.num_states)
     place = place_of(config, "offload_optimizer")
     return place_row("optimizer", place, width * inputs.parameters_per_rank, f"{width:.3g} P / N")
 
 
-def estimate_ema(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryRow:
+def estimate_ema(config: Mapping[str, object], inputs: MemoryInputs) -> MemoryRow:
     """Estimate the float32 EMA, which every engine partitions over the ranks."""
     if not inputs.ema_device:
         return MemoryRow("EMA", formula="off")
@@ -113,7 +113,7 @@ def estimate_buffers(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryR
     return MemoryRow("buffers", gpu=gpu + width * gathered, host=host, formula=formula)
 
 
-def place_of(config: Mapping[str, Any], block: str) -> str:
+def place_of(config: Mapping[str, object], block: str) -> str:
     return config["zero_optimization"].get(block, {}).get("device", "none")
 
 
@@ -122,7 +122,7 @@ def weight_bytes(config: Mapping[str, Any]) -> int:
     return 2 if config["bf16"]["enabled"] else FLOAT32_BYTES
 
 
-def accumulation_bytes(config: Mapping[str, Any]) -> int:
+def accumulation_bytes(config: Mapping[str, object]) -> int:
     """Bytes of a gradient while micro-batches are accumulated."""
     grad_accum_dtype = config.get("data_types", {}).get("grad_accum_dtype")
     return FLOAT32_BYTES if grad_accum_dtype == "fp32" else weight_bytes(config)
@@ -183,7 +183,7 @@ def choose_stage(
     )
 
 
-def describe_stage(settings: Mapping[str, Any]) -> str:
+def describe_stage(settings: Mapping[str, object]) -> str:
     """Describe stage and offloading, such as `stage 2 with optimizer state on cpu`."""
     places = {"optimizer state": settings["offload_optimizer"], "weights": settings["offload_param"]}
     offloaded = [f"{what} on {place}" for what, place in places.items() if place != "none"]

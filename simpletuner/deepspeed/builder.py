@@ -51,14 +51,14 @@ class DeepSpeedBuilder:
     num_parameters: int | None = None
     answers: dict[str, Any] = field(default_factory=dict)
     sources_of_run: frozenset[str] = frozenset()
-    """Sources that the run will read as well, so that the JSON need not repeat their values."""
+    """Sources read by the run, too: the JSON need not repeat their values."""
     inline: frozenset[str] = frozenset()
     """Settings that an inline DeepSpeed JSON decides in the file to apply to; the new JSON takes its place."""
 
     @classmethod
     def from_arguments(
         cls,
-        flags: Mapping[str, Any],
+        flags: Mapping[str, object],
         config: Path | None,
         template: str | None,
         apply: Path | None,
@@ -93,7 +93,7 @@ class DeepSpeedBuilder:
     def result(self) -> BuildResult:
         return BuildResult(self.load(), self.sources_of_run, self.budget, self.num_parameters)
 
-    def check_applies(self, apply: Path, config: Mapping[str, Any]) -> None:
+    def check_applies(self, apply: Path, config: Mapping[str, object]) -> None:
         """Raise SettingsError if a config file contradicts the DeepSpeed JSON that it is going to name.
 
         Also if that JSON cannot hold what an inline one says so far: it would be lost.
@@ -107,7 +107,7 @@ class DeepSpeedBuilder:
                 f"write it into {apply} as a setting, and run this again",
             )
 
-    def estimate(self, **more_answers: Any) -> MemoryEstimate:
+    def estimate(self, **more_answers: object) -> MemoryEstimate:
         """Estimate what the settings so far, with more answers, need. `num_parameters` must be known."""
         assert self.num_parameters is not None
         return estimate_for_settings(self.load(**more_answers).settings, self.num_parameters)
@@ -193,7 +193,7 @@ class BuildResult:
             report.say(f"fits: {left} of each GPU are left")
 
 
-def read_inline(apply: Path, flags: Mapping[str, Any]) -> Source:
+def read_inline(apply: Path, flags: Mapping[str, object]) -> Source:
     """Read the settings of a DeepSpeed JSON within a config file that the rest of the file does not set."""
     ranks = from_flags({name: value for name, value in flags.items() if name == RANKS})  # they divide its batch size
     sources = [*collect_from_file(apply), ranks]
@@ -314,7 +314,7 @@ def user_template_path(name: str, environment: Mapping[str, str] = os.environ) -
     return user_folder(environment) / f"{name}{SUFFIX}"
 
 
-def format_template(config: Mapping[str, Any]) -> str:
+def format_template(config: Mapping[str, object]) -> str:
     import tomli_w
 
     return tomli_w.dumps(config)

@@ -23,7 +23,7 @@ FILES = ("config.json", "config.toml", "config.env")
 """Files that the original looks for in a config folder, in this order."""
 BACKEND = ("config_backend", "config_type")
 LAUNCHERS = ("mixed_precision", "dynamo_backend", ACCELERATE_CONFIG)
-"""Settings that the original reads from config.env even beside a config.json, as it does those of section `launch`."""
+"""Settings that the original reads from config.env even beside a config.json, like section `launch`."""
 Effect = Literal["none", "look", "lost"]
 """Effect of leaving a value out: none, on something besides the training, or on what is trained."""
 
@@ -226,12 +226,12 @@ COUNT_WITH = {
 """The settings with which some of these defaults count."""
 
 
-def remark_on(setting: str, values: Mapping[str, Any]) -> str:
+def remark_on(setting: str, values: Mapping[str, object]) -> str:
     """Return the note on a setting that means something else here than in the original; empty if it means the same."""
     return next((each.text for each in MEANINGS if each.setting == setting and each.holds(values)), "")
 
 
-def defaults_there(values: Mapping[str, Any]) -> dict[str, str]:
+def defaults_there(values: Mapping[str, object]) -> dict[str, str]:
     """Return the original's defaults that are others here and count with these values, which take their place."""
     return {
         name: theirs

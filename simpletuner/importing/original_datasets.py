@@ -42,7 +42,7 @@ BUCKETS = ("aws", "gcs", "azure")
 """Values of `type` with which the path of a table is that of an object."""
 NOT_COPIED = "a secret is not copied: write it into the new file, or use the environment or a profile in ~/.aws"
 HARMLESS = ("image_embeds", "default", "cache_dir", *NO_EFFECT)
-"""Keys that change nothing here, besides those whose setting of the same name has no effect."""
+"""Keys without an effect here, besides settings of the same name without one."""
 KEEPS_RESULT = (
     *("vae_cache_clear_each_epoch", "delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"),
     *("text_encoder_batch_size", "conditioning_image_embed_batch_size", "streaming", "num_proc", "hf_token"),
@@ -135,7 +135,7 @@ def has_key(values: dict[str, Any], key: str) -> bool:
     return name in holder
 
 
-def problems_of(values: Mapping[str, Any], entry: DatasetEntry, data: Data) -> list[Mistake]:
+def problems_of(values: Mapping[str, object], entry: DatasetEntry, data: Data) -> list[Mistake]:
     parsed = DatasetFile()
     parse_entry(DatasetEntry.of(values, entry.file, entry.line), data, parsed)
     return parsed.mistakes
@@ -147,7 +147,7 @@ def effect_of(key: str) -> Effect:
     return "look" if key in KEEPS_RESULT else "lost"
 
 
-def texts_of(entry: Mapping[str, Any]) -> dict[str, str]:
+def texts_of(entry: Mapping[str, object]) -> dict[str, str]:
     return {key: value for key, value in entry.items() if isinstance(value, str)}
 
 

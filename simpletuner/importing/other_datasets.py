@@ -90,7 +90,7 @@ def kohya_entry(given: dict[str, Any], lost: list[Lost]) -> dict[str, Any]:
     return entry
 
 
-def kohya_captions(given: dict[str, Any], path: Any, lost: list[Lost]) -> dict[str, Any]:
+def kohya_captions(given: dict[str, Any], path: object, lost: list[Lost]) -> dict[str, Any]:
     """Translate the keys that say where captions come from, and remove them from `given`."""
     extension = str(given.pop("caption_extension", "") or "")
     # sd-scripts adds the dot, and has .caption by itself.
@@ -132,7 +132,7 @@ EXAMPLES = 100
 """Caption files that are read to find one of several lines."""
 
 
-def bucket_limits(edge: Any, limits: Mapping[str, Any]) -> Iterator[Lost]:
+def bucket_limits(edge: object, limits: Mapping[str, object]) -> Iterator[Lost]:
     """Yield the limits that a bucket of 2:1 passes: sides within them are another set of sizes."""
     if (
         isinstance(edge, int)
@@ -195,7 +195,7 @@ def pipe_entries(
         lost.extend((name, given[name], UNKNOWN, "lost") for name in unknown)
 
 
-def pipe_kinds(path: Any, given: Mapping[str, Any], is_middle: bool) -> Iterator[dict[str, Any]]:
+def pipe_kinds(path: object, given: Mapping[str, object], is_middle: bool) -> Iterator[dict[str, Any]]:
     """Yield the additions to a folder's entry, for its stills and for its clips, which are two datasets here.
 
     Videos are never of the bucket of 1 frame there (dataset.py, `_find_closest_ar_bucket`).
@@ -213,7 +213,7 @@ def clip_lengths(given: Mapping[str, Any]) -> list[int]:
     return sorted(size for size in given.get("frame_buckets") or [] if size != 1)
 
 
-def pipe_remarks(path: Any, given: Mapping[str, Any]) -> Iterator[Lost]:
+def pipe_remarks(path: object, given: Mapping[str, object]) -> Iterator[Lost]:
     """Yield remarks on a folder that is read differently here: buckets, clips, captions, subfolders."""
     yield from subfolders(path)
     files = files_in(path)
@@ -239,7 +239,7 @@ def pipe_remarks(path: Any, given: Mapping[str, Any]) -> Iterator[Lost]:
         yield "enable_ar_bucket", sizes or True, reason, "look"
 
 
-def folder(path: Any, repeats: Any) -> dict[str, Any]:
+def folder(path: object, repeats: object) -> dict[str, Any]:
     # `repeats` are passes besides the first.
     passes = int(repeats) if isinstance(repeats, int | float) else 1
     more = {"repeats": passes - 1} if passes > 1 else {}
@@ -251,7 +251,7 @@ def folder(path: Any, repeats: Any) -> dict[str, Any]:
     }
 
 
-def size(resolution: Any, is_bucketed: bool) -> dict[str, Any]:
+def size(resolution: object, is_bucketed: bool) -> dict[str, Any]:
     """Return the keys of a size: the edge of a square, or width and height, whose area counts."""
     if isinstance(resolution, list) and len(resolution) == 2 and all(isinstance(side, int) for side in resolution):
         resolution = math.isqrt(math.prod(resolution))

@@ -47,33 +47,33 @@ OPTIMIZERS = {
 also uses each estimate one step earlier than its paper."""
 
 
-def optimizer_here(value: Any) -> str:
+def optimizer_here(value: object) -> str:
     """Return the optimizer of the same method. Raises ValueError where there is none."""
     if (name := normalize_name(value)) not in OPTIMIZERS:
         raise ValueError("this version does not have this optimizer")
     return OPTIMIZERS[name]
 
 
-def warmup_here(value: Any) -> Any:
+def warmup_here(value: object) -> Any:
     """Return a count of steps, or a share. Raises ValueError for a share above all steps, as sd-scripts takes 5.0."""
     if isinstance(value, float) and value >= 1:
         raise ValueError(f"a number with a point is a share of all steps there, {value:.0%} of them: write {value:.0f}")
     return value
 
 
-def nonzero(value: Any) -> Any:
+def nonzero(value: object) -> Any:
     """Return a value, or None for 0, with which a name is off there."""
     return value or None
 
 
-def schedule_here(value: Any) -> str:
+def schedule_here(value: object) -> str:
     """Return a schedule that is the same in both. Raises ValueError for one that is not."""
     if (name := normalize_name(value)) not in ("constant", "constant_with_warmup", "linear", "cosine"):
         raise ValueError("this version does not have this schedule")
     return name
 
 
-def only(*meant: Any) -> Callable[[Any], None]:
+def only(*meant: object) -> Callable[[Any], None]:
     """Accept the values with which a name asks for what happens here anyway. Raises ValueError for others."""
 
     def check(value: Any) -> None:
@@ -148,7 +148,7 @@ ATTENTION_BLOCKS = "to_q,to_k,to_v,to_out.0,proj_in,proj_out,ff.net.0.proj,ff.ne
 """Layers of a U-Net that `networks.lora` adapts: all linear ones and convolutions of 1 x 1 in its attention blocks."""
 
 
-def translate_kohya(values: Mapping[str, Any]) -> TranslatedFile:
+def translate_kohya(values: Mapping[str, object]) -> TranslatedFile:
     """Translate a training TOML of sd-scripts."""
     given, found = flat(values), TranslatedFile()
     found.datasets = str(given.pop("dataset_config", ""))
@@ -229,7 +229,7 @@ def add_argument(argument: str, found: TranslatedFile) -> None:
         found.settings.append((setting, "optimizer_args", argument, value.strip()))
 
 
-def add_lion(optimizer: Any, found: TranslatedFile) -> None:
+def add_lion(optimizer: object, found: TranslatedFile) -> None:
     """Add the values that Lion has in the packages of both trainers."""
     if OPTIMIZERS.get(normalize_name(optimizer)) == "lion":
         found.their_defaults |= {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_weight_decay": 0.0}
@@ -281,7 +281,7 @@ PIPE_FAMILIES = {
 }
 
 
-def translate_pipe(values: Mapping[str, Any]) -> TranslatedFile:
+def translate_pipe(values: Mapping[str, object]) -> TranslatedFile:
     """Translate the main TOML of diffusion-pipe."""
     given, found = dict(dotted(values)), TranslatedFile()
     found.datasets = str(given.pop("dataset", ""))
@@ -333,7 +333,7 @@ def add_length(given: dict[str, Any], found: TranslatedFile) -> None:
         found.unsupported.append(("epochs", epochs, reason, "look"))
 
 
-def dotted(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def dotted(values: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{inner}", each) for inner, each in value.items())
@@ -342,13 +342,13 @@ def dotted(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def sort_names(
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     found: TranslatedFile,
     names: Mapping[str, tuple[str, SAME | None]],
     idle: Iterable[str],
     checked: Mapping[str, Callable[[Any], None]],
 ) -> None:
-    """Add each value to what maps, to what has no effect, or to what is lost."""
+    """Add each value to `settings`, `no_effect` or `unsupported`."""
     for name, value in given.items():
         setting, convert = names.get(name, ("", checked.get(name)))
         try:

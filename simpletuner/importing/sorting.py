@@ -143,7 +143,7 @@ def take_translated(original: Original, found: TranslatedFile, trainer: str) -> 
             original.leave_out(given, str(reason), effect_of(setting))
 
 
-def same_value(setting: str, one: Any, other: Any) -> bool:
+def same_value(setting: str, one: object, other: object) -> bool:
     """True if two values of a setting are equal once converted to its type."""
     if setting in SECTION_OF:
         one, other = (to_setting_type(setting, value) for value in (one, other))
@@ -189,7 +189,7 @@ def check_value(setting: str, given: RawValue) -> RawValue:
     return given
 
 
-def relocate(setting: str, value: Any, root: Path) -> Any:
+def relocate(setting: str, value: object, root: Path) -> Any:
     """Return a path that means the same from the folder in which this command runs; any other value as it is."""
     field = setting_fields()[setting]
     may_be_path = setting in ("pretrained_model_name_or_path", "resume_from_checkpoint")
@@ -198,7 +198,7 @@ def relocate(setting: str, value: Any, root: Path) -> Any:
     return relocated(value, root) if kind_of(field.annotation) is Path or is_folder or is_table else value
 
 
-def relocated(value: Any, root: Path) -> Any:
+def relocated(value: object, root: Path) -> Any:
     """Return a path that means the same from the folder in which this command runs."""
     if not isinstance(value, str) or root == Path() or not value:
         return value

@@ -83,7 +83,7 @@ class OriginalFamily:
     """A method of its own that this version does not have."""
 
 
-def aligned(pixels: int, **forces: Any) -> dict[str, Any]:
+def aligned(pixels: int, **forces: object) -> dict[str, Any]:
     return {"aspect_bucket_alignment": pixels, **forces}
 
 
@@ -185,7 +185,7 @@ class OriginalConfig:
         except (TypeError, ValueError):
             return default  # whoever checks the value has the sentence
 
-    def has(self, name: str, value: Any) -> bool:
+    def has(self, name: str, value: object) -> bool:
         # value + 1: a number that is not there counts as another one.
         return self.number(name, value + 1) == value if isinstance(value, float | int) else self.word(name) == value
 

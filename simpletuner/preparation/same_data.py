@@ -58,7 +58,7 @@ class Exchange:
         """Read what rank 0 has published."""
         return json.loads(self.world.store.get(f"data/{key}"))
 
-    def publish(self, key: str, value: Any) -> None:
+    def publish(self, key: str, value: object) -> None:
         self.world.store.set(f"data/{key}", json.dumps(value))
 
 

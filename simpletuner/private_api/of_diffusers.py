@@ -33,7 +33,7 @@ def leave_out(packages: Iterable[str]) -> None:
 
 
 def blocks_by_name(model: Any) -> list[set[str]]:
-    """Return the block classes that a model must not be split within, and those that are compiled one by one."""
+    """Return the block classes of a model that are never split, and the ones compiled one by one."""
     return [set(getattr(model, name, None) or ()) for name in ("_no_split_modules", "_repeated_blocks")]
 
 

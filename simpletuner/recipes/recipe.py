@@ -123,7 +123,7 @@ class Recipe(RecipePart):
         return f"[{lines}]\n"
 
 
-def numbers_in(value: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
+def numbers_in(value: object, key: str = "") -> Iterator[tuple[str, int | float]]:
     """Yield each number in tables and lists, with the key under which it is."""
     if isinstance(value, Mapping):
         for name, inner in value.items():

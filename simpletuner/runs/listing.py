@@ -97,7 +97,7 @@ SETTLED = (
 )
 """States that only a file can change."""
 OF_RUN = re.compile(r"validation|logs|profile|data_listings|pipeline.*|base-.*")
-"""Folders that a run makes in its own, beside those that are SKIPPED. In others there may be runs: `output` is the
+"""Folders of a run besides SKIPPED. In others there may be runs: `output` is the
 default folder, and `output/cat` that of cat.toml."""
 LIVE_SECONDS = 1.0
 """Lifetime of the summary of a run that has not ended, however many ask."""

@@ -207,7 +207,7 @@ def parse_line(line: bytes) -> list[Any]:
         return []
 
 
-def is_row(row: Any) -> bool:
+def is_row(row: object) -> bool:
     if not isinstance(row, dict):
         return False
     step, loss = row.get("step"), row.get(loss_of(row))
@@ -219,7 +219,7 @@ def is_row(row: Any) -> bool:
     )
 
 
-def loss_of(row: Mapping[str, Any]) -> str:
+def loss_of(row: Mapping[str, object]) -> str:
     """Return the name of the loss in a row; `loss` if it has none."""
     return next((name for name in LOSSES if name in row), "loss")
 

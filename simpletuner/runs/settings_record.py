@@ -86,7 +86,7 @@ def record_settings(session: Session, step: int, facts: Mapping[str, str], data:
     append(output / HISTORY, {**start, **gpus_of(session.world), "data": data, "changed": changes})
 
 
-def write_settings(path: Path, settings: Mapping[str, Any], warn: Warn) -> Changes:
+def write_settings(path: Path, settings: Mapping[str, object], warn: Warn) -> Changes:
     """Write the settings of a start, and return what differs from those of the start before."""
     before = read_state(path, parse_settings, warn)
     changes = changed(before, settings) if before is not None else {}
@@ -130,17 +130,17 @@ def parse_settings(content: bytes) -> dict[str, Any]:
     return settings
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+def changed(before: Mapping[str, object], now: Mapping[str, object]) -> Changes:
     """Return the settings that differ; one that a version did not have yet counts as unchanged."""
     return {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Format a value for the table; texts without quotes."""
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
-def append(path: Path, row: Mapping[str, Any]) -> None:
+def append(path: Path, row: Mapping[str, object]) -> None:
     """Append one line; a link of that name is not followed. Raises EnvironmentNotReady for one."""
     refuse_special(path)
     torn = "" if read_end(path, 1) in (b"", b"\n") else "\n"  # by a full disk: the new row must be read
@@ -187,7 +187,7 @@ def recorded_settings(output: Path, named: Mapping[str, str]) -> Settings:
     return resolve([Source(SETTINGS, values)], complete=False).settings
 
 
-def base_of(settings: Mapping[str, Any]) -> str:
+def base_of(settings: Mapping[str, object]) -> str:
     """Return the base model that a run's settings name, to be shown; empty for the flavour's own."""
     return as_flag_value(base) if (base := settings.get("pretrained_model_name_or_path")) else ""
 

@@ -128,7 +128,7 @@ def resolve_recomputation(session: Session, family: ModelFamily, plan: Plan) -> 
 
 @contextmanager
 def counted_before(family: ModelFamily, settings: Settings, workload: Workload) -> Iterator[dict[str, int]]:
-    """Yield the bytes of choices that an earlier start has counted, and note those that are added."""
+    """Yield the bytes of choices from an earlier start, and save the ones added meanwhile."""
     facts = {
         "base": facts_of(family),
         "shape": str(workload.largest),
@@ -146,7 +146,7 @@ def counted_before(family: ModelFamily, settings: Settings, workload: Workload) 
             write_json(path, {"facts": facts, "bytes": counted})
 
 
-def note_of(facts: Mapping[str, Any]) -> Path:
+def note_of(facts: Mapping[str, object]) -> Path:
     """Return the file for a base model, its largest samples and the settings that decide."""
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return user_home(os.environ) / NOTES / f"{key}.json"

@@ -47,7 +47,7 @@ class TrainingState:
     base_checksums: Mapping[str, str] = field(default_factory=dict)
     """Checksums of the files that an export copies from the base model, by name, as they were when the run began."""
 
-    def snapshot(self, step: int, sampler_state: SamplerState, facts: Mapping[str, Any]) -> Snapshot:
+    def snapshot(self, step: int, sampler_state: SamplerState, facts: Mapping[str, object]) -> Snapshot:
         """Copy the state of a checkpoint after `step`; `facts` are for people who read its state.json."""
         optimizer = self.engine.optimizer_state()
         state = {
@@ -154,7 +154,7 @@ class Checkpointer:
         return folder
 
     def _tell_duration(self) -> None:
-        """Keep how long saving takes for who asks for a stop, and warn where a machine may not live that long."""
+        """Record the seconds that saving takes, and warn if a machine may be switched off sooner."""
         mirrored = bool(self.settings.checkpoints.mirror_output)
         seconds = {name: self.durations.mean(name) for name in (SAVING, WRITING, *([UPLOADING] * mirrored))}
         self.world.activity.save_seconds = total = sum(seconds.values())

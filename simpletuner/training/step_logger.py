@@ -192,7 +192,7 @@ class StepLogger:
         self.clock = scalars.computed
 
     def sync(self) -> None:
-        """Have what is written of all steps on the disk, as a checkpoint that follows them is."""
+        """Flush the rows of all steps to the disk, before the checkpoint that follows them."""
         for log in (self.metrics, self.sample_losses):
             if log is not None:
                 log.sync()

@@ -44,7 +44,7 @@ def image_name(request: Request, dataset: ListedDataset) -> str:
     return name
 
 
-def dataset_values(request: Request, checked: Checked, found: Mapping[str, Any]) -> dict[str, Any]:
+def dataset_values(request: Request, checked: Checked, found: Mapping[str, object]) -> dict[str, Any]:
     """Return the page's values of the dataset that a request names, or of the first one."""
     from simpletuner.page.datasets.images import LEFT_OUT, ORDERS, ListedDataset
 
@@ -88,8 +88,8 @@ def dataset_values(request: Request, checked: Checked, found: Mapping[str, Any])
     }
 
 
-def captions_on_disk(request: Request, facts: Mapping[str, Any], chosen: ImagePage) -> dict[int, str]:
-    """Return the captions as they are now, of those on a page that can be edited."""
+def captions_on_disk(request: Request, facts: Mapping[str, object], chosen: ImagePage) -> dict[int, str]:
+    """Return the current captions of a page's editable images."""
     from simpletuner.page.datasets.captions import open_caption
 
     texts: dict[int, str] = {}

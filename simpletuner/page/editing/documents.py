@@ -173,7 +173,7 @@ def read_for(name: str, value: str) -> str:
     return value if (holds_table(name) and not is_table_itself) or name in (*READ_AS_TEXT, ACCELERATE_CONFIG) else ""
 
 
-def shown_value(value: Any) -> str:
+def shown_value(value: object) -> str:
     """Write a value of a file into a field, from which `parse_typed` reads the same."""
     if isinstance(value, list):
         texts = [item if isinstance(item, str) else json.dumps(item) for item in value]

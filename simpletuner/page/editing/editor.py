@@ -22,7 +22,7 @@ from simpletuner.settings.showing.scaffold import GROUPS
 from simpletuner.system.numbers import count_noun
 
 FIRST, ALL = "essential", "all"
-"""The view that opens where a link names none, and the one that has every setting."""
+"""The default view, and the one of all settings."""
 
 
 RARE = ("global_batch_size", "fsdp_reshard_after_forward")
@@ -38,7 +38,7 @@ def essential_groups(document: Document, examined: ConfigCheck) -> Iterator[Fiel
 
 
 def set_groups(document: Document, examined: ConfigCheck) -> Iterator[FieldGroup]:
-    """Yield the settings that the file or another source sets, and those that are wrong, in their sections."""
+    """Yield the sections with all settings that a source sets or that are wrong."""
     shown = {*document.values, *document.typed, *examined.origins, *examined.mistakes}
     for group in groups_of(document, examined, lambda name: name in shown):
         if group.fields:

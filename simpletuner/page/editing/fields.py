@@ -66,7 +66,7 @@ def examine(document: Document, folders: Folders, environment: Mapping[str, str]
 
 
 def check(sources: Iterable[Source]) -> tuple[Loaded | InvalidSettings, list[SimpleTunerError]]:
-    """Return settings as far as they are valid, and all errors that `config validate` would end with."""
+    """Return the valid settings, and all errors of `config validate`."""
     try:
         loaded = resolve(sources)
     except InvalidSettings as error:

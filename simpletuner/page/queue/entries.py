@@ -220,5 +220,5 @@ class QueueFile:
         return ""
 
     def lock_of_place(self, place: str) -> Path:
-        """Return the file that the page holds locked which starts what was added for these folders."""
+        """Return the lock file of the page that starts the entries of these folders."""
         return self.path.with_name(f"{self.path.stem}-{place}.lock")

@@ -77,8 +77,7 @@ class RunQueue:
         return [each for each in self.file.read() if self._is_shown(each)]
 
     def free(self, entries: Sequence[QueueEntry]) -> list[str]:
-        """Return the devices that no run on this machine takes, as far as it is in the page's folders or was started by
-        a page."""
+        """Return the devices without a run of this machine, among runs in the page's folders or started by a page."""
         started = [each for each in entries if each.is_started and each.is_alive]
         taken = {device for each in started for device in each.devices}
         outputs = {each.output for each in started}

@@ -106,7 +106,7 @@ def unread_files(found: Discovery) -> Iterator[DatasetFinding]:
 
 
 def finding(
-    topic: str, kind: str, sentence: str, images: Mapping[str, Any], ends_run: bool = False, noun: str = "image"
+    topic: str, kind: str, sentence: str, images: Mapping[str, object], ends_run: bool = False, noun: str = "image"
 ) -> Iterator[DatasetFinding]:
     """Yield a finding about images, the first of which is the example; nothing if there are none."""
     if images:

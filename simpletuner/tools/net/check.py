@@ -135,7 +135,7 @@ class PlannedCommunication:
 
 
 def plan_communication(
-    loaded: Loaded, flags: Mapping[str, Any], config: Path | None, device: Device | None, rate: float, report: Report
+    loaded: Loaded, flags: Mapping[str, object], config: Path | None, device: Device | None, rate: float, report: Report
 ) -> PlannedCommunication:
     """Predict a step of the settings at a bus bandwidth. Raises SimpleTunerError for a model that cannot be planned."""
     budget = MemoryBudget(device and device.memory_bytes, None)

@@ -140,7 +140,7 @@ class Rendezvous:
         late = set(missing) - self._joined or missing  # one that joined may have timed out before us
         raise RendezvousError(f"{format_ranks(late)} did not come within {timeout:g} s", late)
 
-    def post(self, name: str, value: Any = None) -> None:
+    def post(self, name: str, value: object = None) -> None:
         """Publish a value under a name of the present stage."""
         self.messages.write(self._key(self.node.rank, name), {"value": value})
 
@@ -165,7 +165,7 @@ class Rendezvous:
         self._lost |= pending  # do not wait for them again
         raise RendezvousError(f"{format_ranks(pending)} said nothing for {self.node.timeout_seconds:g} s", pending)
 
-    def gather(self, name: str, value: Any = None) -> dict[int, Any]:
+    def gather(self, name: str, value: object = None) -> dict[int, Any]:
         """Post a value and return the values of all nodes, this one included."""
         self.post(name, value)
         return {self.node.rank: value, **self.wait(name, self.node.others)}

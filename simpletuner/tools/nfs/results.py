@@ -47,7 +47,7 @@ def worst(findings: Iterable[Finding]) -> Status:
     return max((finding.status for finding in findings), key=list(Status).index, default=Status.PASS)
 
 
-def make_finding(status: Status, check: str, seen: str, *fix: str, **values: Any) -> Finding:
+def make_finding(status: Status, check: str, seen: str, *fix: str, **values: object) -> Finding:
     return Finding(check, status, seen, fix, values)
 
 

@@ -261,7 +261,7 @@ def check_identity(peers: Rendezvous) -> Finding:
     return passed("identity", f"{where} {mine['user']}, uid {mine['uid']}, gid {mine['gid']}", **numbers)
 
 
-def fix_user(everyone: Mapping[int, Mapping[str, Any]], mine: Mapping[str, Any], node: Node) -> str:
+def fix_user(everyone: Mapping[int, Mapping[str, Any]], mine: Mapping[str, object], node: Node) -> str:
     """Return commands that give a node the user of node 0."""
     first = everyone[0]
     if node.rank == 0 or mine["user"] == "root":
@@ -269,7 +269,9 @@ def fix_user(everyone: Mapping[int, Mapping[str, Any]], mine: Mapping[str, Any],
     return f"sudo groupmod -g {first['gid']} {mine['user']}; sudo usermod -u {first['uid']} {mine['user']}"
 
 
-def report_foreign_owner(mine: Mapping[str, Any], foreign: Mapping[int, int], numbers: Mapping[str, Any]) -> Finding:
+def report_foreign_owner(
+    mine: Mapping[str, object], foreign: Mapping[int, int], numbers: Mapping[str, object]
+) -> Finding:
     seen = f"{format_ranks(foreign)} found uid {min(foreign.values())}, not {mine['uid']}, on this node's files"
     if mine["uid"] == 0:
         fix = "run as an ordinary user, or export with `no_root_squash` in /etc/exports; then sudo exportfs -ra"

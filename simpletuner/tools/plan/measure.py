@@ -152,7 +152,7 @@ class StepSeconds:
 def estimate_step(
     settings: Settings, trace: StepTrace, device: Device, inputs: MemoryInputs, area: float
 ) -> StepSeconds:
-    """Estimate a step whose samples have `area` of those that were traced."""
+    """Estimate a step for samples of `area` times the traced size."""
     accumulation, cp = settings.training.gradient_accumulation_steps, settings.parallel.context_parallel_size
     passes, peak = accumulation * area / cp, device.peak_tflops * 1e12
     is_compiled = settings.compile.dynamo_backend == "inductor"

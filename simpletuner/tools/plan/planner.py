@@ -71,7 +71,7 @@ class Planner:
             values, _ = choose_recomputation(settings, workload, limit)
         return replace(self.loaded, settings=with_training(settings, values))
 
-    def with_settings(self, values: Mapping[str, Any]) -> Loaded:
+    def with_settings(self, values: Mapping[str, object]) -> Loaded:
         return load({**self.flags, **values}, self.config, complete=False)
 
 

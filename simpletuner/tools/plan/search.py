@@ -80,7 +80,7 @@ def propose(
     # Kept, since `reason` asks again for the neighbours of the one that is chosen.
     known: dict[tuple[Any, ...], RunPlan | None] = {}
 
-    def plan_of(values: Mapping[str, Any]) -> RunPlan | None:
+    def plan_of(values: Mapping[str, object]) -> RunPlan | None:
         key = tuple(sorted(values.items()))
         if key not in known:
             try:
@@ -134,7 +134,7 @@ def seconds_of(plan: RunPlan) -> float:
 
 
 def reason(
-    name: str, values: Mapping[str, Any], plan: RunPlan, plan_of: Callable[[Mapping[str, Any]], RunPlan | None],
+    name: str, values: Mapping[str, object], plan: RunPlan, plan_of: Callable[[Mapping[str, Any]], RunPlan | None],
     budget: MemoryBudget,
 ) -> str:  # fmt: skip
     """Return the effect of the simplest other value of one setting, all others being as chosen."""
@@ -146,7 +146,7 @@ def reason(
 
 
 def batch_reason(
-    values: Mapping[str, Any], plan: RunPlan, plans: list[tuple[dict[str, Any], RunPlan]], budget: MemoryBudget
+    values: Mapping[str, object], plan: RunPlan, plans: list[tuple[dict[str, Any], RunPlan]], budget: MemoryBudget
 ) -> dict[str, str]:
     """Return the reason for which the micro-batch is not larger, or not smaller."""
     alike = [
@@ -172,7 +172,7 @@ def compared(value: str, other: RunPlan | None, plan: RunPlan, budget: MemoryBud
     return f"{value} would take {seconds_of(other):.2f} s per step, not {seconds_of(plan):.2f}"
 
 
-def changed(loaded: Loaded, values: Mapping[str, Any]) -> dict[str, Any]:
+def changed(loaded: Loaded, values: Mapping[str, object]) -> dict[str, Any]:
     """Return those values that the settings do not have yet."""
     current = settings_as_json(loaded)
     return {name: value for name, value in values.items() if current[name] != value}

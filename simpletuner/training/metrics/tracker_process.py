@@ -46,7 +46,7 @@ class TrackerRun:
     url: str
     """Address or command to look at it with."""
 
-    def log(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, group: str, step: int, values: Mapping[str, object]) -> None:
         self.run.log(dict(values), step=step)
 
     def image(self, path: Path) -> Any:
@@ -88,7 +88,7 @@ class WandbRun(TrackerRun):
             self.run.define_metric(f"{group}/*", step_metric=f"{group}/step")
         self.run.define_metric("validation", step_metric="validation/step")
 
-    def log(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, group: str, step: int, values: Mapping[str, object]) -> None:
         self.run.log({**values, f"{group}/step": step})
 
 
@@ -155,7 +155,7 @@ class Channel:
         self.file = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)  # what the library prints goes to the log
 
-    def send(self, **message: Any) -> None:
+    def send(self, **message: object) -> None:
         self.file.write(json.dumps(message) + "\n")
 
 

@@ -62,7 +62,7 @@ class OnlineTracker:
         self.thread = threading.Thread(target=self._supervise, name=library, daemon=True)
         self.thread.start()
 
-    def write(self, row: Mapping[str, Any], group: str) -> None:
+    def write(self, row: Mapping[str, object], group: str) -> None:
         """Do nothing: the process reads metrics.jsonl."""
 
     def add_image(self, path: Path, step: int) -> None:
@@ -119,7 +119,7 @@ class OnlineTracker:
         if not self.is_sent and not self.closing.is_set():
             self._warn(f"{self.library} ended unexpectedly; log.txt has its reason")
 
-    def _handle(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, object]) -> None:
         match message:
             case {"url": str(url)}:
                 self.report.say(f"{self.library}: {url}")
@@ -188,7 +188,7 @@ class TensorBoard:
             lambda: self.writer.add_text("settings", "\n".join(["| setting | value |", "|---|---|", *rows]), step)
         )
 
-    def write(self, row: Mapping[str, Any], group: str) -> None:
+    def write(self, row: Mapping[str, object], group: str) -> None:
         for name, value in row.items():
             self._try(lambda name=name, value=value: self.writer.add_scalar(f"{group}/{name}", value, row["step"]))
 

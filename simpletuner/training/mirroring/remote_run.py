@@ -160,7 +160,7 @@ class RemoteRun:
         rename_over(hidden, path)
 
     def move_aside(self, whole: WholeFolder) -> None:
-        """Move a checkpoint to where a run that goes back keeps later ones, as it does on disk.
+        """Move a later checkpoint to the folder for set-aside ones, as on disk.
 
         Raises FolderDamaged where it cannot be read.
         """

@@ -46,7 +46,7 @@ def push_to_hub(session: Session) -> None:
 
 
 def reason_in(output: bytes) -> str:
-    """Return the line that names the error in what the command printed, or else the last one that is not a hint."""
+    """Return the error's line of a command's output, or its last line that is no hint."""
     lines = [line for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("Error")]
     return next((line for line in [*errors, *reversed(lines)] if not line.startswith("Hint")), "it does not say why")

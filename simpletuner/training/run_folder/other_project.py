@@ -14,7 +14,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -64,7 +63,7 @@ def refuse_other_model(session: Session, checkpoint: Checkpoint | None) -> None:
         refuse_other_base(settings, before, has_finished=False)
 
 
-def refuse_other_base(settings: Settings, before: Mapping[str, Any], has_finished: bool) -> None:
+def refuse_other_base(settings: Settings, before: Mapping[str, object], has_finished: bool) -> None:
     """Raise OtherRunsFolder where the run in output_dir was of another base model than a start names.
 
     `before` are its settings. A folder may be moved, and a flavour downloaded to one: they keep the last part of the
@@ -94,7 +93,7 @@ class BaseModel:
     """Component that a flavour names of a pipeline with two denoisers; a folder's is compared with the checkpoint's."""
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> BaseModel:
+    def of(cls, settings: Mapping[str, object]) -> BaseModel:
         """Read the base model from recorded settings. The flavour is left out beside a folder, file or hub id: it is
         only a hint."""
         if value := str(settings.get(BASE) or ""):

@@ -147,7 +147,7 @@ def restore_from_bucket(session: Session, hooks: Sequence[RunHook], damaged: Map
 
 
 def config_alone(arguments: Sequence[str]) -> str:
-    """Return the file of settings of a command line that names nothing else, such as that of the page.
+    """Return the file of settings if the command line has nothing else, as the page starts runs.
 
     The checkpoint that this start goes back to may be named, too: the next start needs none.
     """
