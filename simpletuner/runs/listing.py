@@ -84,9 +84,8 @@ def config_of(run: RunFolder, config: str) -> str:
 
 
 Signature = tuple[tuple[int, int, int] | None, ...]
-"""Times, sizes and inodes of the files that a summary follows from, None for one that is missing: of the status, which
-a run writes as soon as it has the folder, and of the output of a start, for one that never gets so far; without a
-status, of the lock, too."""
+"""Stamps (mtime, size, inode) of the files a summary is computed from; None if missing. They are the status, the output
+of the start, which a refused start has alone, and, without a status, the lock."""
 
 SETTLED = (
     ConditionState.FINISHED,

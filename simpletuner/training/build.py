@@ -155,7 +155,7 @@ def open_sample_losses(session: Session, step: int, plan: Plan) -> AbstractConte
 
 
 def open_profiler(session: Session) -> StepProfiler | None:
-    """Return what traces steps; None on ranks above 0, and where no steps are to be traced."""
+    """Return the profiler of rank 0; None on other ranks, and without profile_steps."""
     steps = session.settings.logging.profile_steps
     if not steps or not session.world.is_first:
         return None
