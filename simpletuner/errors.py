@@ -92,7 +92,8 @@ class SettingsError(SimpleTunerError):
     def __init__(self, message: str = "", hint: str = "", *, mistakes: Sequence[Mistake] = ()) -> None:
         more = len(mistakes) - MAX_MISTAKES
         shown = [*map(str, mistakes[:MAX_MISTAKES]), *([f"and {more:,} more"] if more > 0 else [])]
-        super().__init__(message or "\n  ".join(shown), hint)
+        hints = dict.fromkeys(each.hint for each in mistakes if isinstance(each, BrokenRule) and each.hint)
+        super().__init__(message or "\n  ".join(shown), hint or "; ".join(hints))
         self.mistakes = tuple(mistakes)
 
 
@@ -101,28 +102,30 @@ class OtherRunsFolder(SettingsError):
 
 
 @contextmanager
-def collect_error(errors: list[SettingsError]) -> Iterator[None]:
-    """Add a SettingsError of the block to a list, so that other checks can be made before it is raised."""
+def collect_error(errors: list[SimpleTunerError]) -> Iterator[None]:
+    """Add an error of the block to a list, so that other checks can be made before it is raised."""
     try:
         yield
-    except SettingsError as error:
+    except SimpleTunerError as error:
         errors.append(error)
 
 
-def join_errors(errors: Sequence[SettingsError]) -> SettingsError:
-    """Return one error that says all, with all hints."""
-    if len(errors) == 1:
-        return errors[0]
-    mistakes = [mistake for error in errors for mistake in error.mistakes or [BrokenRule("", error.message)]]
-    return SettingsError(mistakes=mistakes, hint="; ".join(dict.fromkeys(error.hint for error in errors if error.hint)))
+def join_errors(errors: Sequence[SimpleTunerError]) -> SimpleTunerError:
+    """Return one error that says all, with all hints: a SettingsError if one of them is."""
+    if len(errors) == 1 or not any(isinstance(each, SettingsError) for each in errors):
+        return join_data_errors(errors)
+    rules = [[*getattr(each, "mistakes", ())] or [BrokenRule("", each.message)] for each in errors]
+    hints = dict.fromkeys(each.hint for each in errors if each.hint)
+    return SettingsError(mistakes=[rule for own in rules for rule in own], hint="; ".join(hints))
 
 
 def join_data_errors(errors: Sequence[SimpleTunerError]) -> SimpleTunerError:
-    """Return one error that says what all say about the data, with all hints."""
+    """Return one error that says what all say about the data, or about this machine, with all hints."""
     if len(errors) == 1:
         return errors[0]
     hints = dict.fromkeys(error.hint for error in errors if error.hint)
-    return DataError("\n".join(error.message for error in errors), "; then: ".join(hints))
+    kind = EnvironmentNotReady if all(isinstance(each, EnvironmentNotReady) for each in errors) else DataError
+    return kind("\n".join(error.message for error in errors), "; then: ".join(hints))
 
 
 class EnvironmentNotReady(SimpleTunerError):

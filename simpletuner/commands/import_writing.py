@@ -39,7 +39,7 @@ def refuse_another_meaning(file: Path, left_out: Sequence[UnmappedValue]) -> Non
 @contextmanager
 def report_unsupported_first(original: Original, partial: bool) -> Iterator[None]:
     """Raise one error of the unsupported values, which come first, and of the block's own."""
-    errors: list[SettingsError] = []
+    errors: list[SimpleTunerError] = []
     with collect_error(errors):
         yield
     if not partial:
@@ -47,9 +47,8 @@ def report_unsupported_first(original: Original, partial: bool) -> Iterator[None
             refuse_another_meaning(original.file, original.left_out)
     if len(errors) > 1:
         other, lost = errors
-        raise SettingsError(
-            f"{lost.message}\n  {other.message}", other.hint, mistakes=(*lost.mistakes, *other.mistakes)
-        )
+        mistakes = [mistake for error in (lost, other) for mistake in getattr(error, "mistakes", ())]
+        raise SettingsError(f"{lost.message}\n  {other.message}", other.hint, mistakes=mistakes)
     if errors:
         raise errors[0]
 

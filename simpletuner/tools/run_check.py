@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError, collect_error, join_errors
+from simpletuner.errors import DataError, EnvironmentNotReady, SimpleTunerError, collect_error, join_errors
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.errors import InvalidSettings, shorten
-from simpletuner.settings.files.raw_values import Source
+from simpletuner.settings.files.raw_values import Origin, Source
 from simpletuner.settings.resolving.loading import resolve
 from simpletuner.settings.resolving.places import naming_places, with_places
 from simpletuner.settings.rules.effects import without_effect
@@ -38,25 +38,34 @@ def load_run(sources: Iterable[Source], complete: bool = True) -> Loaded:
         raise join_errors(errors_around(error)) from None
 
 
-def errors_around(error: InvalidSettings) -> list[SettingsError]:
-    """Add to the mistakes of settings what is wrong with the model and the dataset file that they name."""
+def errors_around(error: InvalidSettings) -> list[SimpleTunerError]:
+    """Add to the mistakes of settings what is wrong with the model and the files that they name."""
     from simpletuner.data.config.datasets import load_datasets
     from simpletuner.models.catalog.support import check_with_model
 
     model, data = error.settings.model, error.settings.data
-    before: list[SettingsError] = []
-    after: list[SettingsError] = []
+    before: list[SimpleTunerError] = []
+    after: list[SimpleTunerError] = []
     if model.model_family and error.invalid.isdisjoint(MODEL_SETTINGS):
         with collect_error(before):
             check_with_model(error.settings, error.origins)
     if data.data_backend_config is not None:
         with collect_error(after), naming_places(error.origins, "data_backend_config"):
             load_datasets(data, model.model_type)
+    collect_named_files(error.settings, error.origins, after)
     return [*before, error, *after]
 
 
 def check_run(loaded: Loaded) -> Loaded:
-    """Return the settings with all warnings about them. Raises SimpleTunerError for what stops the run."""
+    """Return the settings with all warnings about them. Raises SimpleTunerError that lists all that stops the run."""
+    checked, errors = examine_run(loaded)
+    if errors:
+        raise join_errors(errors)
+    return checked
+
+
+def examine_run(loaded: Loaded) -> tuple[Loaded, list[SimpleTunerError]]:
+    """Return the settings with all warnings about them, and all that stops the run."""
     from simpletuner.data.config.datasets import load_datasets
     from simpletuner.deepspeed.requirements import check_settings
     from simpletuner.launch.plan import visible_gpus
@@ -64,27 +73,30 @@ def check_run(loaded: Loaded) -> Loaded:
     from simpletuner.models.catalog.support import check_clips, check_runnable
 
     settings = loaded.settings
-    errors = []
+    errors: list[SimpleTunerError] = []
     datasets = []
     texts = []
     with collect_error(errors):
         loaded = check_runnable(loaded)
     with collect_error(errors), naming_places(loaded.origins, "data_backend_config", "instance_data_dir", "resolution"):
         datasets, texts = load_datasets(settings.data, settings.model.model_type)
-    # Model and dataset file together: a user who has both wrong gets one answer.
-    if errors:
-        raise join_errors(errors)
-    with naming_places(loaded.origins, "gpu_ids"):
+    counted = None if errors else parameters_of(settings.model)
+    with collect_error(errors), naming_places(loaded.origins, "gpu_ids"):
         visible_gpus(settings.launch)
-    check_named_files(loaded)
-    counted = parameters_of(settings.model)
-    with naming_places(loaded.origins, "offload_param_path"):
-        warnings = (*warnings_about_data(loaded, datasets), *check_settings(settings, counted and counted[0]))
-    with naming_places(loaded.origins, "data_backend_config", "instance_data_dir"):
-        check_clips(settings, datasets)
-        check_image_folders(datasets, settings.data.data_backend_config)
-        check_buckets([*datasets, *texts, *(each.latents_bucket for each in datasets)])
-    return replace(loaded, warnings=(*loaded.warnings, *warnings))
+    collect_named_files(settings, loaded.origins, errors)
+    with collect_error(errors), naming_places(loaded.origins, "offload_param_path"):
+        about_data = () if errors else warnings_about_data(loaded, datasets)  # it reads the dataset file again
+        warnings = (*about_data, *check_settings(settings, counted and counted[0]))
+        loaded = replace(loaded, warnings=(*loaded.warnings, *warnings))
+    file = settings.data.data_backend_config
+    for check in (
+        lambda: check_clips(settings, datasets),
+        lambda: check_image_folders(datasets, file),
+        lambda: check_buckets([*datasets, *texts, *(each.latents_bucket for each in datasets)]),
+    ):
+        with collect_error(errors), naming_places(loaded.origins, "data_backend_config", "instance_data_dir"):
+            check()
+    return loaded, errors
 
 
 def warnings_about_data(loaded: Loaded, datasets: Sequence[ImageDataset]) -> Iterator[str]:
@@ -96,8 +108,8 @@ def warnings_about_data(loaded: Loaded, datasets: Sequence[ImageDataset]) -> Ite
         yield str(with_places(rule, loaded.origins))
 
 
-def check_named_files(loaded: Loaded) -> None:
-    """Raise SettingsError for a secret, a checkpoint to start from or a file of prompts that cannot be used."""
+def collect_named_files(settings: Settings, origins: Mapping[str, Origin], errors: list[SimpleTunerError]) -> None:
+    """Add an error for each secret, checkpoint to start from, file of prompts and the like that cannot be used."""
     from simpletuner.checkpoints.layout import NAME, find_resume_folders
     from simpletuner.data.config.places import mirror_place
     from simpletuner.data.config.validation_prompts import load_prompts
@@ -105,22 +117,21 @@ def check_named_files(loaded: Loaded) -> None:
     from simpletuner.launch.store import message_signer
     from simpletuner.models.catalog.support import check_prompt_sizes
 
-    settings = loaded.settings
-    with naming_places(loaded.origins, "report_to"):
+    with collect_error(errors), naming_places(origins, "report_to"):
         check_installed(settings.logging.report_to)
-    with naming_places(loaded.origins, "run_secret_file"):
+    with collect_error(errors), naming_places(origins, "run_secret_file"):
         message_signer(settings.launch.run_secret_file)
-    with naming_places(loaded.origins, "validation_prompt_file"):
+    with collect_error(errors), naming_places(origins, "validation_prompt_file"):
         check_prompt_sizes(settings, load_prompts(settings.validation))
-    with naming_places(loaded.origins, "push_to_hub"):
+    with collect_error(errors), naming_places(origins, "push_to_hub"):
         check_hub_token(settings)
     root, wanted = settings.training.output_dir / "checkpoints", settings.checkpoints
     if wanted.mirror_output:
-        with naming_places(loaded.origins, "mirror_output"):
+        with collect_error(errors), naming_places(origins, "mirror_output"):
             check_obstore(mirror_place(wanted.mirror_output))
         if NAME.fullmatch(wanted.resume_from_checkpoint):
             return  # the bucket may have it, which the run asks
-    with naming_places(loaded.origins, "output_dir", "resume_from_checkpoint"):
+    with collect_error(errors), naming_places(origins, "output_dir", "resume_from_checkpoint"):
         find_resume_folders(root, wanted.resume_from_checkpoint)
 
 

@@ -94,6 +94,25 @@ def test_model_settings_and_datasets_are_judged_together_the_model_first(said):
     assert len(said("config", "validate", "c.json")[1]) == 4, "settings that are valid, a family and a dataset"
 
 
+def test_all_mistakes_about_model_files_and_data_are_said_at_one_start(said):
+    lora = {"model_type": "lora", "assistant_lora": "/nope", "lora_init": "/nope2"}
+    wrong = lora | {"aspect_bucket_alignment": 12, "validation_resolution": "100", "run_secret_file": "gone"}
+    wrong |= {"gpu_ids": "0,0", "instance_data_dir": "gone", "resume_from_checkpoint": "checkpoint-000009"}
+    Path("c.json").write_text(json.dumps(GOOD | wrong))
+    code, lines = said("train", "--dry_run", "--config=c.json")
+    assert code == 2 and len(lines) == 9, lines
+    for name in (*(wrong.keys() - {"model_type", "instance_data_dir"}), "dataset `gone`"):
+        assert sum(f"{name} = " in line or name in line.partition(":")[0] for line in lines[:-1]) == 1, name
+    code, more = said("train", "--dry_run", "--config=c.json", "--export_format=foo,diffusers", "--model_family=wan")
+    assert code == 2 and sum("foo is not known" in line or "/nope" in line for line in more) == 3, more
+    Path("c.json").write_text(json.dumps(GOOD | {"instance_data_dir": "gone", "push_to_hub": True}))
+    assert said("train", "--dry_run", "--config=c.json")[0] == 4, "no settings are wrong"
+    Path("prompts.jsonl").write_text('{"prompt": "x", "resolution": "99x99"}')
+    unknown = GOOD | {"model_family": "sdlx", "validation_prompt_file": "prompts.jsonl"}
+    Path("c.json").write_text(json.dumps(unknown))
+    assert len(said("train", "--dry_run", "--config=c.json")[1]) == 2, "sizes are of a family that is known"
+
+
 def test_a_dry_run_prints_the_warnings_of_validate(said):
     Path("c.json").write_text(json.dumps(WARNED))
     code, lines = said("config", "validate", "c.json")

@@ -10,7 +10,7 @@ from typing import Any
 
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.validation_prompts import ValidationPrompt
-from simpletuner.errors import SettingsError, collect_error, join_errors
+from simpletuner.errors import BrokenRule, SettingsError, SimpleTunerError, collect_error, join_errors
 from simpletuner.models.catalog.architecture import architecture_in_folder, is_path
 from simpletuner.models.catalog.preset import Preset
 from simpletuner.models.catalog.registry import (
@@ -18,6 +18,7 @@ from simpletuner.models.catalog.registry import (
     check_heads,
     check_pipeline,
     check_trainable,
+    class_path_of,
     flavour_of,
     heads_of,
     preset_of,
@@ -81,50 +82,45 @@ def check_with_model(settings: Settings, origins: Mapping[str, Any]) -> None:
     """Raise SettingsError that lists all mistakes about the model, and those that only another model would take."""
     with naming_places(origins, "model_family", "model_flavour"):
         check_trainable(settings.model)  # alone: with another model the rest may be no mistakes
-    errors: list[SettingsError] = []
+    errors: list[SimpleTunerError] = []
     for check, names in CHECKS.items():
         with collect_error(errors), naming_places(origins, *names):
             check(settings)
+    if mistakes := [with_places(mistake, origins) for rule in MODEL_RULES for mistake in rule(settings)]:
+        errors.append(SettingsError(mistakes=mistakes))
     if errors:
         raise join_errors(errors)
 
 
-def check_lora_loads(settings: Settings) -> None:
-    """Raise SettingsError for a LoRA that no pipeline could load."""
+def lora_can_be_loaded(settings: Settings) -> Iterator[BrokenRule]:
     model = settings.model
     preset = preset_of(model)
     if model.model_type == "lora" and preset and not preset.loads_lora:
         able = [name for name, each in presets().items() if each.loads_lora and each.family_class]
         message = f"model_type=lora: diffusers' pipeline of {model.model_family} cannot load a LoRA"
         hint = f"set model_type=full, or take another family: {', '.join(able)}"
-        raise SettingsError(mistakes=[broken(message, "model_type", "model_family")], hint=hint)
+        yield broken(message, "model_type", "model_family", hint=hint)
 
 
-def check_export_format(settings: Settings) -> None:
-    """Raise SettingsError for forms of a LoRA that the family does not have."""
+def lora_format_is_of_the_family(settings: Settings) -> Iterator[BrokenRule]:
     model = settings.model
     preset = preset_of(model)
     known = [DIFFUSERS, *(preset.lora_formats if preset else ())]
     if model.model_type == "lora" and (unknown := set(settings.lora.export_format.split(",")) - {*known}):
         message = f"export_format={','.join(sorted(unknown))} is not for model_family={model.model_family}"
         hint = f"leave it out, or set export_format={','.join(known)}"
-        raise SettingsError(mistakes=[broken(message, "export_format", "model_family")], hint=hint)
+        yield broken(message, "export_format", "model_family", hint=hint)
 
 
-def check_lora_files(settings: Settings) -> None:
-    """Raise SettingsError that lists the LoRA files that are not there."""
-    start = settings.lora.lora_init
-    mistakes, hints = [], []
-    if missing := [name for name in settings.lora.assistant_lora if not name.exists()]:
-        message = f"assistant_lora = {missing[0]}: there is no such file or folder"
-        mistakes.append(broken(message, "assistant_lora"))
-        hints.append("name a .safetensors file; `hf download` fetches published ones")
-    if start is not None and not start.exists():
-        message = f"lora_init = {start}: there is no such file or folder"
-        mistakes.append(broken(message, "lora_init"))
-        hints.append("name a pytorch_lora_weights.safetensors or its folder; `hf download` fetches published ones")
-    if mistakes:
-        raise SettingsError(mistakes=mistakes, hint=hints[0])
+def lora_files_are_there(settings: Settings) -> Iterator[BrokenRule]:
+    fetches = "; `hf download` fetches published ones"
+    for path in settings.lora.assistant_lora:
+        if not path.exists():
+            message, hint = f"assistant_lora = {path}: there is no such file or folder", "name a .safetensors file"
+            yield broken(message, "assistant_lora", hint=hint + fetches)
+    if (start := settings.lora.lora_init) is not None and not start.exists():
+        hint = f"name a pytorch_lora_weights.safetensors or its folder{fetches}"
+        yield broken(f"lora_init = {start}: there is no such file or folder", "lora_init", hint=hint)
 
 
 def check_context_parallel(settings: Settings) -> None:
@@ -157,8 +153,7 @@ def check_base(settings: Settings) -> None:
     check_folder(settings.model)
 
 
-def check_alignment(settings: Settings) -> None:
-    """Raise SettingsError for sizes of buckets that the family cannot train."""
+def buckets_fit_the_family(settings: Settings) -> Iterator[BrokenRule]:
     family = settings.model.model_family
     alignment = settings.data.aspect_bucket_alignment
     multiple = image_multiple(settings.model)
@@ -168,15 +163,15 @@ def check_alignment(settings: Settings) -> None:
             f"multiples of {multiple} px"
         )
         hint = f"set aspect_bucket_alignment={max(1, round(alignment / multiple)) * multiple}"
-        raise SettingsError(mistakes=[broken(message, "aspect_bucket_alignment")], hint=hint)
+        yield broken(message, "aspect_bucket_alignment", hint=hint)
 
 
-def check_validation_sizes(settings: Settings) -> None:
-    """Raise SettingsError for sizes of validation images that the family cannot sample."""
-    validation = settings.validation
-    check_shapes("validation_resolution", validation.validation_resolution, "validation_resolution", settings.model)
-    if (frames := validation.validation_num_video_frames) is not None:
-        check_frames("validation_num_video_frames", str(frames), frames, "validation_num_video_frames", settings.model)
+def validation_fits_the_family(settings: Settings) -> Iterator[BrokenRule]:
+    size, frames = settings.validation.validation_resolution, settings.validation.validation_num_video_frames
+    yield from unfit_shapes("validation_resolution", size, "validation_resolution", settings.model)
+    if frames is not None:
+        name = "validation_num_video_frames"
+        yield from unfit_frames(name, str(frames), frames, name, settings.model)
 
 
 def check_clips(settings: Settings, datasets: Iterable[ImageDataset]) -> Shape:
@@ -192,7 +187,7 @@ def check_clips(settings: Settings, datasets: Iterable[ImageDataset]) -> Shape:
 
 def check_trains_clips(model: Model, dataset: str) -> None:
     """Raise SettingsError for a dataset of videos, and a family that cannot train them."""
-    if model.model_family not in ("", AUTO) and not frame_step(model):
+    if model.model_family != AUTO and class_path_of(model) and not frame_step(model):
         able = [name for name, preset in presets().items() if preset.frame_step]
         raise SettingsError(
             f"dataset `{dataset}` has videos, and model_family={model.model_family} trains on images alone",
@@ -214,13 +209,15 @@ def clip_fps(model: Model) -> float:
 
 def check_prompt_sizes(settings: Settings, prompts: Iterable[ValidationPrompt]) -> None:
     """Raise SettingsError for sizes in a file of prompts that the family cannot sample."""
-    for each in prompts:
-        name = f"resolution of the prompt {shorten(each.prompt)}"
-        check_shapes(name, each.resolution, "validation_prompt_file", settings.model)
+    if settings.model.model_family and class_path_of(settings.model) is None:
+        return  # an unknown family, which is said elsewhere
+    named = ((f"resolution of the prompt {shorten(each.prompt)}", each.resolution) for each in prompts)
+    if found := [rule for each in named for rule in unfit_shapes(*each, "validation_prompt_file", settings.model)]:
+        raise SettingsError(mistakes=found)
 
 
-def check_shapes(name: str, text: str, setting: str, model: Model) -> None:
-    """Raise SettingsError for shapes of validation images or clips that the family cannot sample."""
+def unfit_shapes(name: str, text: str, setting: str, model: Model) -> Iterator[BrokenRule]:
+    """Yield mistakes in shapes of validation images or clips, which the family cannot sample."""
     multiple = image_multiple(model)
     if any(side % multiple for shape in parse_shapes(text) for side in shape.size):
 
@@ -229,13 +226,14 @@ def check_shapes(name: str, text: str, setting: str, model: Model) -> None:
 
         needed = f"all sides must be multiples of {multiple} px with model_family={model.model_family}"
         hint = f"the nearest is {re.sub(r'(?<![@0-9])[0-9]+', nearest, text)}"
-        raise SettingsError(mistakes=[broken(f"{name} = {text}: {needed}", setting)], hint=hint)
+        yield broken(f"{name} = {text}: {needed}", setting, hint=hint)
+        return
     for shape in parse_shapes(text):
-        check_frames(name, str(shape), shape.frames, setting, model)
+        yield from unfit_frames(name, str(shape), shape.frames, setting, model)
 
 
-def check_frames(name: str, value: str, frames: int, setting: str, model: Model) -> None:
-    """Raise SettingsError for a frame count that the VAE cannot decode; `auto` is proven later."""
+def unfit_frames(name: str, value: str, frames: int, setting: str, model: Model) -> Iterator[BrokenRule]:
+    """Yield a mistake for a frame count that the VAE cannot decode; `auto` is proven later."""
     if frames == 1 or model.model_family in ("", AUTO):
         return
     if not (step := frame_step(model)):
@@ -245,7 +243,7 @@ def check_frames(name: str, value: str, frames: int, setting: str, model: Model)
         hint = f"the nearest is {max(1, round((frames - 1) / step)) * step + 1}"
     else:
         return
-    raise SettingsError(mistakes=[broken(f"{name} = {value}: {needed}", setting)], hint=hint)
+    yield broken(f"{name} = {value}: {needed}", setting, hint=hint)
 
 
 def image_multiple(model: Model) -> int:
@@ -256,15 +254,17 @@ def image_multiple(model: Model) -> int:
 
 
 CHECKS: dict[Callable[[Settings], None], tuple[str, ...]] = {
-    check_lora_loads: ("model_family", "model_flavour"),
-    check_export_format: ("model_family", "model_flavour"),
-    check_lora_files: ("model_family", "model_flavour"),
     check_context_parallel: ("model_family", "model_flavour", "context_parallel_size"),
     check_base: ("pretrained_model_name_or_path", "single_file_config"),
-    check_alignment: ("pretrained_model_name_or_path",),
-    check_validation_sizes: ("pretrained_model_name_or_path",),
 }
-"""Checks of a run's settings against its model, each with the settings whose places its sentence names."""
+"""Checks that opening the model makes, too, each with the settings whose places its sentence names."""
+MODEL_RULES = (
+    lora_can_be_loaded,
+    lora_format_is_of_the_family,
+    lora_files_are_there,
+    buckets_fit_the_family,
+    validation_fits_the_family,
+)
 
 
 def settings_without_effect(loaded: Loaded) -> Iterator[tuple[str, bool]]:

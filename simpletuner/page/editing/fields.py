@@ -20,7 +20,7 @@ from simpletuner.settings.resolving.loading import NO_ORIGIN, canonical_name, re
 from simpletuner.settings.rules.engine_rules import WRAP_POLICIES
 from simpletuner.settings.showing.export import because, field_value
 from simpletuner.settings.values.spelling import SWITCHES, choices_of, normalize_value
-from simpletuner.tools.run_check import check_run, errors_around
+from simpletuner.tools.run_check import errors_around, examine_run
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,7 @@ def check(sources: Iterable[Source]) -> tuple[Loaded | InvalidSettings, list[Sim
         loaded = resolve(sources)
     except InvalidSettings as error:
         return error, [*errors_around(error)]
-    try:
-        check_run(loaded)
-    except SimpleTunerError as error:
-        return loaded, [error]
-    return loaded, []
+    return loaded, examine_run(loaded)[1]
 
 
 def mistakes_of(error: SimpleTunerError, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
