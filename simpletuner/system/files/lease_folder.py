@@ -45,11 +45,6 @@ class FolderPlace(Place):
         return self.known_system
 
     @property
-    def reads_other_machines(self) -> bool:
-        """True if users of a cache on other machines are known by records, since locks do not reach them."""
-        return not (self.system.is_local or self.system.has_shared_locks)
-
-    @property
     def holds_lock(self) -> bool:
         return self.descriptor is not None and is_same_inode(self.folder / self.name, self.descriptor)
 
@@ -179,7 +174,7 @@ def shared_folders(
             stack.callback(place.unlock)
             if lock_shared(place):
                 stack.callback(lease.release)
-                if place.reads_other_machines and os.environ.get("RANK", "0") == "0":
+                if not place.system.shows_locks and os.environ.get("RANK", "0") == "0":
                     with suppress(OSError):  # a file of another user
                         lease.share(place, stop, say)
         yield
@@ -209,6 +204,6 @@ def is_used(folder: Path) -> bool | None:
     path = folder / IN_USE
     found = is_locked(path)
     place = FolderPlace(folder, IN_USE)
-    if found or not place.reads_other_machines:
+    if found or place.system.shows_locks:
         return found
     return {Holding.HELD: True, Holding.FREE: False, Holding.UNSURE: None}[asked(place, found)[1]]

@@ -118,9 +118,9 @@ class FileSystem:
     late_seconds: float = 60.0
 
     @property
-    def keeps_locks_to_itself(self) -> bool:
-        """True for a file system known to share its files, but not its locks, between machines."""
-        return not self.is_local and not self.has_shared_locks and self.name != "unknown"
+    def shows_locks(self) -> bool:
+        """True if a lock is seen by all that see the file; elsewhere records tell of other machines."""
+        return self.is_local or self.has_shared_locks
 
 
 def file_system_at(folder: Path) -> FileSystem:
@@ -200,7 +200,7 @@ def missing_promises(folder: Path) -> list[str]:
                 path.touch(exist_ok=False)
             if not can_lock(first):
                 found.append(f"has no file locks: {BY_RECORD}")
-            elif (system := file_system_at(folder)).keeps_locks_to_itself:
+            elif not (system := file_system_at(folder)).shows_locks and system.name != "unknown":
                 found.append(f"keeps file locks on one machine: {NOT_FOUND if system.name == 'rclone' else BY_RECORD}")
             if not can_sync(first, folder):
                 found.append("cannot sync: a power failure may take the newest files, and a checkpoint with them")

@@ -25,7 +25,7 @@ def refuse_in_use(items: Sequence[CacheItem]) -> None:
     Those that a run on another machine may use are watched when they are cleared.
     """
     for item in items:
-        may_be_watched = item.in_use is None and FolderPlace(item.path, IN_USE).reads_other_machines
+        may_be_watched = item.in_use is None and not FolderPlace(item.path, IN_USE).system.shows_locks
         if item.kind in SHARDED and item.in_use is not False and not may_be_watched:
             raise in_use_error(item, item.in_use)
 
@@ -75,7 +75,7 @@ def lock_exclusively(item: CacheItem, stack: ExitStack, say: Callable[[str], Non
     stack.callback(place.unlock)
     stack.callback(lease.release)
     try:
-        if place.reads_other_machines:
+        if not place.system.shows_locks:
             lease.acquire(place, say=say, way_on="")
         elif is_locked := place.lock(exclusive=True):
             raise in_use_error(item, in_use=True)
