@@ -19,13 +19,13 @@ from starlette.staticfiles import StaticFiles
 
 from simpletuner.errors import SimpleTunerError, explain_os_error, system_error
 from simpletuner.page import configurations, exports, preferences
+from simpletuner.page import run_routes as runs
 from simpletuner.page.datasets import routes as datasets
 from simpletuner.page.editing import blocks, builder_dialog, editor, planning
 from simpletuner.page.editing.planning import Planning
 from simpletuner.page.guard import HEADERS, Guard, Secrets
 from simpletuner.page.queue.waiting import RunQueue
 from simpletuner.page.rendering import HERE, editor_address, folders_of, render, respond_error
-from simpletuner.page.runs import routes as runs
 from simpletuner.page.runs.fragments import KeptRows
 from simpletuner.page.runs.processes import Processes
 from simpletuner.page.runs.results import Exporting
