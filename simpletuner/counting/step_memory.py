@@ -244,10 +244,7 @@ def has_bf16_weights(settings: Settings) -> bool:
 
 
 def key_value_copies(parallel: Parallel) -> int:
-    """Return as how many keys and values count in a trace of whole sequences, of which a rank is taken to have a share.
-
-    An all-gather leaves each rank those of all.
-    """
+    """Number of K/V copies that a rank holds under context parallelism: an all-gather leaves each rank those of all."""
     return parallel.context_parallel_size if parallel.context_parallel_comm_strategy == "allgather" else 1
 
 

@@ -4,6 +4,9 @@ Rows of zeros at the end of a matrix are not stored; the metadata has the number
 with a number that no safetensors record begins with.
 """
 
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
 from __future__ import annotations
 
 import json
