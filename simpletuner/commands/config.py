@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
@@ -159,7 +160,8 @@ def init(
     from simpletuner.tools.config_files import new_config
 
     report, new = Report(), new_config(flags, recipe, str(output))
-    files = {output: new.text} | ({Path(new.datasets_file): new.datasets} if new.datasets else {})
+    # The dataset file first: a stop between the two leaves no config that names a file that is missing.
+    files = ({Path(new.datasets_file): new.datasets} if new.datasets else {}) | {output: new.text}
     for path in files:
         refuse_overwriting(path, force)
     for path, text in files.items():
@@ -168,7 +170,7 @@ def init(
     has_images = not {"instance_data_dir", "data_backend_config"}.isdisjoint(flags)
     images = f"the folders in {new.datasets_file}" if new.datasets else "instance_data_dir in it"
     steps = "" if has_images else f"set {images}, then "
-    report.say(f"{output} is written: {steps}`simpletuner train --config {output}`")
+    report.say(f"{output} is written: {steps}`simpletuner train --config {shlex.quote(str(output))}`")
 
 
 def import_original(

@@ -28,6 +28,7 @@ from simpletuner.settings.rules.rules import LORA_RATE
 from simpletuner.settings.showing.export import Exported, export
 from simpletuner.settings.showing.scaffold import RIVALS, scaffold_toml
 from simpletuner.settings.values.spelling import normalize_name
+from simpletuner.system.files.paths import shown_path
 from simpletuner.tools.run_check import check_run, load_run
 
 WIDTH = 118
@@ -62,8 +63,10 @@ def new_config(given: Mapping[str, Any], recipe: str = "", target: str = "config
     """Return a config file to start from, which will be `target`: flags that were typed, then the recipe of that name.
 
     Raises what `train` would for the settings, the model and, where they are named, the images; SettingsError for a
-    recipe that is not known or not for them, and for a folder beside a recipe that lists datasets.
+    recipe that is not known or not for them, for a folder beside a recipe that lists datasets, and for a target that
+    is read as no TOML.
     """
+    refuse_other_format(target)
     found = without_rivals(find_recipe(recipe), given) if recipe else None
     if found:
         refuse_beside(found, given)
@@ -83,6 +86,13 @@ def new_config(given: Mapping[str, Any], recipe: str = "", target: str = "config
         else from_flags_alone(loaded.settings, target, typed)
     )
     return replace(new, warnings=check_as_train(new.text, target, typed))
+
+
+def refuse_other_format(target: str) -> None:
+    """Raise SettingsError for the name of no TOML file: `train --config` reads a file as its suffix says."""
+    path = Path(target)
+    if path.suffix.lower() != ".toml" and not target.startswith("/dev/"):
+        raise SettingsError(f"{shown_path(path)}: a .toml file is written", "give it a name that ends in .toml")
 
 
 def without_rivals(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import tomllib
 from pathlib import Path
 
 import pytest
+from generated_settings import NOWHERE, VALUES
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from simpletuner.app import main
-from simpletuner.errors import DataError, SettingsError
-from simpletuner.settings import load
+from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError
+from simpletuner.settings import load, settings_as_json
+from simpletuner.settings.values.spelling import as_text
 from simpletuner.tools.config_files import new_config, own_output_dir
 
 
@@ -108,6 +115,76 @@ def test_what_train_would_refuse_is_no_file(given, error, message, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         new_config({"model_family": "sdxl", **given})
+
+
+@given(data=st.data(), recipe=st.sampled_from(["", "sdxl-style"]))
+@hypothesis_settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_setting_that_is_written_is_read_as_it_was_typed(data, recipe):
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.chdir(folder)
+        for name in data.draw(st.lists(st.sampled_from(sorted(VALUES)), min_size=8, max_size=8)):
+            value = data.draw(VALUES[name])
+            items = [str(each) for each in value] or "[]" if isinstance(value, list) else as_text(value)
+            assert_round_trip({"model_family": "sdxl", name: items}, recipe)
+
+
+def assert_round_trip(flags: dict[str, object], recipe: str) -> None:
+    with contextlib.suppress(SettingsError, EnvironmentNotReady, DataError):  # what train would refuse
+        text = new_config(flags, recipe, "a.toml").text
+        Path("a.toml").write_bytes(text.encode())
+        written = settings_as_json(load({}, Path("a.toml"), complete=False, environment=NOWHERE))
+        beside = {name: value for name, value in tomllib.loads(text).items() if name not in flags}
+        typed = settings_as_json(load({**beside, **flags}, complete=False, environment=NOWHERE))
+        assert written == typed
+
+
+def test_values_that_are_empty_or_have_no_effect_are_written_too():
+    for flags in ({"gpu_ids": ""}, {"resume_from_checkpoint": ""}, {"lora_rank": "3"}):
+        (name,) = flags
+        text = new_config({"model_family": "sdxl", **flags}).text
+        assert str(tomllib.loads(text)[name]) == flags[name]
+    for recipe in ("", "sdxl-style"):
+        values = tomllib.loads(new_config({"model_family": "sdxl", "global_batch_size": "8"}, recipe).text)
+        assert "gradient_accumulation_steps" not in values
+
+
+@pytest.mark.parametrize(
+    ("output", "message", "hint"),
+    [
+        (
+            "a.json",
+            "a.json: a .toml file is written",
+            "give it a name that ends in .toml",
+        ),  # train would read it as JSON
+        ("a.yaml", "a.yaml: a .toml file is written", "give it a name that ends in .toml"),
+        ("config.env", "config.env: a .toml file is written", "give it a name that ends in .toml"),
+        ("b", "b: a .toml file is written", "give it a name that ends in .toml"),
+        (".", ".: a .toml file is written", "give it a name that ends in .toml"),
+        ("folder.toml", "folder.toml is a folder", "give another name"),
+        ("file/a.toml", "cannot write file/a.toml: file is no folder", "give another name"),
+        (f"{'a' * 300}.toml", "File name too long", "give another name"),
+    ],
+)
+def test_a_name_that_cannot_be_the_file_is_said(output, message, hint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("folder.toml").mkdir()
+    Path("file").write_text("mine")
+    with pytest.raises(SystemExit, match="2"):
+        main(["config", "init", "--model_family=sdxl", "--force", f"--output={output}"])
+    said = capsys.readouterr().err
+    assert message in said and f"hint: {hint}" in said
+    assert sorted(map(str, Path().iterdir())) == ["file", "folder.toml"] and Path("file").read_text() == "mine"
+
+
+def test_two_files_are_both_written_or_neither(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a.datasets.json").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        main(["config", "init", "--recipe=kontext-edit", "--output=a.toml"])
+    assert "a.datasets.json is a folder" in capsys.readouterr().err and not Path("a.toml").exists()
+    with pytest.raises(SystemExit, match="0"):
+        main(["config", "init", "--recipe=kontext-edit", "--output=my cat.toml"])
+    assert "`simpletuner train --config 'my cat.toml'`" in capsys.readouterr().err, "can be pasted"
 
 
 def test_a_recipe_that_lists_datasets_takes_a_list_and_no_folder():

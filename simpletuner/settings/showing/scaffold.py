@@ -166,7 +166,7 @@ def grouped(values: Mapping[str, Any]) -> dict[str, list[str]]:
     if "data_backend_config" in values:  # names the images in place of the folder
         groups["On what"][0] = "data_backend_config"
     known = {name for names in groups.values() for name in names} | {"instance_data_dir"}
-    if values.get("model_type", "full") == "full":
+    if values.get("model_type", "full") == "full" and "lora_rank" not in values:
         groups["What to train"].remove("lora_rank")
     for name in (each for each in values if each not in known):
         groups[GROUP_OF_SECTION.get(SECTION_OF[name], "How long, how large, how fast")].append(name)
@@ -174,7 +174,7 @@ def grouped(values: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def lines_of(name: str, values: Mapping[str, Any], notes: Mapping[str, str]) -> str:
-    """A setting with its description and its note; one with an empty default as a comment."""
+    """A setting with its description and its note; as a comment where it is empty, unless its default is not."""
     field = setting_fields()[name]
     value = values.get(name, field.default)
     if isinstance(value, Mapping):  # as text: a table would take in what stands below it
@@ -182,4 +182,5 @@ def lines_of(name: str, values: Mapping[str, Any], notes: Mapping[str, str]) -> 
     plain = "" if value is None else value if isinstance(value, str | int | float | list) else str(value)
     line = tomli_w.dumps({name: plain}, multiline_strings=False)
     note = f"# {notes[name]}\n" if name in notes else ""
-    return f"# {field.description} ({values_of(field).replace('`', '')})\n{note}{'# ' * (plain == '')}{line}\n"
+    is_comment = value is None or (plain == "" and field.default == "")  # gpu_ids="" was typed: its default is `all`
+    return f"# {field.description} ({values_of(field).replace('`', '')})\n{note}{'# ' * is_comment}{line}\n"

@@ -232,8 +232,14 @@ def flush_to_disk(path: Path) -> None:
 
 
 def refuse_overwriting(path: Path, force: bool) -> None:
-    """Raise SettingsError for a file that a command would write for the user, if it exists."""
-    if path.is_file() and not force:
+    """Raise SettingsError for a file that a command would write for the user, if it exists or is a folder."""
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # a name that is too long
+        raise SettingsError(f"cannot write {path}: {reason_of_os(error)}", "give another name") from None
+    if is_folder:
+        raise SettingsError(f"{path} is a folder", "give another name")
+    if is_file and not force:
         raise SettingsError(f"{path} exists already", "give another name, or --force to overwrite it")
 
 
@@ -242,5 +248,7 @@ def save(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode("utf-8"))
+    except FileExistsError as error:  # of mkdir, which would say of a file above it that it exists
+        raise SettingsError(f"cannot write {path}: {error.filename} is no folder", "give another name") from None
     except OSError as error:
         raise SettingsError(f"cannot write {path}: {reason_of_os(error)}", "give another name") from None
