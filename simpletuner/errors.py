@@ -125,7 +125,9 @@ def join_data_errors(errors: Sequence[SimpleTunerError]) -> SimpleTunerError:
         return errors[0]
     hints = dict.fromkeys(error.hint for error in errors if error.hint)
     kind = EnvironmentNotReady if all(isinstance(each, EnvironmentNotReady) for each in errors) else DataError
-    return kind("\n".join(error.message for error in errors), "; then: ".join(hints))
+    more = len(errors) - MAX_MISTAKES
+    said = [*(error.message for error in errors[:MAX_MISTAKES]), *([f"and {more:,} more"] if more > 0 else [])]
+    return kind("\n".join(said), "; then: ".join(hints))
 
 
 class EnvironmentNotReady(SimpleTunerError):

@@ -300,9 +300,8 @@ def report_left_out(found: Discovery, report: Report) -> None:
     if found.unwanted:
         report.say(f"{count_noun(found.unwanted, 'image')} outside the limits of size or aspect left out")
     if found.other_lengths:
-        report.say(
-            f"{count_noun(found.other_lengths, 'video')} shorter than min_frames or longer than max_frames left out"
-        )
+        videos = count_noun(found.other_lengths, "video")
+        report.say(f"{videos} shorter than min_frames or a clip, or longer than max_frames left out")
     if found.skipped:
         report.say(f"{count_noun(found.skipped, 'image')} without a caption left out")
     if found.surplus:

@@ -155,31 +155,37 @@ def check_buckets(places: Iterable[object]) -> None:
 
 
 def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> None:
-    """Raise DataError for a folder or a table that does not exist, and EnvironmentNotReady where videos cannot be read.
+    """Raise DataError for folders and tables that do not exist, and EnvironmentNotReady where videos cannot be read.
 
     `file` is the one that names the datasets.
     """
+    errors: list[SimpleTunerError] = []
+    for dataset in datasets:
+        with collect_error(errors):
+            check_images_of(dataset, f"{shown_path(file)}: " if file else "")
+    if errors:
+        raise join_errors(errors)
+
+
+def check_images_of(dataset: ImageDataset, place: str) -> None:
     from simpletuner.data.config.dataset_parts import table_files
     from simpletuner.data.config.dataset_types import BucketImages, LocalImages, SnapshotImages, UrlImages
     from simpletuner.data.images.video_formats import check_av
 
-    for dataset in datasets:
-        folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) else None
-        if isinstance(dataset, SnapshotImages) and not dataset.is_on_hub:
-            folder = dataset.dataset_name
-        if folder is not None and not folder.is_dir():
-            place = f"{shown_path(file)}: " if file else ""
-            raise DataError(
-                f"{place}dataset `{dataset.id}`: there is no folder {shorten(str(folder))}",
-                f"set {'dataset_name' if isinstance(dataset, SnapshotImages) else 'instance_data_dir'} to your images",
-            )
-        if dataset.clips:
-            check_av(dataset.id)
-        table = dataset.csv_file if isinstance(dataset, UrlImages) else dataset.parquet and dataset.parquet.path
-        is_local = table and (table.is_absolute() or not isinstance(dataset, BucketImages))
-        if table and is_local and not any(each.is_file() for each in table_files(table)):
-            place = f"{shown_path(file)}: " if file else ""
-            raise DataError(
-                f"{place}dataset `{dataset.id}`: there is no table {shorten(str(table))}",
-                f"set {'csv_file' if isinstance(dataset, UrlImages) else 'parquet.path'} to it",
-            )
+    folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) else None
+    if isinstance(dataset, SnapshotImages) and not dataset.is_on_hub:
+        folder = dataset.dataset_name
+    if folder is not None and not folder.is_dir():
+        raise DataError(
+            f"{place}dataset `{dataset.id}`: there is no folder {shorten(str(folder))}",
+            f"set {'dataset_name' if isinstance(dataset, SnapshotImages) else 'instance_data_dir'} to your images",
+        )
+    if dataset.clips:
+        check_av(dataset.id)
+    table = dataset.csv_file if isinstance(dataset, UrlImages) else dataset.parquet and dataset.parquet.path
+    is_local = table and (table.is_absolute() or not isinstance(dataset, BucketImages))
+    if table and is_local and not any(each.is_file() for each in table_files(table)):
+        raise DataError(
+            f"{place}dataset `{dataset.id}`: there is no table {shorten(str(table))}",
+            f"set {'csv_file' if isinstance(dataset, UrlImages) else 'parquet.path'} to it",
+        )

@@ -113,6 +113,19 @@ def test_all_mistakes_about_model_files_and_data_are_said_at_one_start(said):
     assert len(said("train", "--dry_run", "--config=c.json")[1]) == 2, "sizes are of a family that is known"
 
 
+def test_all_folders_and_tables_that_are_missing_are_said_at_one_start(said):
+    entries = [{"id": f"d{each}", "type": "local", "instance_data_dir": f"gone{each}"} for each in range(120)]
+    table = {"caption_strategy": "csv", "parquet": {"path": "gone.csv"}}
+    entries[1] |= {"instance_data_dir": "pictures", **table}
+    Path("d.json").write_text(json.dumps(entries))
+    Path("c.json").write_text(json.dumps(DATASETS))
+    code, lines = said("train", "--dry_run", "--config=c.json")
+    assert code == 4 and len(lines) == 102, lines
+    assert "dataset `d0`: there is no folder 'gone0'" in lines[0] and "no table 'gone.csv'" in lines[1]
+    assert lines[100].strip() == "and 20 more [data_backend_config: c.json:1]"
+    assert lines[101] == "hint: set instance_data_dir to your images; then: set parquet.path to it"
+
+
 def test_a_dry_run_prints_the_warnings_of_validate(said):
     Path("c.json").write_text(json.dumps(WARNED))
     code, lines = said("config", "validate", "c.json")

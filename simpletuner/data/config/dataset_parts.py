@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from simpletuner.settings.declared.errors import shorten
 from simpletuner.settings.declared.knob import Section
 from simpletuner.settings.declared.sections import DatasetSettings
 from simpletuner.settings.foreign.key_table import Refuses, Rule
@@ -73,7 +74,9 @@ DEFAULT_FRAMES = 125
 
 def parse_lengths(value: Any) -> Any:
     """Raises ValueError for what is not a list of lengths."""
-    if not isinstance(value, list | tuple) or not value or not all(type(each) is int and each > 0 for each in value):
+    # Below 2^63, as NumPy computes with them.
+    are_lengths = isinstance(value, list | tuple) and all(type(each) is int and 0 < each < 1 << 63 for each in value)
+    if not are_lengths or not value:
         raise ValueError("use a list of lengths in frames, such as [17, 33, 65]")
     return tuple(sorted({*value}))
 
@@ -116,6 +119,14 @@ class VideoSettings(Section):
     def wanted_frames(self) -> int | None:
         """Frames of a clip where the video has so many; None: all of them."""
         return self.num_frames or (DEFAULT_FRAMES if self.bucket_strategy == "aspect_ratio" else None)
+
+    @property
+    def length_limits(self) -> str:
+        """Keys that leave videos out by their length, with their values."""
+        keys = {"min_frames": self.min_frames, "frame_buckets": [*(self.frame_buckets or ())]}
+        least = {name: value for name, value in keys.items() if value} or {"num_frames": self.wanted_frames}
+        limits = {**least, "max_frames": self.max_frames, "fps": self.fps}
+        return ", ".join(f"{name} = {shorten(value)}" for name, value in limits.items() if value)
 
 
 Copies = int | Fraction

@@ -271,10 +271,11 @@ def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
         and pc.all(pc.equal(scan.table["caption_problem"], NO_ROW)).as_py()
     ):
         return no_row_error(scan)
+    limits = scan.dataset.clips.length_limits if scan.dataset.clips else ""
     counts = {
         "broken": len(found.broken),
         "outside the size limits": found.unwanted,
-        "shorter or longer than min_frames and max_frames allow": found.other_lengths,
+        f"shorter or longer than {limits} allow": found.other_lengths,
         "without a caption": found.skipped,
         "not read": found.not_read.total(),
     }
@@ -284,6 +285,11 @@ def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
         return DataError(
             f"dataset `{scan.dataset.id}`: no usable {scan.dataset.noun} in {scan.storage.describe()} ({left_out})",
             "; ".join(beside) or "write captions, or set another caption_strategy: filename or instanceprompt",
+        )
+    if found.other_lengths == sum(counts.values()):
+        return DataError(
+            f"dataset `{scan.dataset.id}`: no usable video in {scan.storage.describe()} ({left_out})",
+            "change that to what the videos have; `fps` in the block `video` leaves frames out",
         )
     such = f"; {found.not_read.most_common(1)[0][0]} is not" if found.not_read else ""
     if found.not_read[".tar"]:  # beside a table for each, which is none of the images either

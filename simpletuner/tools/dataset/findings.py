@@ -80,7 +80,7 @@ def findings_of(found: Discovery, clip_fps: float = 0) -> Iterator[DatasetFindin
         yield DatasetFinding("images", "outside limits", found.unwanted, sentence)
     if found.other_lengths:
         videos = count_noun(found.other_lengths, "video")
-        sentence = f"{videos} shorter than min_frames or longer than max_frames: left out"
+        sentence = f"{videos} shorter than min_frames or a clip, or longer than max_frames: left out"
         yield DatasetFinding("images", "other lengths", found.other_lengths, sentence)
     if found.surplus:
         yield DatasetFinding(

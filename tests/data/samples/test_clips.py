@@ -23,6 +23,7 @@ from simpletuner.data.images.videos import are_long_enough, clip_frames, clip_of
 from simpletuner.data.samples.buckets import make_buckets
 from simpletuner.data.samples.dataset_warnings import dataset_warnings, remark_on_rates
 from simpletuner.data.samples.discovery import Discovery
+from simpletuner.errors import DataError
 from simpletuner.models.catalog.support import clip_fps
 from simpletuner.models.families.ltxvideo import LTXVideo
 from simpletuner.models.families.ltxvideo2 import LTXVideo2
@@ -70,6 +71,24 @@ def test_each_clip_has_the_longest_of_frame_buckets_that_its_video_fills(videos)
     assert found.other_lengths == 2, "one is too short for 9 frames, one longer than asked for"
     halved = clips(videos, frame_buckets=[9, 5], fps=12.5).samples  # of 25
     assert {each.name: each.geometry.target.frames for each in halved} == {"long.mp4": 9, "middle.mkv": 5}
+
+
+@pytest.mark.parametrize(
+    ("video", "limits"),
+    [
+        ({"frame_buckets": [81, 49, 1 << 62]}, r"frame_buckets = \[49, 81, 4611686018427387904\]"),
+        ({}, "num_frames = 125"),
+        ({"num_frames": 81, "fps": 12.5}, "num_frames = 81, fps = 12.5"),
+        ({"min_frames": 30, "max_frames": 40}, "min_frames = 30, max_frames = 40"),
+    ],
+)
+def test_what_leaves_out_all_videos_is_named(videos, tmp_path, video, limits):
+    with pytest.raises(DataError, match=rf"\(1 broken, 3 shorter or longer than {limits} allow, 1 not read\)"):
+        clips(videos, **video)
+    write_video(tmp_path / "long.mp4")
+    with pytest.raises(DataError, match=rf"\(1 shorter or longer than {limits} allow\)") as error:
+        clips(tmp_path, **video)
+    assert error.value.hint.startswith("change that to what the videos have")
 
 
 def test_each_video_may_keep_its_own_length(videos):
@@ -168,6 +187,7 @@ def test_a_clip_lies_in_its_video_and_has_a_length_that_the_family_takes(length,
         ({"dataset_type": "video", "video": {"frame_interval": 4}}, "bucket_strategy resolution_frames"),
         ({"dataset_type": "video", "video": {"frame_buckets": [9], "num_frames": 9}}, "leave num_frames"),
         ({"dataset_type": "video", "video": {"frame_buckets": [9, 0]}}, "use a list of lengths in frames"),
+        ({"dataset_type": "video", "video": {"frame_buckets": [9, 1 << 64]}}, "use a list of lengths in frames"),
         ({"dataset_type": "video", "video": {"frame_buckets": []}}, "use a list of lengths in frames"),
         ({"dataset_type": "video", "video": {"frame_buckets": [9, 17], "max_frames": 8}}, "or frame_buckets asks for"),
         ({"dataset_type": "video", "video": {"clip_position": "end"}}, "video.clip_position = 'end'"),
