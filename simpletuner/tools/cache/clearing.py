@@ -51,11 +51,13 @@ def clear(items: Sequence[CacheItem], say: Callable[[str], None] = nothing) -> i
     """
     removed = 0
     with ExitStack() as stack, removal_errors():
-        leases = [lock_exclusively(item, stack, say) for item in items if item.kind in SHARDED]
+        leases = {item.path: lock_exclusively(item, stack, say) for item in items if item.kind in SHARDED}
         for item in items:
-            for lease in leases:  # a run may use them by now, if this process was stopped for a while
+            for lease in leases.values():  # a run may use them by now, if this process was stopped for a while
                 lease.check()
-            removed += 0 if item.kept else REMOVE[item.kind](item)
+            if not item.kept:
+                removed += REMOVE[item.kind](item)
+                leases.pop(item.path, None)  # its record has gone with it, which would look taken over
     return removed
 
 

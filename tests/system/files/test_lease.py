@@ -311,22 +311,37 @@ def test_a_cache_that_another_machine_clears_is_not_used_and_one_that_it_uses_is
     shard, there = folder / "rank000-00000.shard", ForeignMount(folder, "a", 0.2)
     there.name = ".in-use"
     shard.write_bytes(b"x")
-    item, other = CacheItem(CacheKind.LATENTS, folder, 1, 1), Lease(of_machine("a", 0.1))
-    other.acquire(there)
+    item, foreign = CacheItem(CacheKind.LATENTS, folder, 1, 1), Lease(of_machine("a", 0.1))
+    foreign.acquire(there)
     with pytest.raises(LeaseLost, match="another run is using"), shared_folders([folder]):
         pass
-    other.release()
+    foreign.release()
     with shared_folders([folder]):
-        other.share(there)
+        foreign.share(there)
     with pytest.raises(LeaseLost, match="another run is using"):
         clear([item])
     assert shard.exists()
-    other.release()
+    foreign.release()
     there.own_lock.unlink()
     said: list[str] = []
-    assert clear([item], said.append) > 0
+    other = CacheItem(CacheKind.TEXT, tmp_path / "text", 1, 1)
+    other.path.mkdir()
+    (other.path / shard.name).write_bytes(b"x")
+    assert clear([item, other], said.append) > 0
     assert len(said) == 1 and "did not say that it ended" in said[0]
-    assert not folder.exists(), "its record goes, too"
+    assert not folder.exists() and not other.path.exists(), "their records go, too"
+
+
+def test_a_run_goes_on_with_what_is_left_where_clearing_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("simpletuner.system.files.lease_folder.file_system_at", lambda folder: SLOW)
+    there, killed, said = ForeignMount(tmp_path, "a", 0.2), Lease(of_machine("a", 0.1)), list[str]()
+    there.name = ".in-use"
+    killed.acquire(there)
+    killed.closing.set()
+    (tmp_path / "rank000-00001.shard").write_bytes(b"x")
+    with shared_folders([tmp_path], say=said.append):
+        assert (tmp_path / "rank000-00001.shard").exists() and is_used(tmp_path)
+    assert len(said) == 1 and "did not say that it ended" in said[0]
 
 
 @pytest.mark.parametrize(
