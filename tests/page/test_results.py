@@ -12,7 +12,7 @@ from page_server import PageServer
 from patience import PATIENCE
 from playwright.sync_api import Page, expect
 
-from simpletuner.errors import EnvironmentNotReady
+from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.page.rendering import as_code
 from simpletuner.page.runs.results import Exporting, list_results
 from simpletuner.runs.folder import Folders, RunFolder, read_log
@@ -149,6 +149,9 @@ def test_exports_run_one_after_the_other_and_say_why_they_failed(folder: Path):
         assert time.monotonic() < end
         time.sleep(0.05)
     assert exporting.jobs[run.path].error is None, "a page that ends starts none"
+    with pytest.raises(SettingsError, match="checkpoint-000008 of .*: NUL characters are no part of a name"):
+        exporting.begin(run, "checkpoint-000008", ["runs", "export", "--pretrained_model_name_or_path=a\0b"])
+    assert not exporting.jobs[run.path].is_running, "what no process can be given must not count as running for ever"
 
 
 def test_problems_of_earlier_starts_are_apart(tmp_path: Path):

@@ -162,7 +162,9 @@ class Exporting:
     is_stopped: bool = False
 
     def begin(self, run: RunFolder, checkpoint: str, command: Sequence[str]) -> None:
-        """Raises EnvironmentNotReady while another checkpoint of the run is exported."""
+        """Raises EnvironmentNotReady while another one is exported, SettingsError for what no process can be given."""
+        if any("\0" in each for each in command):  # in the name of a base model
+            raise SettingsError(f"{checkpoint} of {run.name}: NUL characters are no part of a name", "remove them")
         job = self.jobs.get(run.path)
         if job is not None and job.is_running:
             raise EnvironmentNotReady(f"{job.checkpoint} of {run.name} is being exported", "wait until it is written")
@@ -222,7 +224,10 @@ def delete(request: Request) -> Response:
 def export(request: Request) -> Response:
     """Begin to write the pipeline or LoRA of a checkpoint beside that of the run; the page of the run shows the end."""
     run = open_run(folders_of(request), field(request, "run"))
-    name, average = named_checkpoint(run, field(request, "name")).row.name, ["--ema"] * bool(field(request, "ema"))
+    name, average = (
+        named_checkpoint(run, field(request, "name")).row.name,
+        ["--ema"] * (field(request, "ema") == "true"),
+    )
     base = field(request, "base")  # as the user was shown it, and agreed
     named = [f"--pretrained_model_name_or_path={base}"] if base else []
     exporting: Exporting = request.app.state.exporting
