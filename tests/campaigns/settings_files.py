@@ -19,7 +19,7 @@ from generated_settings import ENGINES
 from simpletuner.data.config.dataset_file import RULES as DATASET_RULES
 from simpletuner.settings.values.spelling import as_text
 
-TESTS = Path(__file__).parents[1] / "settings"
+TESTS = Path(__file__).parents[1]
 PICTURES = "pictures"
 MODEL = {"model_family": "sdxl", "model_flavour": "tiny"}
 IMAGES = {"instance_data_dir": PICTURES}
@@ -136,15 +136,14 @@ def datasets(draw: random.Random) -> list[dict[str, Any]]:
 
 
 def accelerate(draw: random.Random) -> Any:
-    samples = TESTS / "foreign" / "accelerate" / "samples"
+    samples = TESTS / "settings" / "foreign" / "accelerate" / "samples"
     path = draw.choice(sorted([*samples.glob("*.yaml"), samples / "older.json"]))
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def deepspeed(draw: random.Random) -> Any:
-    return json.loads(
-        draw.choice(sorted((TESTS / "foreign" / "deepspeed" / "samples").glob("*.json"))).read_text(encoding="utf-8")
-    )
+    samples = TESTS / "settings" / "foreign" / "deepspeed" / "samples"
+    return json.loads(draw.choice(sorted(samples.glob("*.json"))).read_text(encoding="utf-8"))
 
 
 def dump(value: Any, suffix: str) -> str:
