@@ -46,7 +46,7 @@ def test_torch_for_rocm_is_recognized_without_importing_it(tmp_path):
 
 @pytest.mark.parametrize("command", [("config", "validate", "c.toml"), ("deepspeed", "validate", "ds.json")])
 def test_validate_commands_refuse_rocm_too(tmp_path, command):
-    (tmp_path / "c.toml").write_text('model_family = "sdxl"\ninstance_data_dir = "x"\nzero_stage = 2\n')
+    (tmp_path / "c.toml").write_text('model_family = "sdxl"\ninstance_data_dir = "."\nzero_stage = 2\n')
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     done = run(tmp_path, *command, torch=ROCM)
     assert done.returncode == ExitCode.ENVIRONMENT
@@ -59,7 +59,7 @@ def test_config_validate_counts_the_weights_that_would_be_offloaded(tmp_path):
     (tmp_path / "model" / "unet" / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     (tmp_path / "model" / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}')
     (tmp_path / "c.toml").write_text(
-        'model_family = "sdxl"\npretrained_model_name_or_path = "model"\ninstance_data_dir = "x"\n'
+        'model_family = "sdxl"\npretrained_model_name_or_path = "model"\ninstance_data_dir = "."\n'
         'zero_stage = 3\noffload_optimizer = "nvme"\noffload_param_path = "swap"\n'
     )
     done = run(tmp_path, "config", "validate", "c.toml")
