@@ -286,7 +286,7 @@ def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
             f"dataset `{scan.dataset.id}`: no usable {scan.dataset.noun} in {scan.storage.describe()} ({left_out})",
             "; ".join(beside) or "write captions, or set another caption_strategy: filename or instanceprompt",
         )
-    if found.other_lengths == sum(counts.values()):
+    if 0 < found.other_lengths == sum(counts.values()):
         return DataError(
             f"dataset `{scan.dataset.id}`: no usable video in {scan.storage.describe()} ({left_out})",
             "change that to what the videos have; `fps` in the block `video` leaves frames out",

@@ -89,6 +89,10 @@ def test_what_leaves_out_all_videos_is_named(videos, tmp_path, video, limits):
     with pytest.raises(DataError, match=rf"\(1 shorter or longer than {limits} allow\)") as error:
         clips(tmp_path, **video)
     assert error.value.hint.startswith("change that to what the videos have")
+    (tmp_path / "long.mp4").unlink()
+    with pytest.raises(DataError, match="no usable video in [^(]*$") as error:
+        clips(tmp_path, **video)
+    assert "MP4, MOV" in error.value.hint, "nothing is there at all"
 
 
 def test_each_video_may_keep_its_own_length(videos):
