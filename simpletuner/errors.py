@@ -43,7 +43,7 @@ class SimpleTunerError(Exception):
         self.hint = mask_credentials(hint)
         super().__init__(self.message)
         self.about: tuple[str, ...] = ()
-        """The settings that the error is about, where it lists no mistakes."""
+        """The settings that the error is about, where it lists no mistakes: if some were set, these."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,14 @@ def join_errors(errors: Sequence[SimpleTunerError]) -> SimpleTunerError:
     """Return one error that says all, with all hints: a SettingsError if one of them is."""
     if len(errors) == 1 or not any(isinstance(each, SettingsError) for each in errors):
         return join_data_errors(errors)
-    rules = [[*getattr(each, "mistakes", ())] or [BrokenRule("", each.message)] for each in errors]
+    rules = [[*getattr(each, "mistakes", ())] or [rule_of(each)] for each in errors]
     hints = dict.fromkeys(each.hint for each in errors if each.hint)
     return SettingsError(mistakes=[rule for own in rules for rule in own], hint="; ".join(hints))
+
+
+def rule_of(error: SimpleTunerError) -> BrokenRule:
+    setting, *others = error.about or ("",)
+    return BrokenRule(setting, error.message, hint=error.hint, others=tuple(others))
 
 
 def join_data_errors(errors: Sequence[SimpleTunerError]) -> SimpleTunerError:

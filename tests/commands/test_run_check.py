@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from simpletuner.app import main
+from simpletuner.page.editing.fields import check, mistakes_of
+from simpletuner.settings.files.raw_values import RawValue, Source
 
 GOOD = {"model_family": "sdxl", "model_flavour": "tiny", "instance_data_dir": "pictures"}
 DATASETS = {"model_family": "sdxl", "model_flavour": "tiny", "data_backend_config": "d.json"}
@@ -124,6 +126,18 @@ def test_all_folders_and_tables_that_are_missing_are_said_at_one_start(said):
     assert "dataset `d0`: there is no folder 'gone0'" in lines[0] and "no table 'gone.csv'" in lines[1]
     assert lines[100].strip() == "and 20 more [data_backend_config: c.json:1]"
     assert lines[101] == "hint: set instance_data_dir to your images; then: set parquet.path to it"
+
+
+def test_the_page_shows_each_of_several_mistakes_beside_its_setting_with_its_hint(said):
+    wrong = {"lora_init": "gone", "pretrained_model_name_or_path": "/gone", "aspect_bucket_alignment": 12, "seed": "x"}
+    values = [RawValue(name, value, "c.toml:1") for name, value in (GOOD | wrong).items()]
+    for given in (values, values[:-1]):
+        found = [each for error in check([Source("c.toml", given)])[1] for each in mistakes_of(error)]
+        assert len(found) == len(set(found)) == len(wrong) - (given is not values)
+        assert {name for name, _ in found} == {each.name for each in given} & {*wrong}
+        sentences = dict(found)
+        assert sentences["pretrained_model_name_or_path"].endswith("is a folder, a .safetensors file or a hub id")
+        assert "; name a pytorch_lora_weights.safetensors" in sentences["lora_init"]
 
 
 def test_a_dry_run_prints_the_warnings_of_validate(said):

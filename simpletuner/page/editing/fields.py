@@ -53,7 +53,7 @@ def examine(document: Document, folders: Folders, environment: Mapping[str, str]
     outside = find_outside(document, folders)
     safe = replace(document, typed={**document.typed, **dict.fromkeys(outside, "")})
     loaded, errors = check(safe.sources(environment))
-    mistakes = [mistake for error in errors for mistake in mistakes_of(error, loaded.origins)]
+    mistakes = [mistake for error in errors for mistake in mistakes_of(error)]
     mistakes += [(name, f"{error.message}; {error.hint}") for name, error in outside.items()]
     by_setting: dict[str, list[str]] = {}
     for name, sentence in dict.fromkeys(mistakes):
@@ -74,12 +74,11 @@ def check(sources: Iterable[Source]) -> tuple[Loaded | InvalidSettings, list[Sim
     return loaded, examine_run(loaded)[1]
 
 
-def mistakes_of(error: SimpleTunerError, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
+def mistakes_of(error: SimpleTunerError) -> Iterator[tuple[str, str]]:
     """Yield each sentence with each setting next to which it is shown."""
     if not isinstance(error, SettingsError) or not error.mistakes:
         sentence = f"{error.message}; {error.hint}" if error.hint else error.message
-        # Of the settings that a check looks at, those that somebody has set.
-        for name in [name for name in error.about if name in origins] or error.about[:1] or [""]:
+        for name in error.about or ("",):
             yield name, sentence
         return
     for mistake in error.mistakes:
@@ -93,7 +92,7 @@ def mistakes_of(error: SimpleTunerError, origins: Mapping[str, Origin]) -> Itera
 def sentence_of(mistake: Mistake, is_beside: bool) -> str:
     """Describe the mistake; next to its field, omit the name, the value and the place, which are shown there."""
     if isinstance(mistake, BrokenRule):
-        return mistake.message
+        return f"{mistake.message}; {mistake.hint}" if mistake.hint else mistake.message
     if not is_beside:
         return str(mistake)
     inner = mistake.setting.partition(".")[2]

@@ -40,7 +40,7 @@ def naming_places(origins: Mapping[str, Origin], *names: str) -> Iterator[None]:
                 for each in error.mistakes
             ]
             raise SettingsError(mistakes=placed, hint=error.hint) from None
-        error.about = names
+        error.about = tuple(name for name in names if name in origins) or names[:1]
         if place := places_of(names, origins):
             error.message += f" [{place}]"
         raise
