@@ -209,8 +209,11 @@ def pipe_kinds(path: object, given: Mapping[str, object], is_middle: bool) -> It
         yield {"dataset_type": "video", "video": {"frame_buckets": lengths, **place}}
 
 
-def clip_lengths(given: Mapping[str, Any]) -> list[int]:
-    return sorted(size for size in given.get("frame_buckets") or [] if size != 1)
+def clip_lengths(given: Mapping[str, Any]) -> list[Any]:
+    lengths = given.get("frame_buckets") or []
+    if not isinstance(lengths, list) or not all(type(each) in (int, float) for each in lengths):
+        return [lengths]  # which the dataset refuses, with what it takes
+    return sorted(size for size in lengths if size != 1)
 
 
 def pipe_remarks(path: object, given: Mapping[str, object]) -> Iterator[Lost]:

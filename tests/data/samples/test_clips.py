@@ -11,6 +11,7 @@ import scanning
 from dataset_files import data_of, image, refusal
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tabled import scan_table
 from video_files import SIZE, numbers_of, write_video
 
@@ -24,6 +25,7 @@ from simpletuner.data.samples.buckets import make_buckets
 from simpletuner.data.samples.dataset_warnings import dataset_warnings, remark_on_rates
 from simpletuner.data.samples.discovery import Discovery
 from simpletuner.errors import DataError
+from simpletuner.importing.other_datasets import clip_lengths
 from simpletuner.models.catalog.support import clip_fps
 from simpletuner.models.families.ltxvideo import LTXVideo
 from simpletuner.models.families.ltxvideo2 import LTXVideo2
@@ -226,3 +228,10 @@ def test_clips_of_another_rate_than_the_model_are_counted_with_their_rates(tmp_p
     assert remark_on_rates(scan, 0) == (0, "")
     for family in (Wan, LTXVideo, LTXVideo2):
         assert clip_fps(Model(model_family=family.__name__.lower())) == family.frame_rate
+
+
+def test_lengths_of_another_kind_in_a_file_of_diffusion_pipe_are_left_to_the_dataset_to_refuse():
+    assert clip_lengths({"frame_buckets": [33, 1, 17]}) == [17, 33] and clip_lengths({}) == []
+    for wrong in ([17, "33"], "17", [True], {"a": 1}):
+        with pytest.raises(ValidationError, match="use a list of lengths in frames"):
+            VideoSettings.model_validate({"frame_buckets": clip_lengths({"frame_buckets": wrong})})
