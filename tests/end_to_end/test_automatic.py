@@ -7,13 +7,11 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import base
 from foreign import FOREIGN, build_foreign
 from modular import TINY, TRAINED, build_modular
-from PIL import Image
 from safetensors.torch import load_file
 
 from simpletuner.models.automatic.hooks import ALWAYS, FRAMES
@@ -35,9 +33,8 @@ def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipeli
     assert (plain.output / "pipeline" / "model_index.json").is_file()
     by_class = train(tmp_path / "class", *flags, "--model_family=sd3", "--caption_dropout_probability=0.2")
     assert plain.losses == pytest.approx(by_class.losses, rel=1e-5)
-    grids = [Image.open(run.output / "validation" / "grid-000003.png") for run in (plain, by_class)]
-    levels = [np.asarray(grid).astype(int) for grid in grids]
-    assert np.abs(levels[0] - levels[1]).max() <= 1, "weights that differ by 1e-6 may round to another level"
+    grids = [(run.output / "validation" / "grid-000003.png").read_bytes() for run in (plain, by_class)]
+    assert grids[0] == grids[1]
     for number, engine in enumerate(("--fsdp_enable", "--zero_stage=2", "--zero_stage=3"), 1):
         steps = ("--train_batch_size=1", f"--max_train_steps={number}")
         sharded = train(tmp_path / "sharded", *flags, *steps, engine, world=2)
