@@ -304,8 +304,8 @@ def flux(pipelines) -> Path:
 @pytest.fixture(scope="session")
 def shapes(built_once) -> Path:
     draw = [sys.executable, str(ROOT / "examples" / "shapes" / "draw.py"), "--count", "36"]
-    # A dataset is called by its folder, and its name is part of the seed of each sample: with another name, weights that
-    # start near zero take other signs in Adam's first steps, and tolerances of parity do not hold.
+    # A dataset is called by its folder, and its name is part of the seed of each sample: with another name, weights
+    # that start near zero take other signs in Adam's first steps, and tolerances of parity do not hold.
     return built_once("shapes0", lambda folder: subprocess.run([*draw, str(folder)], check=True, capture_output=True))
 
 
