@@ -253,22 +253,22 @@ def open_write_through(
     return WriteThroughCache(job, reader, writers.enter_context(open_writer(job, world.rank))), broken
 
 
-Way = Literal["filled", "write-through", "on demand"]
+CacheMode = Literal["precomputed", "write-through", "uncached"]
 """Records are made before training, or at their first use and stored, or at each use."""
 
 
-def way_of(disable: bool, ondemand: bool) -> Way:
-    """Way of making records, by the settings `..._cache_disable` and `..._cache_ondemand`."""
-    return "on demand" if disable else "write-through" if ondemand else "filled"
+def cache_mode(disable: bool, ondemand: bool) -> CacheMode:
+    """Mode of a cache, by its settings `..._cache_disable` and `..._cache_ondemand`."""
+    return "uncached" if disable else "write-through" if ondemand else "precomputed"
 
 
 class RecordSource(Generic[Item, Loaded]):
     """Records of a job's items; a write-through cache is written until `writers` closes."""
 
     def __init__(
-        self, job: CacheJob[Item, Loaded], way: Way, encoder: Encoder[Any], world: World, writers: ExitStack
+        self, job: CacheJob[Item, Loaded], mode: CacheMode, encoder: Encoder[Any], world: World, writers: ExitStack
     ) -> None:
-        self.job, self.way, self.encoder, self.world, self.writers = job, way, encoder, world, writers
+        self.job, self.mode, self.encoder, self.world, self.writers = job, mode, encoder, world, writers
         self.reader: ShardReader | None = None
         self.write_through: WriteThroughCache[Item, Loaded] | None = None
         self._last = threading.local()
@@ -279,9 +279,9 @@ class RecordSource(Generic[Item, Loaded]):
         Return the names of items whose files are known to be impossible to decode, with the reason.
         """
         broken: dict[str, str] = {}
-        if self.way == "on demand":
+        if self.mode == "uncached":
             self.encoder.load_early()
-        elif self.way == "write-through":
+        elif self.mode == "write-through":
             self.write_through, broken = open_write_through(
                 self.job, self.world, stop, self.writers, self.encoder.load_early
             )
@@ -298,7 +298,7 @@ class RecordSource(Generic[Item, Loaded]):
         if isinstance(made, str):
             # Not left out now: with another image in its place, batches would depend on that moment.
             hint = "run the same command again: it is left out then"
-            if self.way == "on demand":
+            if self.mode == "uncached":
                 hint = "leave out vae_cache_disable and text_cache_disable: it is then left out before training"
             raise DataError(f"{self.job.request(item).name} cannot be decoded: {made}", f"remove it, or {hint}")
         return dict(made)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.fill import RecordSource, way_of
+from simpletuner.caches.fill import RecordSource, cache_mode
 from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.records import folder_fingerprint, latents_parts, short_hash
 from simpletuner.caches.workers import CacheJob, CacheRequest, Made
@@ -81,11 +81,11 @@ class LatentsSource(RecordSource[Sample, Tensor | str]):
             compress=dataset.compress_cache,
             mirror=mirror,
         )
-        super().__init__(job, way_of(dataset.vae_cache_disable, dataset.vae_cache_ondemand), vae, world, writers)
+        super().__init__(job, cache_mode(dataset.vae_cache_disable, dataset.vae_cache_ondemand), vae, world, writers)
 
     def fill(self, report: Report, stop: Callable[[], None]) -> dict[str, str]:
         broken = super().fill(report, stop)
-        if self.way == "filled":
+        if self.mode == "precomputed":
             self.warn_about_doubtful(report)
         return broken
 

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.fill import RecordSource, way_of
+from simpletuner.caches.fill import RecordSource, cache_mode
 from simpletuner.caches.latents import LatentsSource
 from simpletuner.caches.store.mirror import open_mirror
 from simpletuner.caches.texts import PairedTexts, TextSource
@@ -66,7 +66,7 @@ class Sources:
     def caches(self) -> list[RecordSource[Any, Any]]:
         """Sources whose records are stored."""
         every = (*self.all_texts, *self.paired.values(), *self.latents.values())
-        return [each for each in every if each.way != "on demand"]
+        return [each for each in every if each.mode != "uncached"]
 
     @property
     def concurrent_reads(self) -> int:
@@ -108,9 +108,9 @@ def open_sources(
         own = [part for part in using if part.dataset.text_cache_ondemand == ondemand]
         # Validation prompts are cached with the default's captions, once, not in each cache.
         own_prompts = prompts if number == 0 and holds_prompts(settings, ondemand) else []
-        folder, way, compress = text_folder(embeds, settings), way_of(disable, ondemand), embeds.compress_cache
+        folder, mode, compress = text_folder(embeds, settings), cache_mode(disable, ondemand), embeds.compress_cache
         mirror = None if disable else open_mirror(embeds, folder)
-        return TextSource(folder, own, own_prompts, encoder, family, world, dtype, compress, mirror, way, writers)
+        return TextSource(folder, own, own_prompts, encoder, family, world, dtype, compress, mirror, mode, writers)
 
     def text_of(given: ImageDataset | Data) -> TextSource:
         if given.text_cache_disable:

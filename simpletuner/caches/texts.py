@@ -15,7 +15,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.fill import RecordSource, Way, way_of
+from simpletuner.caches.fill import CacheMode, RecordSource, cache_mode
 from simpletuner.caches.latents import decoding_threads
 from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.records import KeyParts, folder_fingerprint, reference_parts, short_hash, text_parts
@@ -43,7 +43,7 @@ class TextSource(RecordSource[str, str]):
         dtype: torch.dtype,
         compress: bool,
         mirror: Mirror | None,
-        way: Way,
+        mode: CacheMode,
         writers: ExitStack,
     ) -> None:
         parts, cleans = key_parts(family, dtype), has_clip(family.index)
@@ -64,7 +64,7 @@ class TextSource(RecordSource[str, str]):
         chunk = family.settings.data.text_encoder_batch_size
         listed = partial(different_captions, samples, prompts)
         job = CacheJob("captions", folder, digest, chunk, listed, request, str, make, compress=compress, mirror=mirror)
-        super().__init__(job, way, encoder, world, writers)
+        super().__init__(job, mode, encoder, world, writers)
 
 
 def key_parts(family: ModelFamily, dtype: torch.dtype) -> KeyParts:
@@ -127,7 +127,8 @@ class PairedTexts(RecordSource[Sample, Loaded]):
             compress=compress,
             mirror=mirror,
         )
-        super().__init__(job, way_of(dataset.text_cache_disable, dataset.text_cache_ondemand), encoder, world, writers)
+        mode = cache_mode(dataset.text_cache_disable, dataset.text_cache_ondemand)
+        super().__init__(job, mode, encoder, world, writers)
 
     def read(self, sample: Sample, caption: str) -> Conditioning:
         """Return the embedding of one of a sample's captions, or of the empty one, without a batch axis."""

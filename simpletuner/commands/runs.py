@@ -177,12 +177,12 @@ def summaries_in(folder: Path | None) -> list[Summary]:
     """
     from simpletuner.runs.condition import KnownStart
     from simpletuner.runs.folder import Folders, RunFolder, check_run, is_run
-    from simpletuner.runs.listing import NothingStarted, RunList, summarize
+    from simpletuner.runs.listing import NoStartedRuns, RunList, summarize
 
     place = folder or Path()
     if folder is not None and is_run(folder):
         return [summarize(RunFolder(folder.resolve(), Folders.of([folder])), KnownStart())]
-    summaries = RunList(Folders.of([place]), NothingStarted()).summaries() if place.is_dir() else []
+    summaries = RunList(Folders.of([place]), NoStartedRuns()).summaries() if place.is_dir() else []
     if not summaries:
         check_run(place)
     return summaries

@@ -123,7 +123,7 @@ class Kept:
     summary: Summary
 
 
-class Starter(Protocol):
+class StartedRuns(Protocol):
     """Knowledge of the runs that this process has started itself."""
 
     def known(self, run: RunFolder) -> KnownStart: ...
@@ -131,7 +131,7 @@ class Starter(Protocol):
     def is_started(self, output: Path) -> bool: ...
 
 
-class NothingStarted:
+class NoStartedRuns:
     """A command that lists runs has started none of them."""
 
     def known(self, run: RunFolder) -> KnownStart:
@@ -144,7 +144,7 @@ class NothingStarted:
 class RunList:
     """Runs and summaries for all visitors of a page."""
 
-    def __init__(self, folders: Folders, processes: Starter) -> None:
+    def __init__(self, folders: Folders, processes: StartedRuns) -> None:
         self.folders, self.processes = folders, processes
         self.listed: dict[str, ListedFolder] = {}
         self.kept: dict[str, Kept] = {}

@@ -15,7 +15,7 @@ from patience import PATIENCE
 
 from simpletuner.caches import workers as recent
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.fill import RecordSource, Way, WriteThroughCache, fill_cache, open_write_through
+from simpletuner.caches.fill import CacheMode, RecordSource, WriteThroughCache, fill_cache, open_write_through
 from simpletuner.caches.store.shards import ShardReader, ShardWriter
 from simpletuner.caches.workers import CacheJob, CacheRequest, Made
 from simpletuner.errors import DataError
@@ -129,19 +129,19 @@ def test_what_cannot_be_made_is_known_at_the_next_start_and_a_complete_cache_nee
 
 
 def test_records_are_equal_however_they_are_made_and_what_cannot_be_made_is_an_error_with_a_way_on(tmp_path):
-    ways: tuple[Way, ...] = ("filled", "write-through", "on demand")
-    for way in ways:
+    modes: tuple[CacheMode, ...] = ("precomputed", "write-through", "uncached")
+    for mode in modes:
         maker, items = Maker(broken="r7"), wanted()
-        encoder, folder = Encoder(lambda: None, torch.device("cpu")), tmp_path / way
+        encoder, folder = Encoder(lambda: None, torch.device("cpu")), tmp_path / mode
         with ExitStack() as writers:
-            source = RecordSource(maker.job(folder), way, encoder, alone(), writers)
-            assert source.fill(Report(quiet=True), GO_ON) == ({"r7": "no image"} if way == "filled" else {})
-            assert len(maker.made) == (COUNT if way == "filled" else 0)
+            source = RecordSource(maker.job(folder), mode, encoder, alone(), writers)
+            assert source.fill(Report(quiet=True), GO_ON) == ({"r7": "no image"} if mode == "precomputed" else {})
+            assert len(maker.made) == (COUNT if mode == "precomputed" else 0)
             read = [float(source.record(item)["t"][0]) for item in items if item.name != "r7" for _ in range(2)]
             assert read == [number for number in range(COUNT) if number != 7 for _ in range(2)]
-            assert len(maker.made) == (COUNT if way == "filled" else COUNT - 1), "a second reading makes nothing"
-            if way != "filled":
+            assert len(maker.made) == (COUNT if mode == "precomputed" else COUNT - 1), "a second reading makes nothing"
+            if mode != "precomputed":
                 with pytest.raises(DataError, match="r7 cannot be decoded: no image") as raised:
                     source.record(items[7])
-                assert ("leave out vae_cache_disable" in str(raised.value.hint)) == (way == "on demand")
-        assert folder.exists() == (way != "on demand")
+                assert ("leave out vae_cache_disable" in str(raised.value.hint)) == (mode == "uncached")
+        assert folder.exists() == (mode != "uncached")
