@@ -92,7 +92,7 @@ def refuse_other_format(target: str) -> None:
     """Raise SettingsError for the name of no TOML file: `train --config` reads a file as its suffix says."""
     path = Path(target)
     if path.suffix.lower() != ".toml" and not target.startswith("/dev/"):
-        raise SettingsError(f"{shown_path(path)}: a .toml file is written", "give it a name that ends in .toml")
+        raise SettingsError(f"{shown_path(path)}: a new config file is TOML", "give it a name that ends in .toml")
 
 
 def without_rivals(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:

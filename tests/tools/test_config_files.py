@@ -153,13 +153,13 @@ def test_values_that_are_empty_or_have_no_effect_are_written_too():
     [
         (
             "a.json",
-            "a.json: a .toml file is written",
+            "a.json: a new config file is TOML",
             "give it a name that ends in .toml",
         ),  # train would read it as JSON
-        ("a.yaml", "a.yaml: a .toml file is written", "give it a name that ends in .toml"),
-        ("config.env", "config.env: a .toml file is written", "give it a name that ends in .toml"),
-        ("b", "b: a .toml file is written", "give it a name that ends in .toml"),
-        (".", ".: a .toml file is written", "give it a name that ends in .toml"),
+        ("a.yaml", "a.yaml: a new config file is TOML", "give it a name that ends in .toml"),
+        ("config.env", "config.env: a new config file is TOML", "give it a name that ends in .toml"),
+        ("b", "b: a new config file is TOML", "give it a name that ends in .toml"),
+        (".", ".: a new config file is TOML", "give it a name that ends in .toml"),
         ("folder.toml", "folder.toml is a folder", "give another name"),
         ("file/a.toml", "cannot write file/a.toml: file is no folder", "give another name"),
         (f"{'a' * 300}.toml", "File name too long", "give another name"),
