@@ -21,10 +21,22 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 from buckets_here import bucket_server  # noqa: E402
 from conftest import Starter  # noqa: E402
-from kills import HELD_OUT, ON_DEMAND, VALIDATION, Campaign, Kind, contents, doing, fixtures, run_campaigns  # noqa: E402
+from kills import (  # noqa: E402
+    HELD_OUT,
+    KEPT,
+    ON_DEMAND,
+    SAVED_EACH,
+    VALIDATION,
+    Campaign,
+    Kind,
+    contents,
+    doing,
+    fixtures,
+    run_campaigns,
+)
 from s3_server import BUCKET, Fault, Proxy  # noqa: E402
 
-from simpletuner.checkpoints.layout import load_checkpoint  # noqa: E402
+from simpletuner.checkpoints.layout import load_checkpoint, parse_step  # noqa: E402
 from simpletuner.data.config.places import mirror_place  # noqa: E402
 from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket  # noqa: E402
 from simpletuner.system.files.checksums import file_checksum  # noqa: E402
@@ -44,8 +56,8 @@ class BucketCampaign(Campaign):
 
     proxy: Proxy = field(default_factory=lambda: Proxy(""))
     prefix: str = ""
-    newest: int = -1
-    """Step of the newest checkpoint that was whole in the bucket of the present run."""
+    whole: tuple[int, ...] = ()
+    """Steps of the checkpoints that were whole in the bucket of the present run after its last kill."""
 
     def command(self, output: Path) -> tuple[str, ...]:
         return (*super().command(output), f"--mirror_output={self.address}")
@@ -58,7 +70,7 @@ class BucketCampaign(Campaign):
         self, number: int, kills: int, longest: dict[str, float], wanted: dict[str, str], draw: random.Random
     ) -> list[tuple[str, str]]:
         killed = list[tuple[str, str]]()
-        self.prefix, self.newest = f"{self.folder.name}/run{number}", -1
+        self.prefix, self.whole = f"{self.folder.name}/run{number}", ()
         for start in range(kills):
             output = self.folder / f"run{number}-{start}"
             refused = Fault("checkpoints/", 503, "SlowDown", times=draw.randint(1, 6))
@@ -84,28 +96,30 @@ class BucketCampaign(Campaign):
 
     def look(self, when: str) -> None:
         """Note what is whole in the bucket and is not, and a checkpoint that was there before."""
-        folder = self.copied()
-        steps = [self.newest]
+        folder, steps = self.copied(), list[int]()
         for state in sorted(folder.glob("checkpoints/checkpoint-*/state.json")):
             checkpoint = load_checkpoint(state.parent)
             steps.append(checkpoint.step)
             for name, value in checkpoint.state["checksums"].items():
                 if file_checksum(state.parent / name) != value:
                     self.problems.append(f"{when}: {state.parent.name}/{name} differs from its checksum")
-        found = max(steps[1:], default=-1)
-        if found < self.newest:
-            self.problems.append(f"{when}: the newest checkpoint is of step {found}, and was of {self.newest}")
-        self.newest = found
+        newest, before = (max(each, default=-1) for each in (steps, self.whole))
+        if newest < before:
+            self.problems.append(f"{when}: the newest checkpoint is of step {newest}, and was of {before}")
+        self.whole = tuple(steps)
 
     def compare(self, wanted: dict[str, str], found: dict[str, str], output: Path) -> None:
-        """Note every file that differs.
+        """Note every file that differs, and any checkpoint that is not one of the newest.
 
-        Older checkpoints may be other ones: the newest is uploaded first, and who dies takes the others along.
+        The bucket keeps those that were whole after the last kill, and gets those that the last start saves. A start
+        uploads its newest checkpoint first: one that is killed then takes the others along.
         """
         ours, theirs = checkpoints_in(wanted), checkpoints_in(found)
+        saved = range(SAVED_EACH, self.steps + 1, SAVED_EACH)
+        steps = sorted({*self.whole, *(step for step in saved if step > max(self.whole, default=0))})[-KEPT:]
+        if sorted(parse_step(Path(name)) for name in theirs) != steps:
+            self.problems.append(f"{output.name}: checkpoints {sorted(theirs)}, not those of steps {steps}")
         both = ours & theirs
-        if max(ours) not in both or len(ours) != len(theirs):
-            self.problems.append(f"{output.name}: checkpoints {sorted(theirs)}, not {sorted(ours)}")
         kept = [{name: each[name] for name in each if checkpoints_in([name]) <= both} for each in (wanted, found)]
         super().compare(*kept, output)
 

@@ -61,7 +61,10 @@ STOPPED = (0, 143, -signal.SIGTERM)
 MOST_KILLS = 12
 """Of one run, before it may end: kills are cheaper than ends, which are compared."""
 TIMINGS = {"samples_per_second", "seconds", "data_seconds", "tflops_per_second"}
-COMMON = ("--train_batch_size=2", "--vae_batch_size=3", "--checkpoint_step_interval=2", "--checkpoints_total_limit=3")
+SAVED_EACH, KEPT = 2, 3
+"""Steps between checkpoints, and how many stay."""
+SAVING = (f"--checkpoint_step_interval={SAVED_EACH}", f"--checkpoints_total_limit={KEPT}")
+COMMON = ("--train_batch_size=2", "--vae_batch_size=3", *SAVING)
 VALIDATION = ("--validation_prompt=a red circle", "--validation_step_interval=4", "--validation_num_inference_steps=1")
 HELD_OUT = ("--eval_split=0.2", "--eval_step_interval=2", "--eval_timesteps=2")
 CLIP = ("--validation_resolution=64x48@5",)
