@@ -20,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 from simpletuner.errors import SimpleTunerError, explain_os_error, system_error
 from simpletuner.page import configurations, exports, preferences
 from simpletuner.page import run_routes as runs
+from simpletuner.page.child_processes import AwaitedCommands
 from simpletuner.page.datasets import routes as datasets
 from simpletuner.page.editing import blocks, builder_dialog, editor, planning
 from simpletuner.page.editing.planning import Planning
@@ -57,13 +58,13 @@ def build_application(
         },
     )
     application.state.folders, application.state.config = folders, config
-    # Locks of the server, not of a visitor: files are saved one after the other, and so are models built.
-    application.state.saving, application.state.detecting = threading.Lock(), threading.Lock()
+    application.state.saving = threading.Lock()  # of the server, not of a visitor: one file is saved after the other
+    application.state.commands = commands = AwaitedCommands()
     # Each decoded image takes up to 200 MB, and browsers ask for six at a time.
     application.state.decoding = threading.BoundedSemaphore(2)
     application.state.watched, application.state.rows = Watched(), KeptRows()
-    application.state.planning = Planning()
-    application.state.exporting = Exporting(application.state.detecting)
+    application.state.planning = Planning(commands)
+    application.state.exporting = Exporting(commands)
     application.state.processes = processes = Processes()
     application.state.runs = runs_in_folders = RunList(folders, processes)
     application.state.queue = RunQueue(folders, processes, runs_in_folders, application.state.saving)
@@ -78,8 +79,7 @@ async def lifespan(application: Starlette) -> AsyncIterator[None]:
     application.state.queue.thread.start()
     yield
     application.state.queue.stop()
-    application.state.planning.stop()
-    application.state.exporting.stop()
+    application.state.commands.close()
 
 
 def first_page(request: Request) -> Response:

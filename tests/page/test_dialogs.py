@@ -20,6 +20,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from simpletuner.caches.store.shards import ShardWriter
 from simpletuner.errors import EnvironmentNotReady
+from simpletuner.page.child_processes import AwaitedCommands
 from simpletuner.page.editing import blocks
 from simpletuner.settings.declared.sections import Model
 from simpletuner.settings.showing.export import FORMATS
@@ -99,10 +100,9 @@ def test_blocks_are_detected_applied_and_trained_with(
     assert "ResnetBlock2D" in run.said and (folder / "out" / "metrics.jsonl").is_file()
 
 
-def test_detecting_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(blocks, "SECONDS", 0.05)
-    with pytest.raises(EnvironmentNotReady, match="took longer than") as raised:
-        blocks.detect_apart(Model(model_family="sdxl"))
+def test_detecting_that_takes_too_long_is_ended():
+    with pytest.raises(EnvironmentNotReady, match="took longer than 0.05 s") as raised:
+        AwaitedCommands().run(blocks.arguments_for(Model(model_family="sdxl")), 0.05)
     assert "simpletuner detect-blocks --json" in raised.value.hint and "--model_family=sdxl" in raised.value.hint
 
 

@@ -18,6 +18,7 @@ from patience import PATIENCE
 from playwright.sync_api import Page, expect
 
 from simpletuner.errors import EnvironmentNotReady
+from simpletuner.page.child_processes import AwaitedCommands
 from simpletuner.page.editing.planning import Planning, PlanQuestion
 from simpletuner.system.numbers import format_gib
 
@@ -104,7 +105,8 @@ def test_what_is_typed_is_planned_and_what_would_fit_is_taken_over(
 
 
 def test_one_process_at_a_time_and_answers_are_kept(tmp_path: Path):
-    planning, ended = Planning(), []
+    commands, ended = AwaitedCommands(), []
+    planning = Planning(commands)
 
     def ask(text: str, key: str, gpu: str = "H100", again: bool = False) -> Any:
         return planning.answer(PlanQuestion(Path("a.toml"), text, tmp_path, gpu), key, again)
@@ -112,14 +114,13 @@ def test_one_process_at_a_time_and_answers_are_kept(tmp_path: Path):
     earlier = threading.Thread(target=lambda: ended.append(ask(CONFIG, "earlier")))
     earlier.start()
     end = time.monotonic() + PATIENCE
-    while planning.process is None and time.monotonic() < end:
+    while not commands.processes and time.monotonic() < end:
         time.sleep(0.01)
-    process = planning.process
-    assert process is not None
+    [process] = commands.processes.values()
     with pytest.raises(EnvironmentNotReady, match="not in the table"):
         ask(CONFIG, "later", gpu="nonsense")
     earlier.join(PATIENCE)
-    assert ended == [None] and process.returncode == -signal.SIGKILL and planning.process is None
+    assert ended == [None] and process.returncode == -signal.SIGKILL and not commands.processes
     planning.kept["known"] = {"fits": True}
     assert ask(CONFIG, "known", gpu="nonsense") == {"fits": True}, "no process is needed"
     with pytest.raises(EnvironmentNotReady):

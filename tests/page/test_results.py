@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from patience import PATIENCE
 from playwright.sync_api import Page, expect
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.page.child_processes import AwaitedCommands
 from simpletuner.page.rendering import as_code
 from simpletuner.page.runs.results import Exporting, list_results
 from simpletuner.runs.folder import Folders, RunFolder, read_log
@@ -129,9 +129,9 @@ def test_a_download_needs_what_every_request_needs(server: PageServer):
 def test_exports_run_one_after_the_other_and_say_why_they_failed(folder: Path):
     folders = Folders.of([folder])
     run, other = (RunFolder(folder / "out" / name, folders) for name in ("run", "trap"))
-    busy = threading.Lock()
-    exporting = Exporting(busy)
-    with busy:  # as while blocks are detected
+    commands = AwaitedCommands()
+    exporting = Exporting(commands)
+    with commands.heavy:  # as while blocks are detected
         exporting.begin(run, "checkpoint-000004", ["runs", "export", str(folder / "nothing")])
         job = exporting.jobs[run.path]
         assert job.is_running and job.doing == "waiting for another one"
@@ -143,7 +143,7 @@ def test_exports_run_one_after_the_other_and_say_why_they_failed(folder: Path):
         assert time.monotonic() < end
         time.sleep(0.05)
     assert job.error is not None and job.error.message.startswith("there is no run in") and job.error.hint
-    exporting.stop()
+    commands.close()
     exporting.begin(run, "checkpoint-000008", ["runs", "export"])
     while exporting.jobs[run.path].is_running:
         assert time.monotonic() < end

@@ -14,9 +14,10 @@ from starlette.requests import Request
 
 from simpletuner import __version__
 from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerError
+from simpletuner.page.child_processes import launch
 from simpletuner.page.editing.documents import Document, load_document
 from simpletuner.page.rendering import folders_of
-from simpletuner.page.runs.processes import launch, processes_of, signal_holder
+from simpletuner.page.runs.processes import is_in_use, processes_of, signal_holder
 from simpletuner.runs.condition import ConditionState, find_condition
 from simpletuner.runs.folder import Folders, RunFolder
 from simpletuner.runs.listing import read_status_of
@@ -112,7 +113,7 @@ def start_check(request: Request, checked: Checked, decode: bool) -> None:
     run, processes = checked.run, processes_of(request)
     await_exit(processes.started.get(run.path), read_status_of(run))
     with request.app.state.saving:  # two tabs start one
-        if run.lease[1] is Holding.HELD or processes.known(run).started_pid:
+        if is_in_use(processes, run):
             return
         run.path.mkdir(parents=True, exist_ok=True)
         remove_oldest(run.path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +15,7 @@ from starlette.routing import Route
 from simpletuner.counting.block_detection import Detection, find_cached, from_json
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.catalog.architecture import architecture_of
+from simpletuner.page.child_processes import AwaitedCommands
 from simpletuner.page.editing.documents import Document
 from simpletuner.page.editing.editor import read_document
 from simpletuner.page.editing.fields import examine
@@ -24,7 +23,6 @@ from simpletuner.page.rendering import folders_of, render
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import Model
 from simpletuner.settings.showing.export import as_flags
-from simpletuner.system.processes.python_process import module_command
 
 SETTING = "fsdp_transformer_layer_cls_to_wrap"
 NAMES_MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path", "revision", "model_families")
@@ -47,32 +45,15 @@ def detect(request: Request) -> Response:
     document, model = model_of(request)
     found, error = None, None
     try:
-        with request.app.state.detecting:  # each such process takes a gigabyte and all cores
-            found = detect_apart(model)
+        commands: AwaitedCommands = request.app.state.commands
+        with commands.heavy:
+            printed = commands.run(arguments_for(model), SECONDS)
+        detected = from_json(json.loads(printed)) if printed else None
+        found = detected and replace(detected, cached=False)
     except EnvironmentNotReady as raised:
         error = raised
     values = {"found": found, "chosen": chosen(document, found), "warnings": [], "error": error}
     return HTMLResponse(render("blocks_found", setting=SETTING, name=name_of(model), **values))
-
-
-def detect_apart(model: Model) -> Detection | None:
-    """Detect blocks in a separate process.
-
-    Raises:
-        EnvironmentNotReady: what the process said went wrong, or that it took too long.
-    """
-    command = module_command("simpletuner", *arguments_for(model))
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired as error:
-        message = f"detecting took longer than {SECONDS} s and was ended"
-        raise EnvironmentNotReady(
-            message, f"run it in a terminal: {shlex.join(['simpletuner', *arguments_for(model)])}"
-        ) from error
-    if done.returncode:
-        raise error_in(done.stderr)
-    detected = from_json(json.loads(done.stdout))
-    return detected and replace(detected, cached=False)
 
 
 def model_of(request: Request) -> tuple[Document, Model]:
@@ -86,12 +67,6 @@ def arguments_for(model: Model) -> list[str]:
     flags = as_flags({name: values[name] for name in NAMES_MODEL})
     own = ["--json", "--refresh", f"--config={os.devnull}", "--accelerate_config=none"]
     return ["detect-blocks", *own, *flags]
-
-
-def error_in(said: str, otherwise: str = "the process that detects ended without a result") -> EnvironmentNotReady:
-    """Return the error that the command printed, with its hint."""
-    lines = dict(line.split(": ", 1) for line in said.splitlines() if line.startswith(("error: ", "hint: ")))
-    return EnvironmentNotReady(lines.get("error", otherwise), lines.get("hint", ""))
 
 
 def chosen(document: Document, found: Detection | None) -> set[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,14 +18,13 @@ from starlette.routing import Route
 
 from simpletuner import __version__
 from simpletuner.errors import EnvironmentNotReady, ExitCode, SimpleTunerError
-from simpletuner.page.editing.blocks import error_in
+from simpletuner.page.child_processes import AwaitedCommands
 from simpletuner.page.editing.documents import Document, find_outside, shown_value
 from simpletuner.page.editing.editor import read_document
 from simpletuner.page.rendering import field, folders_of, render
 from simpletuner.settings import Settings
 from simpletuner.settings.resolving.loading import resolve
 from simpletuner.system.files.checksums import value_checksum
-from simpletuner.system.processes.python_process import module_command
 
 SECONDS = 1800
 """`--auto` of the largest models counts for minutes, on a busy machine for some more."""
@@ -70,15 +67,14 @@ class PlanQuestion:
     def command(self, config: Path) -> list[str]:
         flags = [f"--gpu={self.gpu}" if self.gpu else "", f"--gpu_memory={self.gpu_memory}" if self.gpu_memory else ""]
         auto = ["--auto"] if self.auto else []
-        return module_command("simpletuner", "plan", f"--config={config}", "--json", *filter(None, flags), *auto)
+        return ["plan", f"--config={config}", "--json", *filter(None, flags), *auto]
 
 
 class Planning:
-    """The plans of this page: the process that counts one now, and the answers to earlier questions."""
+    """The plans of this page, and the answers to earlier questions."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.process: subprocess.Popen[str] | None = None
+    def __init__(self, commands: AwaitedCommands) -> None:
+        self.commands = commands
         self.kept: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
 
     def answer(self, question: PlanQuestion, key: str, again: bool) -> Mapping[str, Any] | None:
@@ -86,7 +82,7 @@ class Planning:
 
         Raises EnvironmentNotReady with the sentence of the command where it has no plan.
         """
-        self.stop()
+        self.commands.kill("plan")
         if not again and (known := self.kept.get(key)) is not None:
             return known
         with TemporaryDirectory(prefix="simpletuner-plan-") as folder:
@@ -101,42 +97,15 @@ class Planning:
 
     def run(self, question: PlanQuestion, config: Path) -> Mapping[str, Any] | None:
         # What the command keeps while it counts goes with our folder, also where it is killed.
-        environment = {**os.environ, "TMPDIR": str(config.parent)}
-        with self.lock:
-            self.stop_process()
-            self.process = process = subprocess.Popen(
-                question.command(config),
-                cwd=question.place,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+        own = {"TMPDIR": str(config.parent)}
         try:
-            printed, said = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            message = f"planning took longer than {SECONDS} s and was ended"
-            raise EnvironmentNotReady(message, "run `simpletuner plan` in a terminal") from None
-        with self.lock:
-            if self.process is not process:
-                return None
-            self.process = None
-        if process.returncode in ANSWERED and printed:
-            return json.loads(printed)
-        raise error_in(said.replace(str(config), str(question.path)), "the process that plans ended without a result")
-
-    def stop(self) -> None:
-        """End the process whose question is outdated."""
-        with self.lock:
-            self.stop_process()
-
-    def stop_process(self) -> None:
-        if self.process is not None:
-            self.process.kill()  # whoever waits for it reaps it
-            self.process = None
+            printed = self.commands.run(
+                question.command(config), SECONDS, place=question.place, variables=own, answered=ANSWERED
+            )
+        except EnvironmentNotReady as error:
+            said = (each.replace(str(config), str(question.path)) for each in (error.message, error.hint))
+            raise EnvironmentNotReady(*said) from None
+        return json.loads(printed) if printed else None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.page.child_processes import launch
 from simpletuner.page.editing.documents import Document, load_document
-from simpletuner.run_log import START_CONSOLE
 from simpletuner.runs.checkpoints import named_checkpoint
 from simpletuner.runs.condition import Condition, KnownStart, find_condition
 from simpletuner.runs.folder import Folders, RunFolder
@@ -24,7 +24,6 @@ from simpletuner.settings import Loaded
 from simpletuner.system.files.lease import Holding
 from simpletuner.system.files.lease_folder import StandingRecords
 from simpletuner.system.files.lease_record import Record
-from simpletuner.system.processes.python_process import module_command
 from simpletuner.system.processes.run_status import RunState, RunStatus
 from simpletuner.system.processes.signals import REPEAT_SECONDS
 
@@ -80,7 +79,7 @@ def is_in_use(processes: Processes, run: RunFolder) -> bool:
 
 
 def start_prepared(
-    processes: Processes, prepared: PreparedStart, checkpoint: str = "", variables: Mapping[str, str] | None = None
+    processes: Processes, prepared: PreparedStart, checkpoint: str = "", variables: Mapping[str, str] = {}
 ) -> subprocess.Popen[bytes]:
     """Run `simpletuner train --config NAME`, which goes on when the page ends; from a checkpoint of its folder by name,
     else from the newest. The caller holds the lock of what is saved: two clicks, in one tab or in two, start one run.
@@ -97,30 +96,6 @@ def start_prepared(
     processes.configs[run.path] = str(prepared.document.path)
     processes.started[run.path] = process = launch(run, arguments, run.folders.roots[0], variables)
     return process
-
-
-def launch(
-    run: RunFolder, arguments: Sequence[str], place: Path, variables: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a command that goes on when the page ends. What it prints is in the folder, beside the console of the run
-    that is there: the command may have to leave that as it is."""
-    command = module_command("simpletuner", *arguments)
-    # O_NONBLOCK: opening a FIFO of that name would wait for a reader, and is refused.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(run.path / START_CONSOLE, flags, 0o666)
-    try:
-        # A separate session: Ctrl-C in the page's terminal, and its end, are not for the run.
-        return subprocess.Popen(
-            command,
-            cwd=place,
-            env={**os.environ, **(variables or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=descriptor,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    finally:
-        os.close(descriptor)
 
 
 def stop_run(request: Request, run: RunFolder) -> int:

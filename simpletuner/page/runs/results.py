@@ -9,7 +9,6 @@ import json
 import os
 import re
 import stat
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from starlette.routing import Route
 
 from simpletuner.checkpoints.layout import EXPORTS, FINISHED, PAGE, remove_checkpoint
 from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerError, explain_os_error
-from simpletuner.page.editing.blocks import error_in
+from simpletuner.page.child_processes import AwaitedCommands
 from simpletuner.page.rendering import field, folders_of, respond, toast
 from simpletuner.page.runs.processes import look_at, processes_of
 from simpletuner.page.runs.watching import SMOOTHING, Watched, WatchedRun
@@ -32,7 +31,6 @@ from simpletuner.runs.checkpoints import named_checkpoint
 from simpletuner.runs.folder import RunFolder, open_run
 from simpletuner.runs.gallery import GalleryImage
 from simpletuner.system.files.lease import Holding
-from simpletuner.system.processes.python_process import module_command
 
 NAME = re.compile(
     rf"(?P<kind>{'|'.join(EXPORTS.values())})(?P<ema>-ema)?(?:-(?P<step>\d{{1,12}}))?(\.safetensors)?", re.ASCII
@@ -155,11 +153,8 @@ class ExportJob:
 class Exporting:
     """The exports that this page was asked for, the last one of each run."""
 
-    heavy: threading.Lock
-    """Lock of the server's heavy processes: each that imports torch takes gigabytes and all cores."""
+    commands: AwaitedCommands
     jobs: dict[Path, ExportJob] = dataclass_field(default_factory=dict)
-    process: subprocess.Popen[str] | None = None
-    is_stopped: bool = False
 
     def begin(self, run: RunFolder, checkpoint: str, command: Sequence[str]) -> None:
         """Raises EnvironmentNotReady while another one is exported, SettingsError for what no process can be given."""
@@ -172,39 +167,18 @@ class Exporting:
         threading.Thread(target=self.export, args=(job,), name="export", daemon=True).start()
 
     def export(self, job: ExportJob) -> None:
-        with self.heavy:
-            if not self.is_stopped:
-                job.doing = "starting"
-                try:
-                    self.run(job)
-                except OSError as error:  # no process can be started
-                    job.error = explain_os_error(error)
+        def show(line: str) -> None:
+            job.doing = line.strip() or job.doing
+
+        with self.commands.heavy:
+            job.doing = "starting"
+            try:
+                self.commands.run(job.command, say=show)  # with the page ends it: a half-written export has no name
+            except SimpleTunerError as error:
+                job.error = error
+            except OSError as error:  # no process can be started
+                job.error = explain_os_error(error)
         job.is_running = False
-
-    def run(self, job: ExportJob) -> None:
-        said: list[str] = []
-        with subprocess.Popen(
-            module_command("simpletuner", *job.command),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        ) as process:
-            self.process = process
-            assert process.stderr is not None
-            for line in process.stderr:
-                said.append(line)
-                job.doing = line.strip() or job.doing
-        self.process = None
-        if process.returncode:
-            job.error = error_in("".join(said), "the process that exports ended without a result")
-
-    def stop(self) -> None:
-        """End the process with the page: a half-written export has no name."""
-        self.is_stopped = True
-        if (process := self.process) is not None:
-            process.kill()
 
 
 def delete(request: Request) -> Response:
