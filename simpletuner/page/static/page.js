@@ -37,9 +37,11 @@ new MutationObserver((changes) => {
   for (const old of [...shown].slice(0, -MOST_TOASTS)) old.remove();
 }).observe(document.getElementById("toasts"), { childList: true });
 
-// Enter answers an offer. htmx binds its buttons 20 ms after they are inserted: a key before that would do nothing.
+// Who has asked for what is swapped in goes on there: in a caption's field, on its cell, on an offer's first button.
+// htmx binds them 20 ms after they are inserted: a key before that would do nothing. Not `autofocus`: htmx focuses what
+// has it, too, and Chromium, which draws before or after that, then says that it was blocked.
 document.addEventListener("htmx:load", (event) => {
-  if (event.target.matches?.(".offer")) event.target.querySelector("button").focus();
+  event.target.querySelector("[data-focus]")?.focus();
 });
 
 document.addEventListener("htmx:afterRequest", (event) => {
