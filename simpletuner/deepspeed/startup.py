@@ -6,6 +6,7 @@ This happens before anything is encoded, so that a failure costs seconds, not ho
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -74,6 +75,7 @@ def compile_disk_operators(say: Callable[[str], None], check_stop: Callable[[], 
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder  # pyright: ignore[reportAttributeAccessIssue]
 
+    keep_cpu_info()
     for builder in (PinMemoryBuilder(), AsyncIOBuilder()):
         folder = build_folder(builder.name)
         # torch marks a running compilation by a file named `lock` in the folder (torch/utils/file_baton.py) and waits
@@ -84,6 +86,19 @@ def compile_disk_operators(say: Callable[[str], None], check_stop: Callable[[], 
             with contextlib.redirect_stdout(sys.stderr):
                 check_compiler()
                 load_operator(builder)
+
+
+def keep_cpu_info() -> None:
+    """Let py-cpuinfo answer its first question again without asking the CPU.
+
+    DeepSpeed asks twice (builder.py, cpu_arch and simd_width), each time in a new process that measures clock rates for
+    1.4 s, while all other ranks of the machine wait for their turn.
+    """
+    with contextlib.suppress(ImportError):  # DeepSpeed asks lscpu then
+        import cpuinfo
+
+        if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+            cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 def build_folder(operator: str) -> Path:

@@ -3,7 +3,7 @@
     .venv/bin/python tests/campaigns/resumes.py [--family=flux]
 
 Weights, moments and EMA are compared bit for bit, and the losses of the two steps that follow.
-`tests/end_to_end/test_zero.py` runs 30 of the pairs.
+`tests/end_to_end/test_zero.py` runs a sample of the pairs.
 """
 
 from __future__ import annotations

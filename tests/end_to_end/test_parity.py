@@ -37,18 +37,19 @@ def largest_relative_difference(one: dict[str, torch.Tensor], other: dict[str, t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
-def test_ten_losses_are_the_same_on_every_engine(family, run_on, arguments_of):
+@pytest.mark.parametrize(("family", "count"), [("flux", 10), ("sdxl", 3)])
+def test_ten_losses_are_the_same_on_every_engine(family, count, run_on, arguments_of):
+    """Of a transformer; the first three of a U-Net, whose steps cost twice as much."""
     taken: dict[str, list[list[float]]] = {}
     for world, passes in sorted({(world, passes) for world, passes, _ in LAYOUTS.values()}):
         names = {label: name for label, (*place, name) in LAYOUTS.items() if place == [world, passes]}
         arguments = arguments_of(family, passes=passes, caption_dropout=0.2)
-        steps = run_on(engines.losses_in_turn, world, arguments, list(names.values()), 10)
+        steps = run_on(engines.losses_in_turn, world, arguments, list(names.values()), 10 if world == 1 else count)
         taken |= {label: steps[name] for label, name in names.items()}
     expected = taken["one rank x 4"]
     assert len(taken) == len(LAYOUTS) and len(expected) == 10 and expected[-1][0] < expected[0][0]
     for label, steps in taken.items():
-        assert list(chain(*steps)) == pytest.approx(list(chain(*expected)), rel=1e-5), label
+        assert list(chain(*steps)) == pytest.approx(list(chain(*expected[: len(steps)])), rel=1e-5), label
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
@@ -74,8 +75,8 @@ def test_accumulated_gradients_are_reduced_once(sdxl, starter, tmp_path):
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_bf16_over_float32_masters_stays_near_float32(family, run_on, arguments_of):
-    [exact] = run_on(engines.losses_in_turn, 2, arguments_of(family), ["whole"], 4).values()
-    rounded = run_on(engines.losses_in_turn, 2, arguments_of(family, mixed_precision="bf16"), ["whole", "fsdp2"], 4)
+    [exact] = run_on(engines.losses_in_turn, 1, arguments_of(family), ["whole"], 3).values()
+    rounded = run_on(engines.losses_in_turn, 2, arguments_of(family, mixed_precision="bf16"), ["whole", "fsdp2"], 3)
     for name, steps in rounded.items():
         assert steps != exact
         assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in exact], rel=2e-2), name

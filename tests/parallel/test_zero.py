@@ -16,7 +16,7 @@ import torch
 
 from simpletuner.deepspeed.engine import engine_config, set_swap_folder
 from simpletuner.deepspeed.partitions import ElementRange, row_ranges
-from simpletuner.deepspeed.startup import wait_for_compile
+from simpletuner.deepspeed.startup import keep_cpu_info, wait_for_compile
 from simpletuner.settings.declared.sections import Parallel, Settings
 from simpletuner.training.run_folder.summary import format_engine
 
@@ -87,6 +87,18 @@ def test_only_nvme_offloading_gets_the_folder_of_this_process():
     assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     named = {"device": "nvme", "nvme_path": "x/mine", "buffer_size": 150_000_000}
     assert config["zero_optimization"]["offload_param"] == named
+
+
+@needs_deepspeed
+def test_the_cpu_is_measured_once_by_a_rank_that_loads_operators(monkeypatch):
+    import cpuinfo
+
+    asked = []
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", lambda: asked.append("measured") or {"arch": "X86_64"})
+    for _ in range(2):
+        keep_cpu_info()
+        assert cpuinfo.get_cpu_info() == {"arch": "X86_64"}  # as builder.py does, which imports the name each time
+    assert asked == ["measured"]
 
 
 def test_a_lock_that_a_killed_compilation_left_is_removed(tmp_path):

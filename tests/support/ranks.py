@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Callable
@@ -98,6 +99,12 @@ def run_python(code: str, folder: str) -> None:
     """Run a program in a folder, as a user would who has copied it from a page."""
     os.chdir(folder)
     exec(compile(code, "<card>", "exec"), {"__name__": "__main__"})
+
+
+def run_script(path: str, *arguments: str) -> None:
+    """Run another program's script, as `python` would that has torch loaded."""
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
 
 
 def build_pipeline(family: str, folder: str) -> None:

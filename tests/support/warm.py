@@ -42,9 +42,16 @@ import simpletuner.training.validation.image_grid
 import simpletuner.worker
 
 with suppress(ImportError):
+    import cpuinfo
     import deepspeed.runtime.zero.muon.muon_optimizer  # 1 CPU second, since it compiles a function
+    import torch.utils.cpp_extension
 
     import simpletuner.deepspeed.engine
+    import simpletuner.deepspeed.startup
+
+    # 1 CPU second of each rank that offloads to a disk, which loads operators by these
+    simpletuner.deepspeed.startup.keep_cpu_info()
+    cpuinfo.get_cpu_info()
 
 for lazy in ("StableDiffusionXLPipeline", "FluxPipeline", "UNet2DConditionModel", "FluxTransformer2DModel"):
     getattr(diffusers, lazy)
