@@ -83,9 +83,9 @@ check: install tools .triton .real .torch_extensions/.compiled
 	$(BIN)/lint-imports
 	$(RUN_TESTS)
 
-# Fifteen minutes on a machine with GPUs; its table belongs into an issue.
+# A quarter of an hour on a machine with a GPU (benchmarks/gpu/README.md); its results belong into benchmarks/figures/.
 gpu-check: install
-	$(BIN)/python benchmarks/gpu_check.py
+	$(BIN)/python benchmarks/gpu check
 
 clean:
 	rm -rf demo .torch_extensions .pytest_cache .ruff_cache .hypothesis

@@ -1,72 +1,123 @@
-"""`benchmarks/gpu.py` in miniature, on the CPU: cases run, and a run that was cut off continues."""
+"""`benchmarks/gpu` in miniature, on the CPU: parts run, a check that was killed goes on, tables say what is there."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
+import psutil
 import pytest
+from patience import PATIENCE
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-sys.path.append(str(SCRIPT.parent))
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu"
+sys.path[:0] = [str(BENCHMARK), str(BENCHMARK.parent)]
 
-from gpu_cases import Case, all_cases  # noqa: E402
-from gpu_check import STEPS  # noqa: E402
+import records  # noqa: E402
+import steps  # noqa: E402
+import tiny_runs  # noqa: E402
+from driver import WHOLE, Driver  # noqa: E402
+from parts import all_parts  # noqa: E402
+from tables import PUBLISHED, print_tables  # noqa: E402
+
+CHECK = (sys.executable, str(BENCHMARK), "check", "--tiny", "--seconds=500")
 
 
-@pytest.mark.long
-def test_the_benchmark_continues_and_prints_what_it_measured(tmp_path):
-    file = tmp_path / "results.jsonl"
-    missing, *others = [case for case in all_cases(tiny=True) if case.part == "batches"]
-    kept = [
-        json.dumps({"part": case.part, "name": case.name, "flags": case.flags, "s/step": 4321.0, "norms": []})
-        for case in others
-    ]
-    file.write_text("\n".join([*kept, kept[0][:30]]))  # killed while it wrote the last line
-    command = [sys.executable, str(SCRIPT), "--tiny", f"--results={file}", "attention", "batches"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert run.returncode == 0, run.stderr
-    records = [json.loads(line) for line in file.read_text().splitlines()[len(kept) + 1 :] if line]
-    failed = {record["name"]: record["error"] for record in records if "error" in record}
-    assert set(failed) == {"cudnn", "flash3", "efficient"}  # kernels that no CPU has
-    assert all(error.startswith("SettingsError") for error in failed.values())
-    (step,) = [record for record in records if record["part"] == "batches"]
-    assert step["name"] == missing.name
-    assert step["s/step"] > 0
-    rows = [line for line in run.stdout.splitlines() if line.startswith("  batches: ")]
-    assert len(rows) == 4
-    assert ["4,321" in row for row in rows] == [False, True, True, True]
-    assert "attention: auto" in run.stdout
+def environment_of(folder: Path) -> dict[str, str]:
+    return os.environ | {"OUT": str(folder), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.long
-def test_the_check_of_a_gpu_is_one_table_of_what_is_assumed_and_what_is_here(tmp_path):
-    check = [sys.executable, str(SCRIPT.with_name("gpu_check.py"))]
-    command = [*check, "--tiny", "--json", "machine", "killed", "steps", "link"]
-    environment = {**os.environ, "OUT": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+def test_a_check_that_is_killed_leaves_no_process_and_goes_on_where_it_was(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    command = [*CHECK, "kernel", "matrix"]
+    with subprocess.Popen(command, env=environment_of(first), stdout=subprocess.DEVNULL) as check:
+        end = time.monotonic() + PATIENCE
+        while not any("run" in each for each in records.read_records([first / "results.jsonl"])):
+            assert check.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        below = psutil.Process(check.pid).children(recursive=True)
+        check.kill()
+    assert below and not psutil.wait_procs(below, timeout=60)[1], "a part and its runs would be measured beside"
+    with (first / "results.jsonl").open("a") as file:
+        file.write('{"part": "matrix", "ru')  # as if it was killed while it wrote
+    done = subprocess.run(
+        [*command, f"--done={first / 'results.jsonl'}"], env=environment_of(second), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert "torchao" not in done.stderr, "what it says of tensors and kernels that nothing here uses"
-    rows = json.loads(done.stdout)["rows"]
-    written = [json.loads(line) for line in (tmp_path / "gpu-check.jsonl").read_text().splitlines()]
-    assert [{name: row[name] for name in rows[0]} for row in written] == rows, "each as soon as it was measured"
-    found = {row["what"]: row["here"] for row in rows}
-    assert found["context, MiB"] == "not measured here", "there is no nvidia-smi"
-    assert found["bf16 products, TFLOP/s"] > 0 and found["all_gather of 2 ranks, GB/s"] > 0
-    assert all(found[f"{name}: s/step"] > 0 for name in STEPS), "each by the plan of its own model"
-    assert found["losses after SIGKILL and resuming, off by"] == 0
-    none = subprocess.run(check, capture_output=True, text=True, timeout=500)
-    assert (none.returncode, none.stderr.partition("\n")[0]) == (3, "error: torch sees no CUDA device here")
+    found = list(records.read_records([second / "results.jsonl"]))
+    assert {record["part"] for record in found} == {"matrix"}, "the kernel was whole before"
+    assert [record["ended"] for record in found if "ended" in record] == [WHOLE]
+    runs = {record["run"]: record for record in found if "run" in record}
+    split = runs["flux, split"]
+    assert (split["phase"], split["rc"], split["ok"]) == ("resumed", 0, True) and len(split["losses"]) >= 9
+    assert 0 < split["off"] <= 0.03 and split["after SIGKILL, off"] == 0
+    assert "as expected: " in done.stdout and "split kernel: {'error': 'needs a GPU'}" in done.stdout
 
 
-def test_settings_of_all_cases_are_valid():
-    for tiny in (True, False):
-        cases = [case for case in all_cases(tiny) if "model_family" in case.flags]
-        assert len({(case.part, case.name) for case in cases}) == len(cases)
-        in_eights = [case for case in cases if case.part in ("levers", "batches", "sdxl")]
-        assert {case.settings.effective_batch_size for case in in_eights} == {8}
-        assert all(case.settings for case in cases)
-    assert all(Case("levers", name, flags).settings for name, flags in STEPS.items())
+def test_a_part_is_ended_at_its_limit_and_what_it_has_told_is_kept(tmp_path):
+    driver = Driver(tmp_path / "results.jsonl", tmp_path / "log", tiny=True)
+    script = """echo '{"what": "a rate", "here": 7}'; echo words; trap 'echo {\\"run\\": \\"ended\\"}; exit 143' TERM
+    sleep 100 & wait"""
+    with driver.log.open("ab") as log, subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE) as part:
+        assert driver.follow("rates", part, 2, log) == "ended after 2 s"
+    found = list(records.read_records([driver.results]))
+    assert found == [{"part": "rates", "what": "a rate", "here": 7}, {"part": "rates", "run": "ended"}]
+    assert driver.log.read_text() == "words\n"
+    driver.drive(5, ["smoke"], [])
+    assert [*records.read_records([driver.results])][2:] == [{"part": "smoke", "ended": "not begun: 5 s are left"}]
+
+
+def measure_step(log: str) -> None:
+    with Path(log).open("w") as file, redirect_stdout(file):
+        steps.measure("flux lora", tiny=True)
+
+
+def test_a_step_is_measured_traced_and_taken_as_diffusers_script_takes_it(fork_server, tmp_path):
+    process = fork_server.Process(target=measure_step, args=(str(tmp_path / "log"),))
+    process.start()
+    process.join()
+    found = list(records.read_records([tmp_path / "log"]))
+    assert process.exitcode == 0
+    measured = {each["step"]: each for each in found if each.get("kind") == "measured"}
+    assert set(measured) == {"flux lora", "flux lora, as diffusers' script"}
+    assert all(each["s/step"] > 0 and len(each["seconds"]) == 5 for each in measured.values())
+    (trace,) = [each for each in found if each.get("kind") == "trace"]
+    assert trace["launches"] > 100 and trace["top"]
+
+
+def test_settings_of_all_steps_and_runs_are_valid_and_parts_have_functions():
+    for step in steps.STEPS.values():
+        for tiny in (False, True):
+            assert steps.settings_of(step.flags_here(tiny))
+    assert all(steps.settings_of(tiny_runs.TINY | flags) for flags, _ in tiny_runs.FLUX.values())
+    assert {name for name, part in all_parts().items() if part.module == "steps"} == set(steps.STEPS)
+    in_full = [step for name, step in steps.STEPS.items() if name.startswith("flux full")]
+    assert {steps.settings_of(step.flags).effective_batch_size for step in in_full} == {8}
+    assert all(len(record["source"]) > 20 for record in records.read_records([PUBLISHED]))
+
+
+def test_tables_put_measured_steps_beside_plans_and_published_figures(capsys):
+    (published, *_) = records.read_records([PUBLISHED])
+    name = published["step"]
+    found = [
+        {"part": name, **published, "s/step": 0.2, "nvidia-smi, MiB": 14000},
+        {"run": "flux, bf16", "rc": 0, "off": 0.2, "ok": False},
+        {"run": "flux, split", "rc": 0, "ok": True, "after SIGKILL, off": 0.01},
+        {"run": "flux, fsdp2", "rc": 0, "ok": True, "after SIGKILL, off": 0},
+    ]
+    print_tables(found, {f"{name} @ 1024": {"H100": {"s/step": 0.15, "MiB": 14027, "flops": 2e13}}})
+    said = capsys.readouterr().out
+    assert "sdxl lokr @ 1024: 0.2, 10.1%, , 14,000 | 0.15, 14,027 | 0.606 s, 13,343 MiB on H100" in said
+    assert "flux, bf16: rc 0, off 0.2" in said and "flux, split: rc 0" in said
+    assert "as expected: flux, fsdp2" in said
+
+
+def test_without_a_gpu_the_check_says_so():
+    done = subprocess.run([sys.executable, str(BENCHMARK), "check"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.partition("\n")[0]) == (3, "error: there is no GPU here")
+    wrong = subprocess.run([sys.executable, str(BENCHMARK), "check", "kernels"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "unknown: kernels; parts are environment, smoke, kernel," in wrong.stderr

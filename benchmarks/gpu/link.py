@@ -1,6 +1,6 @@
-"""Rate at which GPUs of one machine gather and reduce; `gpu_check.py` starts it by torchrun, a rank for each GPU.
+"""Rate at which GPUs of one machine gather and reduce; `machine.py` starts it by torchrun, a rank for each GPU.
 
-    torchrun --standalone --nproc_per_node=8 benchmarks/gpu_link.py [BYTES]
+    torchrun --standalone --nproc_per_node=8 benchmarks/gpu/link.py [BYTES]
 
 Rank 0 prints GB/s of each collective as JSON: the bytes that a rank sends in a ring, over the median of ten calls.
 """
