@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, SMALL
-from machines import PORT, Command, Machine, tear_down, wire
+from machines import PORT, Command, Machine, say_lies, tear_down, wire
 from patience import PATIENCE
 
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
@@ -23,10 +23,10 @@ LONG = "--max_train_steps=100000"
 
 
 @pytest.fixture
-def machines(tmp_path):
+def machines(tmp_path, fork_server):
     prefix, wired = f"st{os.getpid()}n", []
     try:
-        wired = wire(tmp_path, prefix)
+        wired = wire(tmp_path, prefix, fork_server)
         yield wired
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
@@ -44,12 +44,17 @@ def pair(
     ranks: int = 2,
     first: tuple[str, ...] = (),
     other: tuple[str, ...] = (),
+    cold: bool = False,
     **environment: str,
 ) -> tuple[Command, Command]:
-    """Start the same command on both machines; `first` is only for machine 0, `other` and `environment` for 1."""
+    """Start the same command on both machines; `first` is only for machine 0, `other` and `environment` for 1.
+
+    With `cold`, interpreters of machine 1 start instead of being forked.
+    """
     meeting = (f"--main_process_ip={machines[0].address}", f"--main_process_port={PORT}", "--num_machines=2")
     common = (*SMALL, *meeting, f"--num_processes={ranks}", *flags)
-    return machines[0].train(*common, *first), machines[1].train(*common, "--machine_rank=1", *other, **environment)
+    start = machines[1].train if cold else machines[1].train_forked
+    return machines[0].train_forked(*common, *first), start(*common, "--machine_rank=1", *other, **environment)
 
 
 def both_end(commands: tuple[Command, Command], code: int) -> None:
@@ -70,6 +75,13 @@ def wait_for_step(output: Path, command: Command, step: int) -> None:
         time.sleep(0.02)
 
 
+def wait_for_words(command: Command, words: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while words not in command.said:
+        assert command.process.poll() is None and time.monotonic() < end, command.said
+        time.sleep(0.02)
+
+
 def wait_for_more_steps(output: Path, command: Command) -> None:
     wait_for_step(output, command, load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step + 2)
 
@@ -78,26 +90,8 @@ def losses(output: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def variables_of(pid: int) -> dict[str, str]:
-    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(pair.partition("=")[::2] for pair in pairs if pair)
-
-
 def last_step(output: Path) -> int:
     return json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-
-
-STRANGER = """
-import sys
-from torch.distributed import TCPStore
-store = TCPStore(sys.argv[1], int(sys.argv[2]), wait_for_workers=False)
-ending = '{"machine": 0, "exit_code": 0, "sentence": "well done", "hint": "", "said": false}'
-store.set("launchers/ending", ending)
-for machine in (0, 1):
-    store.set(f"launchers/beat/{machine}", "5")
-    store.set(f"simpletuner/failures/{machine}/reason", "{")
-store.set("simpletuner/lost", "0")
-"""
 
 
 def test_one_machine_listens_on_the_loopback_device_only(machines, sdxl_flags, tmp_path):
@@ -131,19 +125,20 @@ def test_two_machines_train_as_one_and_end_together(machines, sdxl_flags, train,
     secret.chmod(0o600)
     run = pair(machines, f"--output_dir={output}", *flags, LONG, f"--run_secret_file={secret}")
     wait_for_step(output, run[0], 4)
-    stranger = machines[1].start(sys.executable, "-c", STRANGER, machines[0].address, PORT)
+    stranger = machines[1].fork(say_lies, machines[0].address, PORT)
     assert stranger.wait() == 0, stranger.said
-    time.sleep(2.5)
-    wait_for_step(output, run[0], last_step(output) + 3)
+    ignored = "warning: ignored an invalid message in the store of this run"
     for command in run:
-        assert command.said.count("warning: ignored an invalid message in the store of this run") == 1
+        wait_for_words(command, ignored)
+    wait_for_step(output, run[0], last_step(output) + 3)
     for rank, machine in enumerate(machines):
-        variables = variables_of(machine.ranks()[rank])
+        variables = machine.variables_of(machine.ranks()[rank])
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == machine.cable
         assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == (machines[0].address, PORT)
         assert (variables["WORLD_SIZE"], variables["LOCAL_RANK"]) == ("2", "0")
     run[1].process.send_signal(signal.SIGTERM)
     both_end(run, 143)
+    assert [command.said.count(ignored) for command in run] == [1, 1]
     assert losses(output)[:3] == pytest.approx(expected, rel=1e-5)
     assert load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step >= 4
     for command in run:
@@ -153,7 +148,7 @@ def test_two_machines_train_as_one_and_end_together(machines, sdxl_flags, train,
     assert f"progress is shown on machine 0 ({machines[0].name})" in run[1].said
 
     # a rank that is killed: both machines say which
-    run = pair(machines, f"--output_dir={output}", *flags, LONG)
+    run = pair(machines, f"--output_dir={output}", *flags, LONG, cold=True)
     wait_for_more_steps(output, run[0])
     victim = machines[1].ranks()[1]
     os.kill(victim, signal.SIGKILL)
@@ -210,7 +205,7 @@ def test_machines_that_disagree_say_so_at_once_on_both(machines, sdxl_flags, tmp
     fake = tmp_path / "fake" / "diffusers-9.9.9.dist-info"
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: diffusers\nVersion: 9.9.9\n")
-    run = pair(machines, *flags, PYTHONPATH=f"{fake.parent}{os.pathsep}{ROOT}")
+    run = pair(machines, *flags, cold=True, PYTHONPATH=f"{fake.parent}{os.pathsep}{ROOT}")
     both_end(run, 3)
     for command in run:
         assert re.search(
@@ -259,13 +254,13 @@ def test_machines_with_other_disks_say_so_on_both_before_anything_is_encoded(mac
 def test_a_machine_that_does_not_come_is_named(machines, sdxl_flags, tmp_path):
     meeting = (f"--main_process_ip={machines[0].address}", f"--main_process_port={PORT}", "--node_join_timeout=2")
     flags = (*sdxl_flags, *meeting, "--num_machines=2", "--num_processes=2", f"--output_dir={tmp_path / 'run'}")
-    alone = machines[0].train(*flags)
+    alone = machines[0].train_forked(*flags)
     assert alone.wait(PATIENCE) == 3
     assert re.search(r"waited \d s: 1 of 2 machines came; missing: machine 1", alone.said)
-    alone = machines[1].train(*flags, "--machine_rank=1")
+    alone = machines[1].train_forked(*flags, "--machine_rank=1")
     assert alone.wait(PATIENCE) == 3
     assert re.search(rf"waited \d s for machine 0 at {machines[0].address}:{PORT} \(connection refused\)", alone.said)
-    mistaken = machines[1].train(*flags, "--machine_rank=0")
+    mistaken = machines[1].train_forked(*flags, "--machine_rank=0")
     assert mistaken.wait(PATIENCE) == 3
     assert f"this is machine 0, but main_process_ip = {machines[0].address} does not lead to it" in mistaken.said
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import ranks
 from conftest import SMALL
+from forked_launcher import launch_with_torchrun
 from patience import PATIENCE
 
 from simpletuner.app import main
@@ -56,28 +57,20 @@ SHELL = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_P
 """What a job has in its batch script, and in a shell of `salloc`."""
 
 
-@pytest.mark.long
-def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_the_run_goes_on(sdxl_flags, tmp_path):
-    output, log = tmp_path / "run", tmp_path / "log"
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    command = [torchrun, "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "simpletuner", "train"]
+def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_the_run_goes_on(starter, sdxl_flags, tmp_path):
+    output = tmp_path / "run"
+    command = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "simpletuner", "train"]
     command += [*SMALL, *sdxl_flags, f"--output_dir={output}", "--use_cpu", "--checkpoint_step_interval=2"]
-    with log.open("wb") as file:
-        agent = subprocess.Popen([*command, "--max_train_steps=12"], stdout=file, stderr=file)
-    try:
-        end = time.monotonic() + PATIENCE
-        while not (output / "checkpoints" / "checkpoint-000002").exists():
-            assert agent.poll() is None and time.monotonic() < end, log.read_text()
-            time.sleep(0.02)
-        by_rank = {each.environ()["RANK"]: each for each in psutil.Process(agent.pid).children()}
-        by_rank["1"].send_signal(signal.SIGKILL)
-        code = agent.wait(240)
-    finally:
-        for process in psutil.Process(agent.pid).children(recursive=True) if agent.poll() is None else ():
-            process.kill()
-        agent.kill()
-        agent.wait()
-    said = log.read_text()
+    agent = starter.start(launch_with_torchrun, 1, str(tmp_path), [*command, "--max_train_steps=12"])
+    end = time.monotonic() + PATIENCE
+    while not (output / "checkpoints" / "checkpoint-000002").exists():
+        assert agent.processes[0].is_alive() and time.monotonic() < end, agent.said
+        time.sleep(0.02)
+    told = [tmp_path / f"{each.pid}.json" for each in psutil.Process(agent.processes[0].pid).children()]
+    by_rank = {json.loads(each.read_text())["RANK"]: int(each.stem) for each in told if each.exists()}
+    os.kill(by_rank["1"], signal.SIGKILL)
+    (code,) = agent.wait()
+    said = agent.said
     assert code == 0 and "is used twice" not in said, said
     assert re.search(r"resuming from \S+/checkpoint-0000\d\d", said), said
     steps = [

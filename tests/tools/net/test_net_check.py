@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 
 import pytest
@@ -123,10 +122,10 @@ def test_one_rank_has_nothing_to_measure(capsys):
 
 
 @pytest.fixture
-def switched(tmp_path):
+def switched(tmp_path, fork_server):
     prefix = f"st{os.getpid()}w"
     try:
-        machines = wire_to_switch(tmp_path, prefix, 3)
+        machines = wire_to_switch(tmp_path, prefix, 3, fork_server)
         slow_down(machines[2], machines[0], "80mbit")
         yield machines
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
@@ -142,8 +141,8 @@ def test_a_slow_pair_of_three_machines_is_named_on_all(switched, tmp_path):
     log = tmp_path / "run" / "log.txt"  # of a run, which a check must not touch
     log.parent.mkdir()
     log.write_text("an earlier run\n")
-    command = (sys.executable, "-m", "simpletuner", "net", "check", *flags)
-    started = [machine.start(*command, "--json", f"--machine_rank={n}") for n, machine in enumerate(switched)]
+    command = ("net", "check", *flags, "--json")
+    started = [machine.launch(*command, f"--machine_rank={n}") for n, machine in enumerate(switched)]
     assert [each.wait() for each in started] == [3, 3, 3], "\n---\n".join(each.said for each in started)
     told = json_in(started[0].said)
     rates = {(pair["first"], pair["second"]): pair["bytes_per_second"] for pair in told["pairs"]}

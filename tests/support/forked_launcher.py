@@ -1,0 +1,138 @@
+"""Launchers that are forked from the warm server, and ranks that are forked from them.
+
+Command lines, parents, sessions, signals, sockets, environments, namespaces and exit codes are those of
+`simpletuner train`; what is left out is the start of interpreters with their imports: 1.5 CPU seconds of each launcher,
+3.7 of each rank. Launchers that start ranks cold are those of `end_to_end/test_ending.py`, and some in
+`launch/test_machines.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ranks
+
+from simpletuner.run_log import stop_run_log
+
+MODULE = ["-m", "simpletuner"]
+"""How the command of a rank goes on after the interpreter and its flags."""
+
+
+class ForkedPopen(subprocess.Popen):
+    """A Popen that forks where the command is a rank's, instead of starting an interpreter."""
+
+    folder = Path()
+    """Where each rank writes its environment, as PID.json: /proc/PID/environ is that of the fork server."""
+
+    def __init__(self, args: Any, **options: Any) -> None:
+        self.options = options
+        super().__init__(args, **options)
+
+    def _execute_child(self, args: Any, *others: Any) -> None:
+        args = args if isinstance(args, str) else list(args)
+        if MODULE not in (args[2:4], args[3:5]):
+            super()._execute_child(args, *others)  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        self.pid = os.fork()
+        if not self.pid:
+            if self.options.get("start_new_session"):
+                os.setsid()
+            arguments = args[args.index(MODULE[1]) + 1 :]
+            end_as(lambda: become_rank(arguments, self.options.get("pass_fds", ()), self.options["env"], self.folder))
+        self._child_created = True
+
+
+def become_rank(arguments: Sequence[str], kept: Sequence[int], variables: Mapping[str, str], folder: Path) -> None:
+    """Forget the launcher as exec would, and run the command line of a rank."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
+    first = 3
+    for descriptor in [*sorted(kept), os.sysconf("SC_OPEN_MAX")]:
+        os.closerange(first, descriptor)
+        first = descriptor + 1
+    os.environ.clear()
+    os.environ.update(variables)
+    stop_run_log()
+    open_streams()
+    (folder / f"{os.getpid()}.json").write_text(json.dumps(dict(variables)))
+    ranks.command_line([*arguments])
+
+
+def open_streams() -> None:
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+
+def end_as(action: Callable[[], object]) -> NoReturn:
+    """End this process with the code that an action exits with; nothing of the process that forked is run."""
+    code: Any = None
+    try:
+        action()
+    except SystemExit as ended:
+        code = ended.code or 0
+    finally:
+        if code is None:
+            traceback.print_exc()
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        sys.stdout.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def run_elsewhere(enter: Callable[[], None], log: str, action: Callable[..., None], *arguments: Any) -> None:
+    """Run an action in a session of its own, where `enter` leads; it says everything into a log."""
+    os.setsid()
+    with Path(log).open("wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    open_streams()
+    enter()
+    action(*arguments)
+
+
+def launch(folder: str, variables: Mapping[str, str], arguments: list[str]) -> None:
+    """Run a command line whose ranks are forked, and write their environments into the folder."""
+    os.environ.update(variables)
+    ForkedPopen.folder = Path(folder)
+    subprocess.Popen = ForkedPopen
+    ranks.command_line(arguments)
+
+
+def launch_with_torchrun(folder: str, arguments: list[str]) -> None:
+    """Run torchrun, whose agent starts ranks that are forked."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.run import main
+
+    ForkedPopen.folder = Path(folder)
+    subprocess_handler.Popen = ForkedPopen
+    main(arguments)
+
+
+class ForkedProcess:
+    """A forked launcher, with what tests do to a Popen."""
+
+    def __init__(self, process: Any) -> None:
+        self.process, self.pid = process, process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("simpletuner", timeout)
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
