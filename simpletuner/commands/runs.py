@@ -151,7 +151,7 @@ def status(
 
     Ends with 0 unless the run has failed, was killed or is stuck: then with 5; with 0 after a list of runs.
     """
-    from simpletuner.runs.condition import ConditionState
+    from simpletuner.system.processes.run_status import RunState
 
     summaries, report = summaries_in(folder), Report()
     if len(summaries) > 1:
@@ -166,7 +166,7 @@ def status(
     else:
         rows = [row for row in rows_of(summary.status, summary.condition, age_of(summary)) if row[1]]
         report.data_table(f"{summary.run.name}: {summary.condition.state}", rows, ())
-    if summary.condition.state in (ConditionState.FAILED, ConditionState.KILLED, ConditionState.STUCK):
+    if summary.condition.state in (RunState.FAILED, RunState.KILLED, RunState.STUCK):
         raise typer.Exit(int(ExitCode.TRAINING))
 
 

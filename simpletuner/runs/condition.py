@@ -10,7 +10,6 @@ import socket
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import StrEnum
 from functools import partial
 
 import psutil
@@ -22,7 +21,7 @@ from simpletuner.status_line import LINE_SECONDS, format_seconds
 from simpletuner.system.files.lease import Holding
 from simpletuner.system.files.lease_folder import StandingRecords
 from simpletuner.system.files.lease_record import Record
-from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus
+from simpletuner.system.processes.run_status import ENDS, STATUS, RunState, RunStatus
 
 SILENT_SECONDS = 2.5 * LINE_SECONDS
 """A run writes a status line to its log each minute, whatever it is doing; one that misses two is stuck."""
@@ -30,25 +29,11 @@ CONSOLE_BYTES = 64 << 10
 RESUME_HINT = "start it again to go on from its last checkpoint"
 
 
-class ConditionState(StrEnum):
-    """Activity or end of a run: the states that it writes itself, and those that only others can see."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    STUCK = "stuck"
-    FINISHED = "finished"
-    STOPPED = "stopped"
-    FAILED = "failed"
-    KILLED = "killed"
-    UNKNOWN = "unknown"
-
-
 @dataclass(frozen=True)
 class Condition:
     """A state, the sentence that explains it, and what to do about it."""
 
-    state: ConditionState
+    state: RunState
     sentence: str = ""
     hint: str = ""
     can_stop: bool = False
@@ -58,12 +43,7 @@ class Condition:
 
     @property
     def has_ended(self) -> bool:
-        return self.state in (
-            ConditionState.FINISHED,
-            ConditionState.STOPPED,
-            ConditionState.FAILED,
-            ConditionState.KILLED,
-        )
+        return self.state in ENDS
 
 
 @dataclass(frozen=True)
@@ -85,7 +65,7 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: KnownStart) 
         return condition_of_holder(run, holder, status, known)
     # A run takes the lock only when it reaches its output folder, some seconds after its process has started.
     if known.started_pid and (status is None or status.pid != known.started_pid):
-        return Condition(ConditionState.STARTING, "the process has started and has not reached its output folder yet")
+        return Condition(RunState.STARTING, "the process has started and has not reached its output folder yet")
     if status is None:
         return find_refusal(run) or condition_without_status(run)
     if status.has_ended:
@@ -93,7 +73,7 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: KnownStart) 
     if holding is not Holding.FREE and not known.standing.is_dead(run.lock, holder):
         return condition_elsewhere(run, holder, status)
     if is_alive(status):
-        return Condition(ConditionState.STOPPING, "its processes are exiting")
+        return Condition(RunState.STOPPING, "its processes are exiting")
     was_asked = status.state is RunState.STOPPING  # as by a signal to srun or mpirun, which leave no time to save
     why = (
         "asked to stop, and killed before it had saved"
@@ -101,28 +81,28 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: KnownStart) 
         else "killed, out of memory, or the machine went down"
     )
     sentence = f"the process disappeared after {status.time}: {why}"
-    return Condition(ConditionState.KILLED, sentence, RESUME_HINT)
+    return Condition(RunState.KILLED, sentence, RESUME_HINT)
 
 
 def condition_of_holder(run: RunFolder, holder: Record, status: RunStatus | None, known: KnownStart) -> Condition:
     """Return the condition of a run that holds its folder."""
     if status is None or (holder.host, holder.pid) != (status.host, status.pid):
-        return Condition(ConditionState.RUNNING, "it has not said yet what it is doing", can_stop=True)
+        return Condition(RunState.RUNNING, "it has not said yet what it is doing", can_stop=True)
     if status.has_ended:
         return describe_end(status)
     is_asked = status.state is RunState.STOPPING or (known.asked is not None and known.asked.is_of_same_start(status))
     condition = partial(Condition, can_stop=not is_asked, can_leave=is_asked)
     if paused := paused_process(status):
         hint = f"`kill -CONT {paused}` lets it go on"
-        return condition(ConditionState.STUCK, f"process {paused} is paused (SIGSTOP)", hint)
+        return condition(RunState.STUCK, f"process {paused} is paused (SIGSTOP)", hint)
     silent = time.time() - run.written(STATUS, LOG, METRICS)
     if silent > SILENT_SECONDS:
         sentence = f"it is alive{holder.describe()}, but has written nothing for {format_seconds(silent)}"
-        return condition(ConditionState.STUCK, sentence, "look at the processes on that machine")
+        return condition(RunState.STUCK, sentence, "look at the processes on that machine")
     asked = "asked to stop" if is_asked else ""
     is_in_step = bool(status.max_steps) and status.total == status.max_steps  # which the reason is about
     sentence = "; ".join(filter(None, (status.reason or asked, "" if is_asked and is_in_step else doing(status))))
-    return condition(ConditionState.STOPPING if is_asked else ConditionState(status.state), sentence)
+    return condition(RunState.STOPPING if is_asked else status.state, sentence)
 
 
 def doing(status: RunStatus) -> str:
@@ -133,7 +113,7 @@ def doing(status: RunStatus) -> str:
 
 def describe_end(status: RunStatus) -> Condition:
     hint = RESUME_HINT if status.state is RunState.STOPPED else status.hint
-    return Condition(ConditionState(status.state), status.reason, hint)
+    return Condition(status.state, status.reason, hint)
 
 
 def is_alive(status: RunStatus) -> bool:
@@ -162,15 +142,15 @@ def condition_elsewhere(run: RunFolder, holder: Record, status: RunStatus) -> Co
     silent = time.time() - run.written(STATUS, LOG, METRICS)
     where = f"only the machine on which it was started{holder.describe()} knows more"
     if silent < SILENT_SECONDS:
-        return Condition(ConditionState(status.state), f"{doing(status)}, says its status; {where}")
+        return Condition(status.state, f"{doing(status)}, says its status; {where}")
     sentence = f"it has written nothing for {format_seconds(silent)}, and {where}"
-    return Condition(ConditionState.UNKNOWN, sentence, "look at that machine; a start waits until its death is certain")
+    return Condition(RunState.UNKNOWN, sentence, "look at that machine; a start waits until its death is certain")
 
 
 def condition_without_status(run: RunFolder) -> Condition:
     if run.file(CONSOLE) or run.file(START_CONSOLE):
-        return Condition(ConditionState.KILLED, "it ended before it reached its output folder")
-    return Condition(ConditionState.UNKNOWN, f"it has no readable {STATUS}")
+        return Condition(RunState.KILLED, "it ended before it reached its output folder")
+    return Condition(RunState.UNKNOWN, f"it has no readable {STATUS}")
 
 
 def find_refusal(run: RunFolder) -> Condition | None:
@@ -184,4 +164,4 @@ def find_refusal(run: RunFolder) -> Condition | None:
     lines = run.tail(START_CONSOLE, CONSOLE_BYTES).splitlines()
     said = parse_log("\n".join(line if line.startswith(" ") else f"0000-00-00 00:00:00 {line}" for line in lines))
     error = next((entry for entry in said if entry.kind == "error"), None)
-    return Condition(ConditionState.FAILED, error.message, error.hint) if error else None
+    return Condition(RunState.FAILED, error.message, error.hint) if error else None

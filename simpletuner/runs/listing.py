@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Protocol
 
 from simpletuner.run_log import START_CONSOLE
-from simpletuner.runs.condition import Condition, ConditionState, KnownStart, find_condition, find_refusal
+from simpletuner.runs.condition import Condition, KnownStart, find_condition, find_refusal
 from simpletuner.runs.folder import FILES, MAX_DEPTH, MAX_RUNS, RUN_FILES, SKIPPED, Folders, RunFolder, is_of_run
 from simpletuner.runs.settings_record import SETTINGS, base_of, read_settings
 from simpletuner.status_line import format_seconds
 from simpletuner.system.files.locks import RUN_LOCK
-from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus, read_status
+from simpletuner.system.processes.run_status import ENDS, STATUS, RunState, RunStatus, read_status
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Summary:
     @property
     def time_left(self) -> str:
         left = self.status.seconds_left
-        return format_seconds(left) if self.condition.state is ConditionState.RUNNING and left is not None else ""
+        return format_seconds(left) if self.condition.state is RunState.RUNNING and left is not None else ""
 
 
 def read_status_of(run: RunFolder) -> RunStatus | None:
@@ -87,13 +87,7 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 """Stamps (mtime, size, inode) of the files a summary is computed from; None if missing. They are the status, the output
 of the start, which a refused start has alone, and, without a status, the lock."""
 
-SETTLED = (
-    ConditionState.FINISHED,
-    ConditionState.STOPPED,
-    ConditionState.FAILED,
-    ConditionState.KILLED,
-    ConditionState.UNKNOWN,
-)
+SETTLED = ENDS | {RunState.UNKNOWN}
 """States that only a file can change."""
 OF_RUN = re.compile(r"validation|logs|profile|data_listings|pipeline.*|base-.*")
 """Folders of a run besides SKIPPED. In others there may be runs: `output` is the

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from simpletuner.page.runs.processes import Processes
-from simpletuner.runs.condition import ConditionState
 from simpletuner.runs.folder import Folders
 from simpletuner.runs.listing import RunList
+from simpletuner.system.processes.run_status import RunState
 
 RUNS = 190
 counted: Counter[str] = Counter()
@@ -79,7 +79,7 @@ def test_a_poll_in_which_nothing_has_changed_opens_nothing(runs: RunList, tmp_pa
     with work_in(tmp_path) as work:
         changed = runs.summaries()
         assert work.total() <= 6, "status, settings, console and lock of that run"
-    assert changed[0].condition.state is ConditionState.FAILED and changed[0].status.step == 99, "it was written last"
+    assert changed[0].condition.state is RunState.FAILED and changed[0].status.step == 99, "it was written last"
     assert len([each for each in changed if each not in first]) == 1
 
 
@@ -111,6 +111,6 @@ def test_runs_that_come_go_and_are_hidden_in_others_are_noticed(runs: RunList, t
 def test_a_run_that_no_process_holds_and_that_told_no_end_was_killed(runs: RunList, tmp_path: Path):
     run = tmp_path / "group-5" / "run-5"
     write_status(run, state="running", step=3)
-    assert runs.summaries()[0].condition.state is ConditionState.KILLED
+    assert runs.summaries()[0].condition.state is RunState.KILLED
     write_status(run, state="running", host=os.uname().nodename, pid=os.getpid(), started="2999-01-01T00:00:00+00:00")
-    assert runs.summaries()[0].condition.state is ConditionState.STOPPING, "its launcher has something to do yet"
+    assert runs.summaries()[0].condition.state is RunState.STOPPING, "its launcher has something to do yet"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from simpletuner.run_log import CONSOLE, START_CONSOLE
-from simpletuner.runs.condition import ConditionState, KnownStart
+from simpletuner.runs.condition import KnownStart
 from simpletuner.runs.folder import Folders, RunFolder
 from simpletuner.runs.listing import summarize
 from simpletuner.system.processes.run_status import RunState, StatusWriter
@@ -33,15 +33,15 @@ def test_a_refused_start_is_a_notice_on_the_page_of_the_run_that_was_there(tmp_p
     finish(output, config)
     folders = Folders.of([tmp_path])
     summary = summarize(RunFolder(output, folders), KnownStart())
-    assert (summary.condition.state, summary.refused, summary.config) == (ConditionState.FINISHED, None, str(config))
+    assert (summary.condition.state, summary.refused, summary.config) == (RunState.FINISHED, None, str(config))
     (output / START_CONSOLE).write_text(REFUSED)
     summary = summarize(RunFolder(output, folders), KnownStart())
-    assert (summary.condition.state, summary.status.step, summary.config) == (ConditionState.FINISHED, 50, str(config))
+    assert (summary.condition.state, summary.status.step, summary.config) == (RunState.FINISHED, 50, str(config))
     assert summary.refused is not None and summary.refused.sentence == "out has a run on dogs"
     assert json.loads((output / "status.json").read_text())["state"] == "finished"
     (output / "status.json").unlink()
     only = summarize(RunFolder(output, folders), KnownStart())
-    assert (only.condition.state, only.condition.sentence) == (ConditionState.FAILED, "out has a run on dogs"), (
+    assert (only.condition.state, only.condition.sentence) == (RunState.FAILED, "out has a run on dogs"), (
         "nothing else is"
     )
 

@@ -18,7 +18,7 @@ from simpletuner.page.child_processes import launch
 from simpletuner.page.editing.documents import Document, load_document
 from simpletuner.page.rendering import folders_of
 from simpletuner.page.runs.processes import is_in_use, processes_of, signal_holder
-from simpletuner.runs.condition import ConditionState, find_condition
+from simpletuner.runs.condition import find_condition
 from simpletuner.runs.folder import Folders, RunFolder
 from simpletuner.runs.listing import read_status_of
 from simpletuner.settings import Settings
@@ -98,11 +98,11 @@ def check_state(request: Request, checked: Checked) -> CheckState:
         failed = status.state is not RunState.FINISHED
         return CheckState(error=EnvironmentNotReady(status.reason, status.hint) if failed else None)
     condition = find_condition(checked.run, status, processes_of(request).known(checked.run))
-    if condition.state is ConditionState.FAILED:
+    if condition.state is RunState.FAILED:
         return CheckState(error=EnvironmentNotReady(condition.sentence, condition.hint))
     if condition.has_ended:
         return CheckState(error=EnvironmentNotReady("the check was ended before it was done", "begin it again"))
-    if condition.state is ConditionState.UNKNOWN:  # nothing has run
+    if condition.state is RunState.UNKNOWN:  # nothing has run
         return CheckState()
     return CheckState(True, status.doing or "starting", status.done, status.total) if status else CheckState(True)
 

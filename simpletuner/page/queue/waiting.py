@@ -31,13 +31,14 @@ from simpletuner.page.rendering import field, folders_of, toast
 from simpletuner.page.runs.fragments import Fragment, made
 from simpletuner.page.runs.processes import PreparedStart, Processes, is_in_use, prepare_start, start_prepared
 from simpletuner.runs.checkpoints import named_checkpoint
-from simpletuner.runs.condition import ConditionState, find_refusal
+from simpletuner.runs.condition import find_refusal
 from simpletuner.runs.folder import Folders, RunFolder
 from simpletuner.runs.listing import RunList, Summary, read_status_of
 from simpletuner.system.files.checksums import value_checksum
 from simpletuner.system.files.lease import Holding
 from simpletuner.system.files.locks import lock_file
 from simpletuner.system.numbers import count_noun
+from simpletuner.system.processes.run_status import RunState
 
 SECONDS = 2.0
 """Between two looks at the queue. Free GPUs cost more than looking, which reads one small file where nothing waits."""
@@ -269,7 +270,7 @@ def failed(entry: QueueEntry, error: SimpleTunerError) -> QueueEntry:
 
 def pid_here(summary: Summary) -> int:
     """Return the pid of a run that has not ended and is run on this machine; 0 for others."""
-    if summary.condition.has_ended or summary.condition.state is ConditionState.UNKNOWN:
+    if summary.condition.has_ended or summary.condition.state is RunState.UNKNOWN:
         return 0
     # Again: the summary may be a second old, and the run of a page that is started again has ended just now.
     holder, holding = summary.run.lease

@@ -39,7 +39,7 @@ LOCK_SECONDS = 2.0
 
 
 class RunState(StrEnum):
-    """State of a run: its activity, or its end."""
+    """Activity or end of a run: six that it writes itself, three that only a reader can see (`runs/condition.py`)."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -47,9 +47,12 @@ class RunState(StrEnum):
     FINISHED = "finished"
     STOPPED = "stopped"
     FAILED = "failed"
+    STUCK = "stuck"
+    KILLED = "killed"
+    UNKNOWN = "unknown"
 
 
-ENDS = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+ENDS = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED, RunState.KILLED})
 
 
 @dataclass(frozen=True)
