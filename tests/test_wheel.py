@@ -20,7 +20,7 @@ from simpletuner.commands.shell.scripts import PROGRAMS, script_for
 from simpletuner.extras import OTHER_PROGRAM
 
 ROOT = Path(__file__).parent.parent
-LIGHT = ("typer", "rich", "pydantic", "pyyaml", "platformdirs", "psutil", "tomli-w")
+LIGHT = ("typer", "rich", "pydantic", "pyyaml", "platformdirs", "psutil")
 BENEATH_THEM = (
     *("annotated-doc", "annotated-types", "markdown-it-py", "mdurl", "pydantic-core"),
     *("pygments", "shellingham", "typing-extensions", "typing-inspection"),

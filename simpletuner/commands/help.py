@@ -52,7 +52,7 @@ class SettingsCommand(TyperCommand):
 
 def essential_settings() -> set[str]:
     """Return the settings that a file of `config init` has."""
-    from simpletuner.settings.showing.scaffold import GROUPS  # tomli_w, which only this help needs
+    from simpletuner.settings.showing.scaffold import GROUPS
 
     return {name for names in GROUPS.values() for name in names} | {"data_backend_config"}
 

@@ -28,6 +28,7 @@ from simpletuner.parallel.devices import MemoryBudget, MemoryEstimate
 from simpletuner.report import Report
 from simpletuner.settings.declared.errors import nearest
 from simpletuner.settings.declared.sections import Parallel
+from simpletuner.settings.files.formats import toml_line
 from simpletuner.settings.files.raw_values import RawValue, Source
 from simpletuner.settings.foreign.deepspeed_config import deepspeed_config, with_auto
 from simpletuner.settings.resolving.deepspeed_source import NAME, as_source
@@ -315,6 +316,4 @@ def user_template_path(name: str, environment: Mapping[str, str] = os.environ) -
 
 
 def format_template(config: Mapping[str, object]) -> str:
-    import tomli_w
-
-    return tomli_w.dumps(config)
+    return "".join(f"{toml_line(name, value)}\n" for name, value in config.items())

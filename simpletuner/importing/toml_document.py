@@ -11,11 +11,11 @@ from simpletuner.importing.original import Effect, Original, defaults_there, rem
 from simpletuner.importing.sorting import same_value
 from simpletuner.report import printable
 from simpletuner.settings.declared.errors import shorten
+from simpletuner.settings.files.formats import toml_line
 from simpletuner.settings.files.raw_values import RawValue, Source
 from simpletuner.settings.foreign.original_names import OPTIMIZERS
 from simpletuner.settings.resolving.loading import Loaded, canonical_name, plain_name, settings_as_json
 from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG
-from simpletuner.settings.showing.export import toml_value
 from simpletuner.settings.values.spelling import normalize_name
 
 MARK = "Written by `simpletuner config import`"
@@ -46,27 +46,16 @@ def write_toml(original: Original, loaded: Loaded, root: Path) -> tuple[str, int
     if ACCELERATE_CONFIG in original.taken:
         values[ACCELERATE_CONFIG] = original.taken[ACCELERATE_CONFIG].value.value
         names.insert(0, ACCELERATE_CONFIG)
-    names.sort(key=lambda name: isinstance(toml_value(values[name]), dict))  # what follows a table belongs to it
     remarks = {name: list(remarks_about(name, values[name], original, loaded)) for name in names}
     lines = []
     for before, name in pairwise(["", *names]):
         # What is said of several settings in a row is said once.
         said = [] if remarks[name] and remarks.get(before) == remarks[name] else remarks[name]
-        lines += [*map(comment, said), line_of(name, values[name])]
+        lines += [*map(comment, said), toml_line(name, values[name])]
     paths = "relative to the folder in which a command runs" if root == Path() else f"those of a run in {root}"
     head = comment(f"{MARK} from {original.file}. Paths are {paths}.")
     text = "\n".join([head, *lines, *remark_lines(original)]) + "\n"
     return text, len(names), sum(map(bool, remarks.values()))
-
-
-def line_of(name: str, value: Any) -> str:
-    """Return a line, or a table. Lists of texts stay on theirs: tomli_w gives each item its own."""
-    import tomli_w
-
-    ready = toml_value(value)
-    if isinstance(ready, list):
-        return f"{name} = [{', '.join(line_of('x', item).removeprefix('x = ') for item in ready)}]"
-    return tomli_w.dumps({name: ready}).rstrip("\n")
 
 
 def remarks_about(name: str, value: Any, original: Original, loaded: Loaded) -> Iterator[str]:

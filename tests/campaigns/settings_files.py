@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 import yaml
 from generated_settings import ENGINES
 
 from simpletuner.data.config.dataset_file import RULES as DATASET_RULES
+from simpletuner.settings.files.formats import toml_line
 from simpletuner.settings.values.spelling import as_text
 
 TESTS = Path(__file__).parents[1]
@@ -151,8 +151,7 @@ def dump(value: Any, suffix: str) -> str:
     if suffix in ("yaml", "yml"):
         return yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
     if suffix == "toml" and isinstance(value, dict):
-        tables_last = dict(sorted(value.items(), key=lambda item: isinstance(item[1], dict)))
-        return tomli_w.dumps({key: item for key, item in tables_last.items() if item is not None})
+        return "".join(f"{toml_line(key, item)}\n" for key, item in value.items() if item is not None)
     if suffix == "env" and isinstance(value, dict):
         return "".join(f"{key.upper()}={shlex.quote(as_plain_text(item))}\n" for key, item in value.items())
     return json.dumps(value, indent=1)

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from simpletuner.settings.files.config_files import PREFIX
 from simpletuner.settings.files.env_format import assignments
-from simpletuner.settings.files.formats import JSON_TOKEN, TOML_NAME, TOML_TOKEN, toml_name
+from simpletuner.settings.files.formats import JSON_TOKEN, TOML_NAME, TOML_TOKEN, toml_line, toml_name, toml_text
 from simpletuner.settings.resolving.loading import canonical_name
 
 # In place of a value: the setting is taken out of the file.
@@ -142,7 +142,6 @@ def without_pair(text: str, pairs: list[Pair], index: int) -> str:
 
 
 SAYS_NOTHING = re.compile(r"[ \t\r]*(#[^\n]*)?(\n|$)")
-BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Statement(NamedTuple):
@@ -172,7 +171,7 @@ def edit_toml(text: str, edit: Edit) -> Iterator[str]:
     table = next((each.start for each in found if each.is_table), len(text))
     before = [each for each in found if each.start < table]
     for place in [before[-1].end, table] if before else [table]:
-        yield insert_line(text, place, f"{edit.name} = {value}")
+        yield insert_line(text, place, toml_line(edit.name, edit.value))
 
 
 def statements(text: str) -> Iterator[Statement]:
@@ -233,20 +232,6 @@ def without_statements(text: str, removed: list[Statement]) -> str:
     for each in reversed(removed):
         text = replace_span(text, each.start, each.end)
     return text
-
-
-def toml_text(value: Any) -> str:
-    """Write a value on one line; JSON's strings are TOML's, but for one character that TOML wants escaped."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list):
-        return f"[{', '.join(map(toml_text, value))}]"
-    if isinstance(value, dict):
-        pairs = [
-            f"{key if BARE_KEY.fullmatch(key) else toml_text(key)} = {toml_text(item)}" for key, item in value.items()
-        ]
-        return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
-    return json.dumps(value)
 
 
 def edit_env(text: str, edit: Edit) -> Iterator[str]:

@@ -25,6 +25,7 @@ from simpletuner.settings.files.config_files import (
     json_mistake,
 )
 from simpletuner.settings.files.env_format import env_entries
+from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.files.paths import descriptor_of
 from simpletuner.system.files.regular_files import read_file
 
@@ -161,6 +162,33 @@ def toml_entries(text: str) -> Iterator[FileEntry]:
     lines = toml_lines(text)
     for key, value in values.items():
         yield FileEntry(key, value, lines.get(key, 0))
+
+
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def toml_line(name: str, value: Any) -> str:
+    return f"{name} = {toml_text(toml_value(value))}"
+
+
+def toml_value(value: Any) -> Any:
+    """TOML has no null: `none` stands for it, JSON text for tables and lists that hold one."""
+    holds_nothing = isinstance(value, dict | list) and "null" in json.dumps(value)
+    return as_text(value) if value is None or holds_nothing else value
+
+
+def toml_text(value: Any) -> str:
+    """Write a value on one line; JSON's strings are TOML's, but for one character that TOML wants escaped."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_text, value))}]"
+    if isinstance(value, dict):
+        pairs = [
+            f"{key if BARE_KEY.fullmatch(key) else toml_text(key)} = {toml_text(item)}" for key, item in value.items()
+        ]
+        return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
+    return json.dumps(value)
 
 
 # {3,5}: a long string may end in one or two quotes before the three that close it (TOML 1.0).

@@ -18,6 +18,7 @@ from simpletuner.settings.declared.errors import is_secret
 from simpletuner.settings.declared.knob import own_defaults
 from simpletuner.settings.declared.sections import SECTION_OF, Settings, setting_fields
 from simpletuner.settings.files.config_files import PREFIX, FileEntry
+from simpletuner.settings.files.formats import toml_line
 from simpletuner.settings.files.raw_values import Origin
 from simpletuner.settings.foreign.accelerate_fields import map_file, to_fields
 from simpletuner.settings.foreign.deepspeed_config import deepspeed_config
@@ -56,18 +57,7 @@ def to_json(settings: Settings, values: dict[str, Any]) -> Exported:
 
 
 def to_toml(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Tables come last, since what follows a table belongs to it."""
-    import tomli_w
-
-    ready = {name: toml_value(value) for name, value in values.items()}
-    tables_last = dict(sorted(ready.items(), key=lambda item: isinstance(item[1], dict)))
-    return config_file(tomli_w.dumps(tables_last), "settings.toml")
-
-
-def toml_value(value: Any) -> Any:
-    """TOML has no null: `none` stands for it, JSON text for tables and lists that hold one."""
-    holds_nothing = isinstance(value, dict | list) and "null" in json.dumps(value)
-    return as_text(value) if value is None or holds_nothing else value
+    return config_file("".join(f"{toml_line(name, value)}\n" for name, value in values.items()), "settings.toml")
 
 
 def to_yaml(settings: Settings, values: dict[str, Any]) -> Exported:

@@ -9,12 +9,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import tomli_w
 from pydantic.fields import FieldInfo
 
 from simpletuner.settings.declared.knob import bounds_of, extra_of, shown_default, type_name
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, Settings, setting_fields
 from simpletuner.settings.files.config_files import PREFIX
+from simpletuner.settings.files.formats import toml_line
 from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG
 from simpletuner.settings.values.spelling import choices_of
 
@@ -180,7 +180,7 @@ def lines_of(name: str, values: Mapping[str, Any], notes: Mapping[str, str]) -> 
     if isinstance(value, Mapping):  # as text: a table would take in what stands below it
         value = json.dumps(value)
     plain = "" if value is None else value if isinstance(value, str | int | float | list) else str(value)
-    line = tomli_w.dumps({name: plain}, multiline_strings=False)
+    line = toml_line(name, plain)
     note = f"# {notes[name]}\n" if name in notes else ""
     is_comment = value is None or (plain == "" and field.default == "")  # gpu_ids="" was typed: its default is `all`
-    return f"# {field.description} ({values_of(field).replace('`', '')})\n{note}{'# ' * is_comment}{line}\n"
+    return f"# {field.description} ({values_of(field).replace('`', '')})\n{note}{'# ' * is_comment}{line}\n\n"
