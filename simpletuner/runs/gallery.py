@@ -7,26 +7,32 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from io import BytesIO
 from pathlib import Path
 
 import xxhash
 
-from simpletuner.runs.images import MP4, WEBP, ImageInfo, clip_thumbnail, read_info, read_rgb, round_folders
+from simpletuner.runs.images import (
+    MP4,
+    QUALITY,
+    SHOWN_PIXELS,
+    WEBP,
+    ImageInfo,
+    Thumbnail,
+    clip_thumbnail,
+    read_info,
+    read_rgb,
+    round_folders,
+    thumbnail,
+)
 
 # In the report. Of more rounds some evenly chosen ones are shown, the first and the last among them.
 MAX_IMAGES = 600
 # Of all thumbnails, which base64 makes a third larger.
 MAX_BYTES = 12 << 20
-# Of an image that is decoded: 8192x8192 px take 200 MB.
-MAX_PIXELS = 1 << 26
 # Longer sides of thumbnails: the first at which all together are within MAX_BYTES.
 EDGES_PX = (384, 256, 160, 96)
 WEIGHTS = ("base", "trained", "ema")
 FILE = re.compile(rf"(?P<weights>{'|'.join(WEIGHTS)})-(?P<name>\d+(-\d+x\d+(@\d+)?)?)\.png")
-
-# As WebP, and its (width, height).
-Thumbnail = tuple[bytes, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class Gallery:
         if path not in self.digests:
             content = str(path).encode()
             with suppress(OSError):
-                content = read_rgb(path, MAX_PIXELS).tobytes()
+                content = read_rgb(path, SHOWN_PIXELS).tobytes()
             self.digests[path] = xxhash.xxh3_128_digest(content)
         return self.digests[path]
 
@@ -159,13 +165,9 @@ class Gallery:
     def _thumbnail(self, path: Path, edge: int) -> Thumbnail:
         if (path, edge) not in self.encoded:
             if (clip := path.with_suffix(WEBP)).is_file() and not clip.is_symlink():
-                self.encoded[path, edge] = clip_thumbnail(clip, edge)
-                return self.encoded[path, edge]
-            content = BytesIO()
-            small = read_rgb(path, MAX_PIXELS)
-            small.thumbnail((edge, edge))
-            small.save(content, "WEBP", quality=82)
-            self.encoded[path, edge] = content.getvalue(), small.size
+                self.encoded[path, edge] = clip_thumbnail(clip, edge, "WEBP", quality=QUALITY)
+            else:
+                self.encoded[path, edge] = thumbnail(read_rgb(path, SHOWN_PIXELS), edge, quality=82)
         return self.encoded[path, edge]
 
 

@@ -120,6 +120,10 @@ def opened(path: Path) -> Iterator[Image.Image]:
         raise OSError(errno.EINVAL, f"cannot be decoded: {error}", str(path)) from None
 
 
+SHOWN_PIXELS = 1 << 26
+"""Most pixels of an image that is decoded to be shown: 8192x8192 px take 200 MB."""
+
+
 def read_rgb(path: Path, max_pixels: int | None = None) -> Image.Image:
     """Decode a validation image. Raises OSError for a damaged one, and for one of more pixels."""
     with opened(path) as image:
@@ -235,29 +239,26 @@ def as_webp(frames: Sequence[Image.Image], fps: float) -> bytes:
     return content.getvalue()
 
 
-def clip_thumbnail(path: Path, edge: int) -> tuple[bytes, tuple[int, int]]:
-    """Return a WebP of a run smaller, all of its frames, and its size. Raises OSError for a damaged one."""
-    frames, duration = read_webp(path)
-    for frame in frames:
-        frame.thumbnail((edge, edge))
-    return as_webp(frames, 1000 / duration), frames[0].size
+Thumbnail = tuple[bytes, tuple[int, int]]
+"""An encoded image, and its (width, height)."""
 
 
-def as_gif(path: Path) -> tuple[bytes, tuple[int, int]]:
-    """Return a WebP of a run as a GIF of moderate size, and its size. Raises OSError for a damaged one."""
-    (first, *others), duration = read_webp(path)
-    for frame in (first, *others):
-        frame.thumbnail((GIF_EDGE_PX, GIF_EDGE_PX))
+def thumbnail(image: Image.Image, edge_px: int, kind: str = "WEBP", **options: object) -> Thumbnail:
+    """Shrink an image in place to a longer side of `edge_px`, and encode it."""
+    image.thumbnail((edge_px, edge_px))
     content = BytesIO()
-    first.save(content, "GIF", save_all=True, append_images=others, duration=duration, loop=0)
-    return content.getvalue(), first.size
+    image.save(content, kind, **options)
+    return content.getvalue(), image.size
 
 
-def read_webp(path: Path) -> tuple[list[Image.Image], int]:
-    """Return the frames of a clip, and the milliseconds that each is shown. Raises OSError for a damaged one."""
+def clip_thumbnail(path: Path, edge_px: int = GIF_EDGE_PX, kind: str = "GIF", **options: object) -> Thumbnail:
+    """The same of all frames of a run's WebP, animated. Raises OSError for a damaged one."""
     with opened(path) as image:
-        frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
-        return frames, image.info.get("duration") or 100
+        first, *others = [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
+        duration = image.info.get("duration") or 100
+    for frame in others:
+        frame.thumbnail((edge_px, edge_px))
+    return thumbnail(first, edge_px, kind, save_all=True, append_images=others, duration=duration, loop=0, **options)
 
 
 def grid_file(validation: Path, step: int) -> Path:

@@ -22,7 +22,7 @@ from simpletuner.data.scan.scan_cache import open_table, write_table
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.page.datasets import captions
 from simpletuner.page.datasets.captions import Caption
-from simpletuner.page.datasets.images import ListedDataset, thumbnail
+from simpletuner.page.datasets.images import ListedDataset, small_webp
 
 CONFIG = 'model_family = "sdxl"\nmodel_flavour = "tiny"\ndata_backend_config = "{}"\n'
 EVIL = '"><img src=x onerror=alert(1)>'
@@ -428,11 +428,11 @@ def test_what_is_no_text_is_not_edited(tmp_path, monkeypatch: pytest.MonkeyPatch
 def test_bombs_and_special_files_are_not_decoded(tmp_path, make: Callable[[], Image.Image]):
     path = tmp_path / "bomb.png"
     make().save(path)
-    assert thumbnail(path, 320) is None
+    assert small_webp(path, 320) is None
     upright = Image.Exif()
     upright[0x0112] = 6
     Image.new("RGB", (12_000, 6_000)).save(tmp_path / "large.jpg", exif=upright)
-    small = thumbnail(tmp_path / "large.jpg", 320)
+    small = small_webp(tmp_path / "large.jpg", 320)
     assert small is not None
     (tmp_path / "small.webp").write_bytes(small)
     with Image.open(tmp_path / "small.webp") as image:

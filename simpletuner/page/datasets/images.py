@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pyarrow.compute as pc
 from simpletuner.data.images.images import DECODE_ERRORS, read_rgb, read_stored
 from simpletuner.data.scan.scan_cache import intact_files, open_table
 from simpletuner.errors import EnvironmentNotReady
+from simpletuner.runs.images import SHOWN_PIXELS, thumbnail
 from simpletuner.system.files.regular_files import open_regular
 from simpletuner.system.files.unread import MALFORMED
 
@@ -229,23 +229,17 @@ class ListedDataset:
 EDGES_PX = (320, 1600)
 """Longer sides: in the grid, for screens with more than one dot per px, and of the picture that a click opens."""
 MAX_FILE_BYTES = 256 << 20
-# Of an image that is decoded whole: 8192x8192 px take 200 MB. JPEGs are decoded at an eighth of their sides.
-MAX_PIXELS = 1 << 26
-MAX_JPEG_PIXELS = 1 << 28
+MAX_JPEG_PIXELS = 1 << 28  # decoded at an eighth of their sides
 
 
-def thumbnail(path: Path, edge: int) -> bytes | None:
+def small_webp(path: Path, edge: int) -> bytes | None:
     """Return an image as WebP; None where it cannot be decoded, or is too large to be."""
     try:
         with open_regular(path, MAX_FILE_BYTES) as file:
             image = read_stored(file)
             width, height = image.stored
-            if width * height > (MAX_JPEG_PIXELS if image.image_format == "JPEG" else MAX_PIXELS):
+            if width * height > (MAX_JPEG_PIXELS if image.image_format == "JPEG" else SHOWN_PIXELS):
                 return None
-            small = read_rgb(file, (edge, edge))
-        small.thumbnail((edge, edge))
-        content = BytesIO()
-        small.save(content, "WEBP", quality=80, method=2)
+            return thumbnail(read_rgb(file, (edge, edge)), edge, quality=80, method=2)[0]
     except DECODE_ERRORS:
         return None
-    return content.getvalue()

@@ -160,13 +160,13 @@ def progress(request: Request) -> Response:
 
 
 def show_picture(request: Request) -> Response:
-    from simpletuner.page.datasets.images import EDGES_PX, thumbnail
+    from simpletuner.page.datasets.images import EDGES_PX, small_webp
 
     dataset = dataset_of(request)
     path = file_in(folders_of(request), dataset.facts, image_name(request, dataset))
     edge = max(EDGES_PX) if field(request, "edge") == "large" else min(EDGES_PX)
     with request.app.state.decoding:
-        content = thumbnail(path, edge)
+        content = small_webp(path, edge)
     if content is None:
         return RedirectResponse(NO_PICTURE, 303)
     # The address has the version of the file, so one that was changed and checked again has another one.

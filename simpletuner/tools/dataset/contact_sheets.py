@@ -19,7 +19,7 @@ from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, cropped_away
 from simpletuner.data.samples.samples import DatasetSamples, Sample
 from simpletuner.errors import SimpleTunerError
 from simpletuner.runs.data_listing import last_data, rows_of_table
-from simpletuner.runs.images import read_rgb
+from simpletuner.runs.images import SHOWN_PIXELS, read_rgb
 from simpletuner.runs.sample_loss_scores import SampleScore
 from simpletuner.system.files.atomic import write_file
 from simpletuner.system.numbers import count_noun
@@ -174,10 +174,6 @@ def fit(name: str, typesetter: Typesetter) -> str:
     return cut if cut == name else f"…{cut}"
 
 
-# Of an image that is decoded: 8192x8192 px take 200 MB.
-MAX_PIXELS = 1 << 26
-
-
 def draw_loss_sheet(output: Path, scores: Sequence[SampleScore], path: Path) -> None:
     """Write the sheet as a PNG; a sample that is no file of a local dataset any more has no image in it."""
     try:
@@ -207,7 +203,7 @@ def image_of(sample_id: str, places: dict[str, str]) -> Image.Image | str:
     for dataset, folder in places.items():
         if sample_id.startswith(f"{dataset}/"):
             try:
-                image = read_rgb(Path(folder) / sample_id.removeprefix(f"{dataset}/"), MAX_PIXELS)
+                image = read_rgb(Path(folder) / sample_id.removeprefix(f"{dataset}/"), SHOWN_PIXELS)
             except DECODE_ERRORS as error:
                 return str(error) or type(error).__name__
             image.thumbnail((CELL_PX, CELL_PX))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.run_log import LOGGER
-from simpletuner.runs.images import MP4, WEBP, as_gif, clips_of_round, round_folder
+from simpletuner.runs.images import MP4, WEBP, clip_thumbnail, clips_of_round, round_folder
 from simpletuner.runs.metrics import METRICS, MetricsReader
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.unread import Warn, read_state
@@ -129,7 +129,7 @@ class SwanlabRun(TrackerRun):
         self.url = self.run.url if self.run.mode == "online" else f"offline; `swanlab sync {self.run.dir}` sends it"
 
     def video(self, path: Path) -> Any:
-        return self.library.Video(as_gif(path.with_suffix(WEBP))[0])
+        return self.library.Video(clip_thumbnail(path.with_suffix(WEBP))[0])
 
 
 LIBRARIES: dict[str, Callable[[RunOptions], TrackerRun]] = {

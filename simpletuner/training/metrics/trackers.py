@@ -18,7 +18,7 @@ from typing import IO, Any
 from simpletuner.errors import without_errno
 from simpletuner.report import Report
 from simpletuner.run_log import LOGGER
-from simpletuner.runs.images import WEBP, as_gif, clips_of_round, read_rgb, round_folder
+from simpletuner.runs.images import WEBP, clip_thumbnail, clips_of_round, read_rgb, round_folder
 from simpletuner.runs.metrics import METRICS, last_row
 from simpletuner.session import Session
 from simpletuner.settings import settings_as_json
@@ -209,7 +209,7 @@ class TensorBoard:
         from tensorboard.compat.proto import summary_pb2
 
         try:
-            content, (width, height) = as_gif(path)
+            content, (width, height) = clip_thumbnail(path)
         except OSError as error:
             self.report.warn(f"tensorboard does not show a validation clip: {without_errno(error)}")
             return

@@ -8,7 +8,6 @@ but one that is at a public address.
 
 from __future__ import annotations
 
-import io
 import json
 import secrets
 import sys
@@ -23,7 +22,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request
 
 from simpletuner.errors import SimpleTunerError, Stopped, without_errno
-from simpletuner.runs.images import grid_file, read_rgb
+from simpletuner.runs.images import SHOWN_PIXELS, grid_file, read_rgb, thumbnail
 from simpletuner.runs.metrics import METRICS, last_row
 from simpletuner.session import Session
 from simpletuner.system.network import http_request
@@ -38,8 +37,6 @@ IMAGE = "validation.jpg"
 # Longer sides of the image: the first at which it is within MAX_BYTES. ntfy.sh takes 15 MB, Discord 10.
 EDGES_PX = (1600, 1000, 600, 300)
 MAX_BYTES = 1 << 20
-# Of an image that is decoded: 8192x8192 px take 200 MB.
-MAX_PIXELS = 1 << 26
 TEXT_LETTERS = 2000
 """Discord refuses a longer `content`; a header of ntfy becomes a file beyond 4,096 bytes."""
 
@@ -93,15 +90,12 @@ def multipart(payload: bytes, image: bytes) -> tuple[bytes, str]:
 def small_jpeg(path: Path) -> bytes | None:
     """Return an image that is small enough to send; None for one that is missing or damaged."""
     try:
-        image = read_rgb(path, MAX_PIXELS)
+        image = read_rgb(path, SHOWN_PIXELS)
     except OSError:
         return None
     content = b""
     for edge in EDGES_PX:
-        image.thumbnail((edge, edge))
-        file = io.BytesIO()
-        image.save(file, "JPEG", quality=85)
-        content = file.getvalue()
+        content, _ = thumbnail(image, edge, "JPEG", quality=85)
         if len(content) <= MAX_BYTES:
             break
     return content

@@ -14,7 +14,7 @@ from PIL import Image, ImageCms, ImageOps, PngImagePlugin
 
 from simpletuner.data.images.images import DECODE_ERRORS, MAX_PIXELS, read_header, read_rgb
 from simpletuner.data.images.orientation import SIDEWAYS
-from simpletuner.page.datasets.images import thumbnail
+from simpletuner.page.datasets.images import small_webp
 
 SIZE = (24, 16)
 XMP = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description {}</x:xmpmeta>'
@@ -297,7 +297,7 @@ def test_images_beyond_the_limit_are_named_with_it_before_anything_is_decoded(tm
             with pytest.raises(ValueError, match=message):
                 read(BytesIO(content))
         (tmp_path / name).write_bytes(content)
-        assert thumbnail(tmp_path / name, 320) is None
+        assert small_webp(tmp_path / name, 320) is None
     assert MAX_PIXELS == 400_000_000
 
 
@@ -305,5 +305,5 @@ def test_the_page_shows_a_png_with_large_texts(tmp_path):
     notes = PngImagePlugin.PngInfo()
     notes.add_text("history", "x" * (3 << 20), zip=True)
     picture().save(tmp_path / "a.png", pnginfo=notes)
-    assert thumbnail(tmp_path / "a.png", 320)
+    assert small_webp(tmp_path / "a.png", 320)
     assert set(SIDEWAYS) == {5, 6, 7, 8}
