@@ -51,7 +51,6 @@ DEBUG = "SIMPLETUNER_DEBUG"
 
 
 def show_version(wanted: bool) -> None:
-    """Print the version and exit."""
     if wanted:
         typer.echo(f"{__version__}\n{OTHER_PROGRAM}")
         raise typer.Exit
@@ -147,7 +146,7 @@ def with_hint(said: str, program: str, arguments: Sequence[str]) -> tuple[str, s
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -> None:
-    """Run the command line. An error of the settings or of the machine ends in one sentence and an exit code."""
+    """Run the command line. Errors of settings or machine end in one sentence and an exit code."""
     # Else the interpreter's end collects garbage among all objects, several times: a second where torch is loaded.
     atexit.register(gc.freeze)
     given = list(sys.argv[1:] if arguments is None else arguments)

@@ -51,7 +51,7 @@ class Mistake:
     """A mistake in the settings, as data: the command line prints it, the page shows it next to the field."""
 
     setting: str
-    """Its name, followed by the key inside it where it holds JSON; as it was written where there is no such setting."""
+    """Its name, with the key inside it where it holds JSON; as written where there is no such setting."""
     message: str
     """The mistake, and what to write instead."""
     place: str = ""
@@ -81,11 +81,11 @@ class BrokenRule(Mistake):
 
 
 MAX_MISTAKES = 100
-"""Largest number of mistakes printed. The nearest name, which takes long to find, is looked for in no more."""
+"""Largest number of mistakes printed. Nearest names, which take long to find, are sought in no more."""
 
 
 class SettingsError(SimpleTunerError):
-    """A flag, file or combination of settings that cannot be run; `mistakes` lists them where there are several."""
+    """A flag, file or combination of settings that cannot run; `mistakes` lists several of them."""
 
     exit_code = ExitCode.USAGE
 
@@ -206,14 +206,14 @@ OUT_OF_MEMORY = re.compile(
     r"|can't start new thread|could not create a primitive$",
     re.IGNORECASE,
 )
-"""Messages of torch's CPU allocator, C++, NumPy, torch's storages, Rust, Python's threads, each of which has a stack,
-and oneDNN when the machine's memory is used up."""
+"""Messages of torch's CPU allocator, C++, NumPy, torch's storages, Rust, Python's threads, each of which has
+a stack, and oneDNN when the machine's memory is used up."""
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 """Errno in exceptions of safetensors and tokenizers, which do not raise OSError."""
 
 
 def without_errno(error: BaseException, *said: Path) -> str:
-    """Return an error's message without Python's `[Errno 2]`: the reason, and the files that are not `said` already."""
+    """Error's message without Python's `[Errno 2]`: the reason, and the files that are not `said` already."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     return ": ".join(filter(None, (reason_of_os(error), " and ".join(files_of(error, *said)))))
@@ -232,10 +232,10 @@ def files_of(error: OSError, *said: Path) -> list[str]:
 
 @contextmanager
 def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
-    """Turn errors of the operating system (full disk, permission denied, out of memory) into EnvironmentNotReady.
+    """Turn errors of the system (full disk, permission denied, out of memory) into EnvironmentNotReady.
 
-    Any code that touches files may raise OSError, so this wraps the whole of a command and of a rank rather than each
-    caller. `folder` is named where an error names no file.
+    Any code that touches files may raise OSError, so this wraps the whole of a command and of a rank rather
+    than each caller. `folder` is named where an error names no file.
     """
     try:
         yield
@@ -260,7 +260,7 @@ def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """Return the error of the operating system that an exception is, or that pathlib has made a RuntimeError of.
+    """Error of the operating system that an exception is, or that pathlib has made a RuntimeError of.
 
     Until Python 3.13 `Path.resolve` raises one for a link that leads to itself.
     """
@@ -345,7 +345,7 @@ def explain_os_error(error: OSError, folder: Path | None = None) -> EnvironmentN
 
 
 def hint_for(error: BaseException) -> str:
-    """Return the next step after a failed use of files, by its errno, which safetensors has in its message."""
+    """Next step after a failed use of files, by its errno, which safetensors has in its message."""
     if is_out_of_memory(error):
         return out_of_memory().hint
     number = getattr(error, "errno", None)

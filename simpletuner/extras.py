@@ -32,7 +32,6 @@ ENTRY_POINT = "simpletuner.app:main"
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an optional dependency."""
     return f"pip install {shlex.join(EXTRAS[extra])}"
 
 

@@ -27,20 +27,20 @@ UNFOLDED = 10_000
 
 
 def printable(text: str) -> str:
-    """Make text safe for terminals and logs: mask credentials, escape control characters, indent all but one line."""
+    """Make text safe for terminals and logs: mask credentials, escape control characters, indent further lines."""
     # the indent keeps a file name with a newline from faking a line that begins with `error:`
     return re.sub(r"\n(?=[^\n])(?!  )", "\n  ", escape_controls(mask_credentials(text)))
 
 
 def wrapped(text: str, console: Console) -> str:
-    """Break lines between words at the width of a terminal, which would break them anywhere; commands stay whole."""
+    """Break lines between words at a terminal's width, where it would break them anywhere."""
     if not is_animated(console):
         return text
     return "\n".join(wrapped_line(line, console.width) for line in text.split("\n"))
 
 
 def wrapped_line(line: str, width: int) -> str:
-    """Continue below the second column of a line that has two, else with an indent, as no other message begins."""
+    """Continue below the second column of a line, else with an indent, as no other message begins."""
     from rich.cells import cell_len
 
     columns = re.match(r"\s*\S+(?: \S+)*\s{2,}", line)
@@ -98,7 +98,7 @@ class Report:
             self.warn(text)
 
     def error(self, error: SimpleTunerError) -> None:
-        """Print why a command failed, on any rank, even if quiet: only the rank that knows the reason calls this."""
+        """Print why a command failed, even if quiet: only the rank that knows the reason calls this."""
         self._print(printable(f"error: {error.message}"), "bold red")
         if error.hint:
             self._print(printable(f"hint: {error.hint}"), "dim")
@@ -107,7 +107,7 @@ class Report:
         sys.stdout.write(mask_credentials(json.dumps(value, indent=2)) + "\n")
 
     def text(self, text: str) -> None:
-        """Print text unchanged: where the encoding of stdout lacks a character of a file, as UTF-8, which files are."""
+        """Print text unchanged; as UTF-8 where the encoding of stdout lacks a character of it."""
         if encodable(text, sys.stdout.encoding):
             sys.stdout.write(text)
         else:
@@ -143,7 +143,7 @@ class Report:
         )
 
     def checklist(self, rows: Iterable[tuple[str, str, str, Sequence[str]]], styles: Mapping[str, str]) -> None:
-        """Print name, status, sentence and fixes of each row to stdout; fixes are not wrapped, to be copied."""
+        """Print name, status, sentence and fixes of each row to stdout; fixes stay whole, to be copied."""
         from rich.text import Text
 
         for name, status, sentence, fixes in rows:
@@ -161,7 +161,6 @@ class Report:
                 self.data.print(Text(printable(f"      fix: {fix}"), style="cyan"))
 
     def line(self, text: str, style: str = "") -> None:
-        """Print a line to stdout."""
         self.data.print(wrapped(printable(text), self.data), style=style, markup=False)
 
     def progress(
@@ -171,7 +170,6 @@ class Report:
         return Progress(self.status, title, total, done, left)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that shows what is running."""
         self.status.begin(name)
         return self.status.running()
 

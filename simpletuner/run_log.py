@@ -1,7 +1,7 @@
 """`output_dir/log.txt`: all that a run says, with times, and what libraries say, which goes nowhere else.
 
-It is a handler of Python's logging, since that is where libraries log. Each record is one append to the file, so
-several processes can write to it: the ranks and their launcher.
+It is a handler of Python's logging, since that is where libraries log. Each record is one append to the file,
+so several processes can write to it: the ranks and their launcher.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from simpletuner.credentials import mask_credentials
 
 LOGGER = logging.getLogger("simpletuner")
-"""The logger of `Report`. It does not propagate: a library that configures the root logger would print it again."""
+"""The logger of `Report`. Not propagated: a library's root logger would print it again."""
 
 MOST_KEPT = 1000
 """Records that are kept before it is known where to write."""
@@ -31,8 +31,8 @@ APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags for appending to a run's own files: symbolic links are not followed, and a FIFO is not waited for."""
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that move the cursor, reverse text or cannot be printed: C0 and C1 controls except tab and newline,
-bidirectional marks, and the surrogates that stand for bytes of a file name that are not UTF-8."""
+"""Characters that move the cursor, reverse text or cannot be printed: C0 and C1 controls except tab and
+newline, bidirectional marks, and the surrogates that stand for bytes of a file name that are not UTF-8."""
 
 
 def escape_controls(text: str) -> str:
@@ -71,7 +71,7 @@ class RunLog(logging.Handler):
             self.emit(record)
 
     def withdraw(self) -> None:
-        """Cut off what this start has written, with a file that is only its own, and write nothing any more."""
+        """Cut off what this start has written, with a file of its own, and write nothing any more."""
         path, self.path = self.path, None
         with suppress(OSError):
             if path is not None and self.begun is not None:
@@ -130,10 +130,10 @@ def take_over(logger_name: str) -> None:
 
 
 def silence_torchao() -> None:
-    """Drop what an import of torchao says: diffusers imports it wherever it is installed, whether it is used or not.
+    """Drop what an import of torchao says: diffusers imports it wherever it is installed.
 
-    Version 0.18 logs which of its CUDA kernels do not fit this machine, and registers enums as torch 2.13 advises
-    against; diffusers misses what it has renamed.
+    Version 0.18 logs which of its CUDA kernels do not fit this machine, and registers enums as torch 2.13
+    advises against; diffusers misses what it has renamed.
     """
     for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,8 +1,9 @@
 """The status line: redrawn in place on a terminal, otherwise printed once a minute.
 
-On a terminal the cursor stays at the start of the line. So whatever is printed next, by any process, begins there, and
-a terminal that rewraps the line when it becomes narrower leaves the cursor before all of its rows: erasing what follows
-the cursor leaves nothing behind. rich's Live moves up by the rows that it drew, which are others after a resize.
+On a terminal the cursor stays at the start of the line. So whatever is printed next, by any process, begins
+there, and a terminal that rewraps the line when it becomes narrower leaves the cursor before all of its rows:
+erasing what follows the cursor leaves nothing behind. rich's Live moves up by the rows that it drew, which
+are others after a resize.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ SOON_SECONDS = 3.0
 
 
 class Erase:
-    """Control codes for rich: return to the start of the line, and erase from there to the end of the screen. In two
-    parts: what is erased from the upper left corner on, tmux adds to its history, each time.
+    """Control codes for rich: return to the start of the line, and erase from there to the end of the screen.
+    In two parts: what is erased from the upper left corner on, tmux adds to its history, each time.
 
     In two parts: what is erased from the upper left corner on, tmux adds to its history, each time.
     """
@@ -54,7 +55,7 @@ class StatusLine:
         self.console, self.quiet = console, quiet
         self.emit = log if is_animated(console) else say
         self.watch: Callable[[str, int, int], None] = lambda doing, done, total: None
-        """Called twice a second with the phase and how much of it is done; `total` is 0 where that is not counted."""
+        """Called twice a second with the phase and its progress; `total` is 0 where that is not counted."""
         self.jobs: list[Progress] = []
         self.phase, self.phase_began = "", 0.0
         self.line_seconds, self.next_line = LINE_SECONDS, 0.0
@@ -139,7 +140,7 @@ class Progress:
     def __init__(
         self, line: StatusLine, title: str, total: int, done: int, left: Callable[[int], float | None] | None
     ) -> None:
-        """`left` returns how many seconds the rest takes once so much is done; by default, at the mean speed so far."""
+        """`left` returns the seconds that the rest takes; by default, at the mean speed so far."""
         self.line, self.title, self.total, self.done = line, title, total, done
         self.left = left or self._left_at_mean_speed
         self.notes: tuple[str, ...] = ()

@@ -37,7 +37,7 @@ from simpletuner.preparation.same_data import verify_same_folders
 from simpletuner.preparation.sampled_prompts import SampledPrompt
 from simpletuner.report import Report
 from simpletuner.runs.data_listing import record_data_of
-from simpletuner.runs.facts import Rows, RunFacts, facts_of
+from simpletuner.runs.facts import Rows, RunFacts, run_facts
 from simpletuner.runs.settings_record import SETTINGS, read_settings, record_settings, report_changes
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
@@ -75,7 +75,7 @@ from simpletuner.training.run_folder.resuming import (
     set_later_aside,
     warn_of_changed_base,
 )
-from simpletuner.training.run_folder.summary import describe_prompts, describe_run, print_datasets, print_result
+from simpletuner.training.run_folder.run_tables import describe_prompts, describe_run, print_datasets, print_result
 
 
 def run_rank(loaded: Loaded) -> None:
@@ -153,7 +153,7 @@ def run(session: Session, hooks: Sequence[RunHook]) -> None:
 
 
 def resume(session: Session, hooks: Sequence[RunHook], checkpoint: Checkpoint | None) -> Rows:
-    """Plan the data, train the steps that are left, if any, and return what the last table says of the prompts.
+    """Plan the data, train the steps that are left, if any, and return the last table's rows on prompts.
 
     Raises CheckpointDamaged on all ranks.
     """
@@ -234,7 +234,7 @@ def train(run: Run) -> Rows:
 
 
 def prove_family(run: Run, family: ModelFamily) -> tuple[Run, list[SampledPrompt]]:
-    """Call the pipeline with what it will be given, and return the run with that, and what validation samples.
+    """Call the pipeline as validation will, and return the run with that, and the prompts it samples.
 
     What can be known to be wrong is found before anything is encoded, which may take hours.
     """
@@ -250,7 +250,7 @@ def prove_family(run: Run, family: ModelFamily) -> tuple[Run, list[SampledPrompt
 
 
 def check_start(run: Run, family: ModelFamily) -> None:
-    """Raise for an engine that cannot be, a disk that is too small, or a checkpoint of another model. Collective."""
+    """Raise for an impossible engine, a disk that is too small, or another model's checkpoint. Collective."""
     session, checkpoint = run.session, run.checkpoint
     check_engine(session, family)
     start = int(checkpoint.state["step"]) if checkpoint is not None else 0
@@ -272,7 +272,7 @@ def record_start(run: Run, resolved: Resolved, family: ModelFamily, state: Train
     record_settings(session, state.step, family.facts(), listing.key if listing is not None else "")
     if session.world.is_first:
         note_checked(family)
-    return facts_of(session.loaded, rows, run.plan, listing.digest if listing is not None else "")
+    return run_facts(session.loaded, rows, run.plan, listing.digest if listing is not None else "")
 
 
 def take_steps(run: Run, family: ModelFamily, prepared: Prepared, state: TrainingState, facts: RunFacts) -> None:
@@ -302,8 +302,8 @@ def take_steps(run: Run, family: ModelFamily, prepared: Prepared, state: Trainin
 
 
 def verify_same_facts(facts: Mapping[str, str], world: World) -> None:
-    """Collective: raise EnvironmentNotReady where ranks found different facts: they would call the denoiser unequally
-    often, and wait for one another's shards."""
+    """Collective: raise EnvironmentNotReady where ranks found different facts: they would call the denoiser
+    unequally often, and wait for one another's shards."""
     if facts and len(found := set(world.gather_texts(str(sorted(facts.items()))))) > 1:
         raise EnvironmentNotReady(
             f"ranks found different facts about the pipeline: {' and '.join(sorted(found))}",
@@ -314,8 +314,8 @@ def verify_same_facts(facts: Mapping[str, str], world: World) -> None:
 def start_base_checksums(
     world: World, family: ModelFamily, checkpoint: Checkpoint | None
 ) -> Callable[[], Mapping[str, str]]:
-    """Return a function that waits for the base model's checksums. A resumed full fine-tune takes those of its
-    checkpoint; a LoRA reads its frozen weights again at each start, so it computes them now."""
+    """Return a function that waits for the base model's checksums. A resumed full fine-tune takes those of
+    its checkpoint; a LoRA reads its frozen weights again at each start, so it computes them now."""
     if checkpoint is not None and not family.adapter and (known := checkpoint.state.get("base_checksums")):
         return lambda: known
     return Checksums(base_files(family), world).wait

@@ -207,7 +207,7 @@ class WriteThroughCache(Generic[Item, Loaded]):
         self._making = [threading.Lock() for _ in range(LOCKS)]
 
     def read(self, item: Item) -> Made:
-        """Return an item's tensors, or why they cannot be made. Raises EnvironmentNotReady when the disk is full."""
+        """Item's tensors, or why they cannot be made. Raises EnvironmentNotReady when the disk is full."""
         request = self.job.request(item)
         location = self._find(request) or self._make(request, item)
         return location.broken or self.reader.read(location)

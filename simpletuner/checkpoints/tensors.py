@@ -123,7 +123,6 @@ class WrittenTensor:
     shards: tuple[WrittenShard, ...]
 
     def bytes_from(self, rank: int) -> int:
-        """Return the bytes of the shards that a rank writes."""
         return self.dtype.itemsize * sum(prod(shard.shape) for shard in self.shards if shard.rank == rank)
 
     def shard_of(self, rank: int) -> WrittenShard:

@@ -128,7 +128,6 @@ def print_result(result: NetworkResult, planned: PlannedCommunication | str, rep
 
 
 def interfaces(machines: Sequence[NetworkMachine]) -> Iterator[tuple[str, str]]:
-    """Yield each interface with the machines that use it."""
     for interface in dict.fromkeys(machine.interface for machine in machines):
         names = [machine.name for machine in machines if machine.interface == interface]
         more = f" and {len(names) - MOST_COLUMNS} more" if len(names) > MOST_COLUMNS else ""

@@ -76,7 +76,6 @@ def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:
 
 
 def own_flags(parameter: inspect.Parameter) -> list[str]:
-    """The flags of an option that is no setting."""
     options = [option for option in (parameter.default, *get_args(parameter.annotation)) if type(option) is OptionInfo]
     # Within Annotated, typer.Option stores its first flag as the default.
     flags = [flag for option in options for flag in (option.default, *(option.param_decls or ()))]

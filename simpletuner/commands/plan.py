@@ -127,7 +127,7 @@ def print_plan(proposal: Proposal, budget: MemoryBudget, device: Device | None, 
 
 
 def title_of(proposal: Proposal) -> str:
-    from simpletuner.training.run_folder.summary import format_engine
+    from simpletuner.training.run_folder.run_tables import format_engine
 
     settings, inputs = proposal.plan.settings, proposal.plan.memory.inputs
     training, launch = settings.training, settings.launch

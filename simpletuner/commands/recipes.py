@@ -54,7 +54,6 @@ def described(recipe: Recipe) -> dict[str, Any]:
 
 
 def print_recipe(report: Report, recipe: Recipe, as_json: bool) -> None:
-    """Print everything of a recipe."""
     if as_json:
         report.json(described(recipe))
         return

@@ -189,7 +189,6 @@ def summaries_in(folder: Path | None) -> list[Summary]:
 
 
 def as_row(summary: Summary) -> dict[str, object]:
-    """Return a summary as JSON has it."""
     condition, age = summary.condition, round(age_of(summary), 1)
     said = {"state": condition.state, "reason": condition.sentence, "hint": condition.hint}
     return {**asdict(summary.status), **said, "output_dir": str(summary.run.path), "age_seconds": age}

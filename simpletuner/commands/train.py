@@ -77,7 +77,6 @@ def train_rank(loaded: Loaded) -> None:
 
 
 def import_rank() -> Callable[[Loaded], None]:
-    """Import what every rank needs, and return what runs one."""
     with no_collection():
         from simpletuner.worker import run_rank
     return run_rank

@@ -1,8 +1,8 @@
 """Detect a denoiser's blocks on the meta device, or read them from the block cache; then no torch is needed.
 
-The cache is one JSON file with the detected blocks of each model, each with a fingerprint of everything that it was
-made from. A writer holds the lock, writes a temporary file and renames it, so readers need no lock to see a whole file.
-A problem with this cache never stops a command.
+The cache is one JSON file with the detected blocks of each model, each with a fingerprint of everything that
+it was made from. A writer holds the lock, writes a temporary file and renames it, so readers need no lock to
+see a whole file. A problem with this cache never stops a command.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ CACHE_VERSION = 2
 
 @dataclass(frozen=True)
 class Detection:
-    """The blocks of a denoiser. `source` is the path of a config.json, or the URL where the architecture is published;
-    `fingerprint` is a hash of the config's content and the version of diffusers."""
+    """The blocks of a denoiser. `source` is the path of a config.json, or the URL where the architecture is
+    published; `fingerprint` is a hash of the config's content and the version of diffusers."""
 
     model_family: str
     model_flavour: str
@@ -121,7 +121,7 @@ class Detection:
     detected_at: str
     fingerprint: str
     lora_targets: Mapping[str, Mapping[str, int]]
-    """The attention projections: how many layers end with each name, and the LoRA's parameters for each rank."""
+    """Attention projections: layers that end with each name, and the LoRA's parameters for each rank."""
     cached: bool = False
 
     def as_json(self) -> dict[str, Any]:
@@ -191,13 +191,13 @@ def detect(model: Model, refresh: bool, warn: Callable[[str], None]) -> Detectio
 
 
 def find_cached(model: Model, architecture: Architecture, warn: Callable[[str], None]) -> Detection | None:
-    """Read an earlier detection of the same architecture by the same version of diffusers; imports no torch."""
+    """Read an earlier detection of this architecture by this version of diffusers; imports no torch."""
     entry = look_up(key_of(model), fingerprint_of(architecture), warn)
     return from_json(entry) if entry is not None else None
 
 
 def flavour_detected(model: Model) -> str:
-    """The flavour that the settings mean: the family's default one where they name neither that nor a folder."""
+    """The flavour that the settings mean: the family's default where they name no folder either."""
     return model.model_flavour or ("" if folder_of(model) else next(iter(flavours_of(model.model_family)), ""))
 
 

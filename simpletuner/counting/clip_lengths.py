@@ -17,7 +17,7 @@ SIDE_CELLS = 8
 
 
 def frame_step_of(config: Mapping[str, Any]) -> int:
-    """Return by how much lengths of clips differ, each with one frame more: a VAE decodes as many as it encodes.
+    """Frame step of clip lengths, each with one frame more: a VAE decodes as many as it encodes.
 
     CogVideoX decodes pairs of latent frames after the first, so its step is twice what a cell covers.
     """

@@ -1,8 +1,8 @@
 """Count the floating-point operations of a training step on the meta device, where nothing is computed.
 
 Counted is what torch's FlopCounterMode counts of forward and backward: 2 for each multiply-add of products,
-convolutions and attention. Recomputation of activations is left out, since it is no progress of the model. Kernels and
-casts of CUDA are replaced by fakes, so that a machine without a GPU counts the same.
+convolutions and attention. Recomputation of activations is left out, since it is no progress of the model.
+Kernels and casts of CUDA are replaced by fakes, so that a machine without a GPU counts the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from simpletuner.private_api.of_torch import tree_flatten, tree_map_only
 META = torch.device("meta")
 
 TEXT_MULTIPLE = 32
-"""Captions without padding have any length: counted at the next multiple of this, the shapes of a run are few."""
+"""Captions without padding have any length: rounded up to this, the shapes of a run are few."""
 
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 """Name, shape without batch axis, and dtype of the latents and of all conditioning."""
@@ -38,8 +38,8 @@ def shapes_of(latents_BCHW: Tensor, conditioning: Mapping[str, Tensor]) -> Shape
 
 
 class WholeModel(nullcontext[None]):
-    """Replacement of FlopCounterMode's ModuleTracker, for a count without names of modules. Its hooks run in all
-    modules of the process, and other threads may be encoding.
+    """Replacement of FlopCounterMode's ModuleTracker, for a count without names of modules. Its hooks run in
+    all modules of the process, and other threads may be encoding.
 
     Its hooks run in all modules of the process, and other threads may be encoding.
     """
@@ -57,7 +57,7 @@ def flop_counter() -> FlopCounterMode:
 def convolution_backward(
     output_shape: list[int], input_shape: list[int], weight_shape: list[int], *others: Any, **_: Any
 ) -> int:
-    """Count the gradients of input and weight of a convolution, each of which takes as much as the convolution."""
+    """Count a convolution's two gradients, of input and weight: each costs as much as the convolution."""
     # torch's own formula leaves `groups` out, and Sana's depthwise convolutions would count thousands of times.
     is_transposed, is_wanted = others[4], others[7]
     return conv_flop_count(input_shape, weight_shape, output_shape, is_transposed) * sum(is_wanted[:2])
@@ -154,10 +154,10 @@ def backward(outputs: Iterable[Any]) -> None:
 
 
 class RepeatedBlocks:
-    """Run one of equal blocks that are given equal shapes, and count it for all: Flux has 57 blocks of two kinds.
+    """Run one of equal blocks with equal shapes, and count it for all: Flux has 57 blocks of two kinds.
 
-    Each block runs with its backward pass, cut off from the rest of the graph; `entered` are the inputs of blocks,
-    where the backward pass of what lies before them begins.
+    Each block runs with its backward pass, cut off from the rest of the graph; `entered` are the inputs of
+    blocks, where the backward pass of what lies before them begins.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class RepeatedBlocks:
 
     @contextmanager
     def run_once_each(self, model: nn.Module, unused: tuple[str, ...]) -> Iterator[None]:
-        """Replace the forward of all blocks within, but not of one with unused parameters, which runs as it is."""
+        """Replace the forward of all blocks within, except of those with unused parameters."""
         names = recommended_blocks(model)
         blocks = [
             module
@@ -202,7 +202,6 @@ class RepeatedBlocks:
 
 
 def run_alone(forward: Callable[..., Any], args: object, kwargs: object) -> Any:
-    """Run forward and backward of one block, and return its outputs."""
     args, kwargs = tree_map_only(Tensor, cut_off, (args, kwargs))
     outputs = forward(*args, **kwargs)
     backward(tree_flatten(outputs)[0])
@@ -215,13 +214,13 @@ def cut_off(tensor: Tensor) -> Tensor:
 
 
 def signature(value: object) -> Any:
-    """Return a key that is equal for equal arguments of blocks: shape, dtype and gradient of a tensor, else its
-    text."""
+    """Return a key that is equal for equal arguments of blocks: shape, dtype and gradient of a tensor, else
+    its text."""
     return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else repr(value)
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """nn.RMSNorm with the saved tensors of CUDA's fused kernel; on the CPU it is several operators, which keep more."""
+    """nn.RMSNorm with the saved tensors of CUDA's fused kernel; the CPU's several operators keep more."""
 
     @staticmethod
     def forward(ctx: object, values: Tensor, weight: Tensor | None) -> Tensor:
@@ -325,7 +324,7 @@ ALIASES = {
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Within the CPU's autocast, compute in float32 what that of CUDA does: activations are up to a third larger."""
+    """Within the CPU's autocast, compute in float32 what CUDA's does: activations grow by up to a third."""
 
     def __torch_function__(self, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         name = getattr(func, "__name__", "")

@@ -29,7 +29,7 @@ ALLOCATIONS = {
 
 @dataclass(eq=False)
 class MemoryCounter(TorchDispatchMode):
-    """Follow the bytes of all tensors that are made within, from their making until nothing refers to them."""
+    """Follow the bytes of all tensors made within, from their making until nothing refers to them."""
 
     live: int = 0
     peak: int = 0
@@ -40,7 +40,7 @@ class MemoryCounter(TorchDispatchMode):
     launches: int = 0
     flops: Counter[Any] = field(default_factory=Counter)
     key_value_copies: int = 1
-    """Number of copies of keys and values that a rank holds: context parallelism gathers them whole on each."""
+    """Copies of keys and values that a rank holds: context parallelism gathers them whole on each."""
     known: Any = field(default_factory=weakref.WeakKeyDictionary)
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Memory of the training phase, on each GPU and in the host's memory, row by row.
 
-The denoiser and its largest samples are traced on fake tensors as the engine of the run would run them; what FSDP2
-gathers and reduces is added at each point of the backward pass.
+The denoiser and its largest samples are traced on fake tensors as the engine of the run would run them; what
+FSDP2 gathers and reduces is added at each point of the backward pass.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Backward:
 
 
 def gathered_points(settings: Settings, model: nn.Module, trace: StepTrace, numel: dict[str, int]) -> Iterator[float]:
-    """Yield the bytes that FSDP2 adds at each of `trace.backward_points`: the root, the unit that computes and the next
-    one, their gradients, and in float32 those of the unit before, which ranks are reducing.
+    """Yield the bytes that FSDP2 adds at each of `trace.backward_points`: the root, the unit that computes
+    and the next one, their gradients, and in float32 those of the unit before, which ranks are reducing.
 
     `numel` are the sizes of what is trained, by the names in the trace.
     """
@@ -183,7 +183,7 @@ class Workload:
         return self.traces[key]
 
     def trained_model(self, settings: Settings) -> nn.Module:
-        """Return the denoiser on the meta device, with the trainable parameters and dtypes of a training step."""
+        """Denoiser on the meta device, with the trainable parameters and dtypes of a training step."""
         model = self.family.denoiser()
         if self.family.adapter is not None:
             freeze(model, compute_dtype(settings))
@@ -194,17 +194,14 @@ class Workload:
 
     @cached_property
     def weights(self) -> TrainedWeights:
-        """The shapes of what is trained."""
         return trained_weights(self.family)
 
     @property
     def frozen_parameters(self) -> int:
-        """The parameters below a LoRA."""
         return 0 if self.family.adapter is None else self.denoiser_parameters
 
     @cached_property
     def denoiser_parameters(self) -> int:
-        """The parameters of the whole denoiser."""
         return count_parameters(self.family.meta_denoiser)
 
     def gathered(self, settings: Settings, trace: StepTrace) -> Iterator[float]:
@@ -214,7 +211,7 @@ class Workload:
         return gathered_points(settings, self.family.meta_denoiser, trace, numel)
 
     def text_encoder_bytes(self, settings: Settings) -> int | None:
-        """Return the weights of all text encoders, in the dtype that they compute in; None without their files."""
+        """Weights of all text encoders, in the dtype that they compute in; None without their files."""
         parts = ("text_encoder*", "connectors")  # the latter of LTX-2
         folders = [path for part in parts for path in self.family.folder.glob(part) if path.is_dir()]
         width = 2 if settings.training.mixed_precision == "bf16" else 4
@@ -244,7 +241,7 @@ def has_bf16_weights(settings: Settings) -> bool:
 
 
 def key_value_copies(parallel: Parallel) -> int:
-    """Number of K/V copies that a rank holds under context parallelism: an all-gather leaves each rank those of all."""
+    """Number of K/V copies that a rank holds under context parallelism: all-gather leaves each those of all."""
     return parallel.context_parallel_size if parallel.context_parallel_comm_strategy == "allgather" else 1
 
 
@@ -267,7 +264,7 @@ def estimate_training(settings: Settings, workload: Workload) -> MemoryEstimate:
 
 
 def other_denoiser_row(num_bytes: float, on_gpu: bool) -> MemoryRow:
-    """Return the row of the pipeline's denoiser that is not trained, which sampling needs (`two_denoisers.py`)."""
+    """Row of the pipeline's denoiser that is not trained, which sampling needs (`two_denoisers.py`)."""
     place = "cpu" if on_gpu else "none"
     return place_row("other denoiser", place, num_bytes, "for validation; its blocks are on the GPU while they run")
 
@@ -284,7 +281,7 @@ def training_rows(
     gathered: Sequence[float],
     on_gpu: bool,
 ) -> Iterator[MemoryRow]:
-    """Yield the rows of memory at the peak of a backward pass; `gathered` has FSDP2's bytes at each point of it."""
+    """Yield the rows of memory at the peak of a backward pass; `gathered` has FSDP2's bytes at each point."""
     if settings.parallel.zero_stage is not None:
         # DeepSpeed's rows hold the gradients of its optimizer step, which are more than those of the backward pass.
         yield from estimate_memory(deepspeed_config(settings, inputs.num_ranks), inputs).rows

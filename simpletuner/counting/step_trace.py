@@ -1,10 +1,10 @@
 """Memory and work of a training step, counted on fake tensors: shapes, dtypes and lifetimes, but no numbers.
 
-All operations of eager torch run, so recomputation, saved tensors and temporaries are those of the real step. A
-denoiser with 12 billion parameters takes seconds and no memory.
+All operations of eager torch run, so recomputation, saved tensors and temporaries are those of the real step.
+A denoiser with 12 billion parameters takes seconds and no memory.
 
-A step with many equal blocks is extrapolated from traces with two or three of each kind: all quantities are linear in
-the number of blocks. FLUX has 57 of two kinds, of which 14 are traced.
+A step with many equal blocks is extrapolated from traces with two or three of each kind: all quantities are
+linear in the number of blocks. FLUX has 57 of two kinds, of which 14 are traced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from simpletuner.settings.values.shape import Shape
 
 @dataclass(frozen=True)
 class Execution:
-    """Dtypes and places of a micro-batch's computation; `dtype` is that of the weights, or what autocast casts to."""
+    """Dtypes and places of a micro-batch's computation; `dtype` is the weights', or autocast's."""
 
     dtype: torch.dtype
     autocast: bool = False
@@ -66,11 +66,11 @@ class StepTrace:
     def peak(
         self, gradient_bytes: float, are_kept: bool = False, gathered: Iterable[float] = ()
     ) -> tuple[float, float, float]:
-        """Return the bytes of activations, of gradients, and of what is `gathered` at each point, when all together are
-        most.
+        """Return the bytes of activations, of gradients, and of what is `gathered` at each point, when all
+        together are most.
 
-        `gradient_bytes` are those of all gradients at the end; they are there from the start where micro-batches
-        before this one have left theirs (`are_kept`).
+        `gradient_bytes` are those of all gradients at the end; they are there from the start where
+        micro-batches before this one have left theirs (`are_kept`).
         """
         points = zip(self.backward_points, chain(gathered, repeat(0.0)), strict=False)
         return max(((live, gradient_bytes * (are_kept or exist), more) for (live, exist), more in points), key=sum)
@@ -106,7 +106,7 @@ class MetaMemory(HostMemory):
 
 
 def with_fake_parameters(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
-    """Replace the parameters, cast to `dtype`, and buffers of a model on the meta device by fake ones, in place."""
+    """Replace parameters, cast to `dtype`, and buffers of a model on the meta device by fake ones."""
     # to_empty() would do so, too, but converting each meta tensor takes longer than tracing a step
     with mode:
         for module in model.modules():
@@ -121,7 +121,7 @@ def with_fake_parameters(model: nn.Module, mode: FakeTensorMode, dtype: torch.dt
 
 
 def new_mode() -> FakeTensorMode:
-    """Return a mode for fake tensors, among which real ones are taken as inputs, too: masks, and rotary tables."""
+    """Mode for fake tensors, among which real ones are taken as inputs, too: masks, and rotary tables."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -167,7 +167,7 @@ def gradients_released(
     points: list[tuple[int, float]],
     released: list[str],
 ) -> Iterator[None]:
-    """Free each gradient when it is there, and note the peak before it: how gradients are kept is up to an engine."""
+    """Free each gradient when it is there, and note the peak before: engines decide how they are kept."""
     total, done = sum(each.numel() for each in trained.values()), 0
 
     def release(name: str, parameter: Tensor) -> None:
@@ -187,7 +187,7 @@ def gradients_released(
 
 @torch.no_grad()
 def trace_vae(model: nn.Module, dtype: torch.dtype, shape: Shape, samples: int, decodes: bool) -> int:
-    """Return the most bytes, weights included, that a VAE on the meta device takes for samples of a shape in px."""
+    """Most bytes, weights included, that a VAE on the meta device takes for samples of a shape in px."""
     mode = new_mode()
     parameters = list(with_fake_parameters(model, mode, dtype).parameters())
     vae: Any = model
@@ -211,7 +211,7 @@ NUMBERS = ("kept_bytes", "host_bytes", "product_flops", "attention_flops", "othe
 
 
 def equal_blocks(model: nn.Module) -> dict[str, int]:
-    """Return the number of equal blocks by the name of their list; none where shorter lists would save little."""
+    """Number of equal blocks by the name of their list; none where shorter lists would save little."""
     lists = {name: child for name, child in model.named_children() if isinstance(child, nn.ModuleList)}
     found = {name: len(blocks) for name, blocks in lists.items() if len(set(map(signature, blocks))) == 1}
     kinds = len(found)
@@ -237,7 +237,7 @@ def shortened(model: nn.Module, counts: Mapping[str, int]) -> Iterator[None]:
 
 
 def trace_by_kinds(model: nn.Module, counts: Mapping[str, int], trace: Callable[[], StepTrace]) -> StepTrace:
-    """Return the trace of a model with all of its equal blocks; `trace` is called for the model with fewer of them."""
+    """Trace of a model with all of its equal blocks; `trace` is called for the model with fewer of them."""
     sizes = {name: each.numel() for name, each in model.named_parameters() if each.requires_grad}
     short = dict.fromkeys(counts, SHORT)
     with shortened(model, short):
@@ -277,7 +277,7 @@ class Lengthened:
         return first + sum(more * (number_of(self.longer[kind]) - first) for kind, more in self.more.items())
 
     def releases(self) -> Iterator[tuple[str, int]]:
-        """Yield the parameters in the order in which their gradients are there, with the bytes of activations then."""
+        """Yield the parameters in the order of their gradients, with the bytes of activations at that time."""
         pending = dict(self.more)
         for name in self.base.released:
             found = self.block.fullmatch(name)
@@ -290,7 +290,7 @@ class Lengthened:
         return f"{kind}.{int(number) + self.more[kind] if number != '0' else 0}.{rest}"
 
     def at(self, name: str) -> int:
-        """Return the bytes at a parameter that the short model has; of a last block it is the longer model's last."""
+        """Bytes at a parameter that the short model has; of a last block it is the longer model's last."""
         own = self.block.fullmatch(name)
         live = self.live[name]
         for kind, more in self.more.items():
@@ -300,7 +300,7 @@ class Lengthened:
         return live
 
     def between(self, kind: str, count: int) -> Iterator[tuple[str, int]]:
-        """Yield the parameters of the blocks that are neither the first nor the last of a kind, the last ones first."""
+        """Yield the parameters of blocks between the first and the last of a kind, the last ones first."""
         trace, live = self.longer[kind], self.live_longer[kind]
         names = [name for name in trace.released if name.startswith(f"{kind}.1.")]
         block_bytes = trace.kept_bytes - self.base.kept_bytes

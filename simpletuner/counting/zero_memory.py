@@ -1,9 +1,10 @@
 """Estimate the bytes that a DeepSpeed configuration needs, and choose the lowest ZeRO stage that fits.
 
-Rajbhandari et al. 2020 (arXiv:1910.02054, sections 3 and 5): with W bytes per weight, an optimizer of K float32 states,
-P parameters and N ranks, a rank keeps W P of weights, W P of gradients and 4 (1 + K) P of optimizer state; stage 1
-divides the last by N, stage 2 also the second, stage 3 also the first. DeepSpeed 0.19 needs more than that: gradients
-become float32 for the step, and buckets and gathered weights pass through buffers. Activations are not included.
+Rajbhandari et al. 2020 (arXiv:1910.02054, sections 3 and 5): with W bytes per weight, an optimizer of K
+float32 states, P parameters and N ranks, a rank keeps W P of weights, W P of gradients and 4 (1 + K) P of
+optimizer state; stage 1 divides the last by N, stage 2 also the second, stage 3 also the first. DeepSpeed
+0.19 needs more than that: gradients become float32 for the step, and buckets and gathered weights pass
+through buffers. Activations are not included.
 
 tests/zero/deepspeed/test_estimate.py compares these numbers with what DeepSpeed allocates.
 """
@@ -30,7 +31,7 @@ DEFAULT_ELEMENTS = {
 """DeepSpeed's defaults, in elements (0.19.8: runtime/zero/config.py and offload_config.py)."""
 
 OPTIMIZER_BUFFER_COUNT, PARAM_BUFFER_COUNT = 4, 5
-"""DeepSpeed's defaults for the number of buffers through which optimizer state and weights are swapped to files."""
+"""DeepSpeed's default numbers of buffers for swapping optimizer state and weights to files."""
 
 
 def estimate_for_settings(settings: Settings, num_parameters: int) -> MemoryEstimate:
@@ -62,9 +63,9 @@ def estimate_weights(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryR
 def estimate_gradients(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryRow:
     """Estimate gradients at their peak, in the optimizer step.
 
-    A rank keeps its share as it was reduced, flattened, and in float32. If the optimizer is offloaded, the float32 copy
-    is where it is; next to it stage 3 always keeps the flat share, stage 2 while it accumulates. At stage 1 every rank
-    has all gradients on its GPU while it accumulates.
+    A rank keeps its share as it was reduced, flattened, and in float32. If the optimizer is offloaded, the
+    float32 copy is where it is; next to it stage 3 always keeps the flat share, stage 2 while it accumulates.
+    At stage 1 every rank has all gradients on its GPU while it accumulates.
     """
     stage, width, share = config["zero_optimization"]["stage"], weight_bytes(config), inputs.parameters_per_rank
     accumulation_width = accumulation_bytes(config)
@@ -96,7 +97,7 @@ def estimate_ema(config: Mapping[str, object], inputs: MemoryInputs) -> MemoryRo
 
 
 def estimate_buffers(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryRow:
-    """Estimate the buffers for reducing gradients, gathering weights and swapping to files, at their largest."""
+    """Estimate the largest buffers for reducing gradients, gathering weights and swapping to files."""
     block, width = {**DEFAULT_ELEMENTS, **config["zero_optimization"]}, weight_bytes(config)
     # overlap_comm fills one bucket while the other one is reduced.
     num_buckets = 2 if block["stage"] < 3 and block.get("overlap_comm") else 1
@@ -164,8 +165,8 @@ def choose_stage(
 ) -> StageChoice:
     """Return the first candidate that fits. Raises SettingsError if none does.
 
-    It knows a number of parameters alone. `plan --auto` (tools/plan/search.py) compares seconds, for which it needs a
-    GPU of the table and a trace of the model, so neither can answer for the other.
+    It knows a number of parameters alone. `plan --auto` (tools/plan/search.py) compares seconds, for which it
+    needs a GPU of the table and a trace of the model, so neither can answer for the other.
     """
     assert budget.gpu_bytes is not None
     too_large: list[str] = []

@@ -1,7 +1,7 @@
-"""State of `simpletuner deepspeed build`: settings and answers so far, the JSON they make, the memory it needs.
+"""State of `simpletuner deepspeed build`: settings and answers so far, their JSON, the memory it needs.
 
-Its questions, the most important first, are asked in a terminal and on the page. Named configurations are those shipped
-with simpletuner, and the user's own in SIMPLETUNER_HOME.
+Its questions, the most important first, are asked in a terminal and on the page. Named configurations are
+those shipped with simpletuner, and the user's own in SIMPLETUNER_HOME.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DeepSpeedBuilder:
     sources_of_run: frozenset[str] = frozenset()
     """Sources read by the run, too: the JSON need not repeat their values."""
     inline: frozenset[str] = frozenset()
-    """Settings that an inline DeepSpeed JSON decides in the file to apply to; the new JSON takes its place."""
+    """Settings that an inline DeepSpeed JSON decides in the file to apply to; the new JSON replaces it."""
 
     @classmethod
     def from_arguments(
@@ -88,7 +88,7 @@ class DeepSpeedBuilder:
         return builder
 
     def load(self, **more_answers: Any) -> Loaded:
-        """Resolve the settings so far, with more answers. Raises SettingsError for invalid or conflicting ones."""
+        """Resolve the settings so far, with more answers. Raises SettingsError for invalid ones and conflicts."""
         return resolve([*self.sources, from_flags(self.answers | more_answers)], complete=False)
 
     def result(self) -> BuildResult:

@@ -1,9 +1,10 @@
 """DeepSpeed ZeRO as an `Engine`, built from a model on the meta device.
 
-No rank ever holds a whole float32 model. Each rank reads its row shards of the float32 weights, as with FSDP2. The
-compute-dtype weights are gathered from them parameter by parameter: at stages 1 and 2 they stay whole, as those stages
-require; at stage 3 DeepSpeed partitions each module before the next one is gathered. DeepSpeed then creates its float32
-master weights from the compute-dtype ones, which in bf16 has rounded them, so the exact values are copied back.
+No rank ever holds a whole float32 model. Each rank reads its row shards of the float32 weights, as with
+FSDP2. The compute-dtype weights are gathered from them parameter by parameter: at stages 1 and 2 they stay
+whole, as those stages require; at stage 3 DeepSpeed partitions each module before the next one is gathered.
+DeepSpeed then creates its float32 master weights from the compute-dtype ones, which in bf16 has rounded them,
+so the exact values are copied back.
 """
 
 from __future__ import annotations
@@ -108,13 +109,13 @@ class DeepSpeedEngine:
         return torch.as_tensor(norm, dtype=torch.float32, device=self.model.device)
 
     def local_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's partition (1-D float32) of every trainable parameter, then rows and buffers of `fixed`."""
+        """Yield this rank's partitions (1-D float32) of trainable parameters, then `fixed` rows and buffers."""
         yield from self.partitions.local_shards()
         for name, tensor in self.fixed.items():
             yield name, local_tensor(tensor)
 
     def update_shards(self, change: ShardUpdate) -> None:
-        """Collective: call `change(name, shard)` on what `local_shards` yields, then refresh compute-dtype weights."""
+        """Collective: call `change(name, shard)` on all `local_shards`, then refresh compute-dtype weights."""
         self.partitions.update_shards(change)
         for name, tensor in self.fixed.items():
             change(name, local_tensor(tensor))
@@ -190,7 +191,7 @@ def build_deepspeed_engine(
     load_weights: Callable[[dict[str, Tensor]], None],
     make_optimizer: MakeOptimizer,
 ) -> DeepSpeedEngine:
-    """Collective: build the engine of a model on the meta device. `load_weights` fills row shards and buffers by name.
+    """Collective: build the engine of a meta model. `load_weights` fills row shards and buffers by name.
 
     Raises SettingsError for parameters that DeepSpeed cannot train.
     """

@@ -1,4 +1,4 @@
-"""Give a model on the meta device its compute-dtype weights, one module at a time, as DeepSpeed needs them."""
+"""Give a model on the meta device its compute-dtype weights one module at a time, as DeepSpeed needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def materialize_model(model: nn.Module, compute_weight: Callable[[str], Tensor], config: dict[str, Any]) -> None:
-    """Collective: replace all meta parameters by what `compute_weight(name)` returns; at stage 3 partition them.
+    """Collective: replace all meta parameters by `compute_weight(name)`; at stage 3 partition them.
 
     At stage 3 no more than one module is whole on a rank at any time.
     """
@@ -41,7 +41,7 @@ def materialize_parameters(
 
 
 def make_partition(config: dict[str, Any]) -> Callable[[nn.Module], None]:
-    """Return a function that partitions a module's own parameters and frees the whole ones. It is collective."""
+    """Function that partitions a module's own parameters and frees the whole ones. It is collective."""
     import deepspeed
 
     first: list[Any] = []
@@ -62,8 +62,8 @@ def make_partition(config: dict[str, Any]) -> Callable[[nn.Module], None]:
 def return_freed_memory() -> None:
     """Return freed memory to the system (glibc's malloc_trim).
 
-    glibc keeps freed blocks below 32 MB for itself. Here they come to as much as is in use: 774 MiB, of which 344 were
-    free, for a rank's quarter of a model of 463 MiB.
+    glibc keeps freed blocks below 32 MB for itself. Here they come to as much as is in use: 774 MiB, of which
+    344 were free, for a rank's quarter of a model of 463 MiB.
     """
     ctypes.CDLL(None).malloc_trim(0)
 

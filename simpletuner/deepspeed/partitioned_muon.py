@@ -1,7 +1,7 @@
-"""Muon over the flat buffers that ZeRO makes of the weights: each whole matrix is gathered on one rank for its step.
+"""Muon over ZeRO's flat buffers of the weights: each whole matrix is gathered on one rank for its step.
 
-DeepSpeed 0.19.8 has a Muon of its own (runtime/zero/muon), which scales updates and clips otherwise. This one takes the
-steps of `parallel/optimizers/muon.py`, so that a run may change from one engine to another.
+DeepSpeed 0.19.8 has a Muon of its own (runtime/zero/muon), which scales updates and clips otherwise. This one
+takes the steps of `parallel/optimizers/muon.py`, so that a run may change from one engine to another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from simpletuner.parallel.torch_engine import whole_shape
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """This rank's elements of a matrix, which begin at `offset` of a flat buffer; `counts` are those of all ranks."""
+    """This rank's elements of a matrix, from `offset` of a flat buffer; `counts` are those of all ranks."""
 
     offset: int
     shape: torch.Size
@@ -33,7 +33,7 @@ class MatrixPart:
 
 
 class PartitionedMuon(ShardOptimizer):
-    """Take the steps of a Muon whose parameters DeepSpeed replaces by flat buffers (1-D), one or more per group."""
+    """Step a Muon whose parameters DeepSpeed replaces by flat buffers (1-D), one or more per group."""
 
     def __init__(self, muon: Muon) -> None:
         self.hidden, self.adamw = set[Tensor](muon.hidden), muon.adamw

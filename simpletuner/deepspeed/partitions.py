@@ -6,19 +6,19 @@ DeepSpeed wraps our optimizer in one of three of its own (0.19.8, `DeepSpeedEngi
 - stage 1 in bf16 with float32 gradient accumulation: `BF16_Optimizer` (runtime/bf16_optimizer.py)
 - stage 3: `DeepSpeedZeroOptimizer_Stage3` (runtime/zero/stage3.py)
 
-The first two flatten each parameter group into one buffer and give every rank an equal range of it, so a parameter may
-be on one rank, on several, or not on this rank at all. Stage 3 gives every rank an equal range of each parameter,
-padded at the end, packs those ranges into sub-groups, and may keep sub-groups on disk.
+The first two flatten each parameter group into one buffer and give every rank an equal range of it, so a
+parameter may be on one rank, on several, or not on this rank at all. Stage 3 gives every rank an equal range
+of each parameter, padded at the end, packs those ranges into sub-groups, and may keep sub-groups on disk.
 
-The attributes used here are internal to DeepSpeed. `simpletuner/deepspeed/__init__.py` lists them with the version they
-were checked with; tests/end_to_end/test_zero.py fails when their behaviour changes.
+The attributes used here are internal to DeepSpeed. `simpletuner/deepspeed/__init__.py` lists them with the
+version they were checked with; tests/end_to_end/test_zero.py fails when their behaviour changes.
 
 Convert between DeepSpeed's optimizer partitions and the row shards that checkpoints hold.
 
-An optimizer partition is any contiguous range of a flattened parameter, and may be empty. A row shard is what FSDP2
-and checkpoints use: a DTensor sharded on dim 0. Both cut a flattened parameter into one contiguous range per rank, in
-rank order, so a single all-to-all per parameter converts one into the other bit for bit, and no rank holds a whole
-parameter.
+An optimizer partition is any contiguous range of a flattened parameter, and may be empty. A row shard is what
+FSDP2 and checkpoints use: a DTensor sharded on dim 0. Both cut a flattened parameter into one contiguous
+range per rank, in rank order, so a single all-to-all per parameter converts one into the other bit for bit,
+and no rank holds a whole parameter.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ElementRange(NamedTuple):
 
 
 def row_ranges(shape: Sequence[int], num_ranks: int) -> list[ElementRange]:
-    """Return each rank's range when dim 0 is cut as `torch.chunk` cuts it; the last ranks may have no rows."""
+    """Each rank's range of dim 0, cut as `torch.chunk` does; the last ranks may have no rows."""
     rows, row_numel = shape[0], prod(shape[1:])
     rows_per_rank = -(-rows // num_ranks)
     edges = [min(rank * rows_per_rank, rows) * row_numel for rank in range(num_ranks + 1)]
@@ -105,11 +105,11 @@ class RowShards:
         return gathered[: shape.numel()].view(shape)
 
     def from_partition(self, name: str, partition: Tensor, have: Sequence[ElementRange]) -> DTensor:
-        """Collective: convert this rank's partition (1-D) to its rows; `have` lists the partitions of all ranks."""
+        """Collective: convert this rank's partition (1-D) to rows; `have` lists all ranks' partitions."""
         return self.as_dtensor(name, exchange(partition, have, self.ranges[name], self.rank))
 
     def to_partition(self, name: str, rows: DTensor, want: Sequence[ElementRange]) -> Tensor:
-        """Collective: convert this rank's rows to its partition (1-D); `want` lists the partitions of all ranks."""
+        """Collective: convert this rank's rows to its partition (1-D); `want` lists all ranks' partitions."""
         return exchange(rows.to_local().flatten(), self.ranges[name], want, self.rank)
 
 
@@ -128,8 +128,8 @@ class OptimizerPartitions(Protocol):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter's partition (1-D, may be empty), in the same order on all ranks.
 
-        `names` are the parameters that have the moment; by default all do. A partition is valid only until the next one
-        is requested: its sub-group may be swapped out again.
+        `names` are the parameters that have the moment; by default all do. A partition is valid only until
+        the next one is requested: its sub-group may be swapped out again.
         """
         ...
 
@@ -141,7 +141,7 @@ class OptimizerPartitions(Protocol):
         ...
 
     def flat_buffers(self) -> Iterator[Tensor]:
-        """Yield the flat float32 parameters (1-D, of length N_rank over all of them) that our optimizer steps.
+        """Yield the flat float32 parameters (1-D, of total length N_rank) that our optimizer steps.
 
         Each is valid, with its optimizer state, until the next one is requested.
         """
@@ -202,8 +202,8 @@ class FlatBufferPartitions:
             yield group["params"][0]
 
     def _mapping(self, name: str) -> Any:
-        # Set by utils/mixed_precision_linkage.py, link_hp_params; None where this rank has no element of the parameter.
-        # It says where the partition is in the parameter (lp_...) and in the flat buffer (hp_...).
+        # Set by utils/mixed_precision_linkage.py, link_hp_params; None where this rank has no element of the
+        # parameter. It says where the partition is in the parameter (lp_...) and in the flat buffer (hp_...).
         return self.parameters[name]._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -247,8 +247,8 @@ class SubGroupPartitions:
                     fn(name, shard)
                 if moment is None:
                     self.optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        # Small parameters stay whole on every rank (stage3_param_persistence_threshold), so they are gathered again,
-        # as `DeepSpeedZeroOptimizer_Stage3._post_step` does after each step.
+        # Small parameters stay whole on every rank (stage3_param_persistence_threshold), so they are gathered
+        # again, as `DeepSpeedZeroOptimizer_Stage3._post_step` does after each step.
         if moment is None and (persistent := self.optimizer.persistent_parameters):
             persistent[0].all_gather(persistent)
 
@@ -273,7 +273,7 @@ class SubGroupPartitions:
 
     @contextmanager
     def _in_memory(self, number: int, write_back: bool) -> Iterator[None]:
-        """Read a sub-group and its optimizer state from disk if they are there; write them back if asked to."""
+        """Read a sub-group and its optimizer state from disk if they are there; perhaps write them back."""
         optimizer = self.optimizer
         if not optimizer._swappable_optimizer_subgroup(number):
             yield
@@ -294,7 +294,6 @@ def optimizer_states(optimizer: Any) -> dict[Tensor, dict[str, Any]]:
 
 
 def count_steps(optimizer: Any) -> int:
-    """Return the number of steps taken by our optimizer."""
     # torch's optimizers count per tensor, DeepSpeed's FusedAdam per parameter group.
     entries = [*optimizer_states(optimizer).values(), *optimizer.optimizer.param_groups]
     return max((int(entry["step"]) for entry in entries if "step" in entry), default=0)

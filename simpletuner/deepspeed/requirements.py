@@ -35,10 +35,10 @@ COMPILE_TIMEOUT_SECONDS = 60
 
 
 def check_settings(settings: Settings, num_parameters: int | None = None) -> list[str]:
-    """Check platform and offload folder for a configuration, and return warnings; nothing where DeepSpeed is off.
+    """Check platform and offload folder, and return warnings; nothing where DeepSpeed is off.
 
-    Raises EnvironmentNotReady for an unsupported platform and for an offload folder that cannot be used. Free disk
-    space is checked only if `num_parameters` is known.
+    Raises EnvironmentNotReady for an unsupported platform and for an offload folder that cannot be used. Free
+    disk space is checked only if `num_parameters` is known.
     """
     options = deepspeed_options(settings)
     if options is None:
@@ -113,7 +113,7 @@ def check_disk(folder: Path, needed_bytes: int | None) -> None:
 
 
 def check_compiler() -> None:
-    """Raise EnvironmentNotReady, with the command that fixes it, where DeepSpeed cannot compile its disk operators.
+    """Raise EnvironmentNotReady, with a fix, where DeepSpeed cannot compile its disk operators.
 
     Adds this Python's scripts folder to PATH.
     """

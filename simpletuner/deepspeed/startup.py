@@ -1,4 +1,4 @@
-"""Start DeepSpeed in a rank: import it quietly, remove the swap folders of dead runs, compile its disk operators.
+"""Start DeepSpeed in a rank: import it, remove swap folders of dead runs, compile its disk operators.
 
 This happens before anything is encoded, so that a failure costs seconds, not hours.
 """
@@ -28,17 +28,18 @@ COMPILE_WAIT_SECONDS = 1800
 """Longest wait for another rank that compiles."""
 
 STALE_LOCK_SECONDS = 120
-"""A compilation counts as killed if no process of this machine has its lock open and it has written nothing for so
-long: it could belong to another machine or container that shares the home folder. One source takes 20 to 40 s."""
+"""A compilation counts as killed if no process of this machine has its lock open and it has written nothing
+for so long: it could belong to another machine or container that shares the home folder. One source takes 20
+to 40 s."""
 
 
 def start_deepspeed(
     options: DeepSpeedOptions, world: World, say: Callable[[str], None], check_stop: Callable[[], None]
 ) -> None:
-    """Import DeepSpeed; for offloading to a disk, also remove what dead runs left there, and compile operators.
+    """Import DeepSpeed; to offload to a disk, remove what dead runs left there, and compile operators.
 
-    `check_stop` is called while waiting, and may raise. Raises EnvironmentNotReady, with the command that fixes it, for
-    whatever is missing.
+    `check_stop` is called while waiting, and may raise. Raises EnvironmentNotReady, with the command that
+    fixes it, for whatever is missing.
     """
     import_deepspeed(world)
     folder = options.nvme_path
@@ -51,7 +52,7 @@ def start_deepspeed(
 
 
 def import_deepspeed(world: World) -> None:
-    """Import DeepSpeed for this rank's device, in torch's process group, with everything that it prints on stderr."""
+    """Import DeepSpeed for this rank's device, in torch's process group, with its output on stderr."""
     check_installed()
     os.environ["DS_ACCELERATOR"] = (
         world.device.type
@@ -69,7 +70,7 @@ def import_deepspeed(world: World) -> None:
 
 
 def compile_disk_operators(say: Callable[[str], None], check_stop: Callable[[], None]) -> None:
-    """Compile the operators that read and write disks, one rank after the other, or load them if they are compiled.
+    """Load the operators that read and write disks; one rank after the other compiles those missing.
 
     Others are not needed: the optimizer is torch's. Raises EnvironmentNotReady, with the command that fixes it.
     """
@@ -78,9 +79,9 @@ def compile_disk_operators(say: Callable[[str], None], check_stop: Callable[[], 
     keep_cpu_info()
     for builder in (PinMemoryBuilder(), AsyncIOBuilder()):
         folder = build_folder(builder.name)
-        # torch marks a running compilation by a file named `lock` in the folder (torch/utils/file_baton.py) and waits
-        # for that file without a limit; a killed compilation leaves it there. So ranks take turns behind a lock of our
-        # own, which ends with its process, and look at torch's first.
+        # torch marks a running compilation by a file named `lock` in the folder (torch/utils/file_baton.py)
+        # and waits for that file without a limit; a killed compilation leaves it there. So ranks take turns
+        # behind a lock of our own, which ends with its process, and look at torch's first.
         with exclusive_lock(folder.with_name(f".{folder.name}.simpletuner-lock"), COMPILE_WAIT_SECONDS):
             wait_for_compile(folder, say, check_stop)
             with contextlib.redirect_stdout(sys.stderr):
@@ -107,7 +108,7 @@ def build_folder(operator: str) -> Path:
 
 
 def load_operator(builder: Any) -> None:
-    """Compile an operator if needed, and load it. Raises EnvironmentNotReady with the compiler's last line."""
+    """Load an operator, compiled if needed. Raises EnvironmentNotReady with the compiler's last line."""
     try:
         builder.load(verbose=False)
     except (RuntimeError, OSError, ImportError) as error:
@@ -123,7 +124,7 @@ def wait_for_compile(
     check_stop: Callable[[], None],
     stale_seconds: float = STALE_LOCK_SECONDS,
 ) -> None:
-    """Wait while any process compiles an operator; remove the lock of one that was killed, then this one continues."""
+    """Wait while any process compiles an operator; remove the lock of one that was killed."""
     lock, waiting = folder / "lock", False
     while lock.exists():
         check_stop()
@@ -137,7 +138,7 @@ def wait_for_compile(
 
 
 def is_open_here(path: Path) -> bool:
-    """True if a process of this user on this machine has the file open: torch holds its lock so while compiling."""
+    """True if a process of this user here has the file open: torch holds its lock so while compiling."""
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if any(str(link.readlink()) == str(path) for link in folder.iterdir()):

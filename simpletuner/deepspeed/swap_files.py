@@ -1,9 +1,10 @@
 """Folders for what DeepSpeed offloads to NVMe: who created each, and whether that process is still running.
 
-Each process creates its own folder under `offload_param_path`, with a file `owner.json` that says who it is and that it
-keeps locked. The kernel releases the lock when the process ends, however it ends. Locks always work within one machine,
-but not over every shared file system, so only the machine that created a folder may judge it dead. (Heartbeats would
-need synchronized clocks, and a process that is suspended for long would look dead.)
+Each process creates its own folder under `offload_param_path`, with a file `owner.json` that says who it is
+and that it keeps locked. The kernel releases the lock when the process ends, however it ends. Locks always
+work within one machine, but not over every shared file system, so only the machine that created a folder may
+judge it dead. (Heartbeats would need synchronized clocks, and a process that is suspended for long would look
+dead.)
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from simpletuner.system.files.locks import is_locked, lock_file
 SWAP_PREFIX, OWNER_FILE = "simpletuner-swap-", "owner.json"
 
 SwapState = Literal["live", "dead", "elsewhere", "foreign"]
-"""`elsewhere`: another machine created it, so it cannot be judged here. `foreign`: no run of ours created it."""
+"""`elsewhere`: of another machine, so it cannot be judged here. `foreign`: no run of ours created it."""
 
 
 @dataclass(frozen=True)
 class SwapOwner:
-    """The process that created a folder; `boot` identifies the running kernel, the same in all containers on it."""
+    """The process that created a folder; `boot` is the running kernel's, the same in all its containers."""
 
     host: str
     boot: str

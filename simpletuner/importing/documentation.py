@@ -1,4 +1,4 @@
-"""docs/from-the-original.md: what becomes of every name of the original's files, from the tables that read them."""
+"""docs/from-the-original.md: the meaning here of every name of the original's files, from their tables."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ Variables of other programs are passed on to the ranks; those that are set in th
 
 
 def original_page() -> str:
-    """All of docs/from-the-original.md."""
     renamed = [(marked([name]), f"`{setting}`") for setting, text in RENAMED.items() for name in bare(text)]
     optimizers = [
         (f"`{name}`", f"`{there.ours}`", values_of(there), OPTIMIZERS.get(name, ("", ""))[1] or there.note)

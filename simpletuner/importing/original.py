@@ -1,4 +1,4 @@
-"""Files of the original: what becomes of each value, and which values and defaults mean something else here."""
+"""Files of the original: their values as settings, and values and defaults that mean something else here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MappedValue:
 
 @dataclass
 class Original:
-    """The values of the original's files. `variables` are names of other programs' variables; values may be secrets."""
+    """Values of the original's files. `variables` are names of other programs' variables, for secrets' sake."""
 
     file: Path
     values: list[RawValue]
@@ -78,7 +78,7 @@ class Original:
 
 
 def read_original(path: Path) -> Original:
-    """Read a file of the original, or the one that the original would read in a config folder. Raises SettingsError."""
+    """Read a file of the original, or the one that it would read in a folder. Raises SettingsError."""
     if not path.is_dir():
         return read_one(path)
     found = [path / name for name in FILES if (path / name).is_file()]
@@ -107,7 +107,7 @@ def read_one(path: Path) -> Original:
 
 
 def add_launch_values(original: Original, beside: Original) -> None:
-    """Add the launcher's settings of a config.env; beside config.json the original reads no others from it."""
+    """Add the launcher's settings of a config.env: beside config.json the original reads no others."""
     known = {setting_of(given) for given in original.values}
     for given in beside.values:
         setting = setting_of(given)
@@ -156,8 +156,8 @@ def with_arguments(given: RawValue, mistakes: list[Mistake]) -> list[RawValue]:
 
 @dataclass(frozen=True)
 class Meaning:
-    """A setting's meaning here that differs from the original, shown where it is set and `holds` is true of the
-    file."""
+    """A setting's meaning here that differs from the original, shown where it is set and `holds` is true of
+    the file."""
 
     setting: str
     text: str
@@ -227,12 +227,12 @@ COUNT_WITH = {
 
 
 def remark_on(setting: str, values: Mapping[str, object]) -> str:
-    """Return the note on a setting that means something else here than in the original; empty if it means the same."""
+    """Note on a setting that means something else here than in the original; empty if it means the same."""
     return next((each.text for each in MEANINGS if each.setting == setting and each.holds(values)), "")
 
 
 def defaults_there(values: Mapping[str, object]) -> dict[str, str]:
-    """Return the original's defaults that are others here and count with these values, which take their place."""
+    """Original's defaults that are others here and count with these values, which take their place."""
     return {
         name: theirs
         for name, theirs in DEFAULTS.items()

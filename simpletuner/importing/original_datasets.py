@@ -124,7 +124,7 @@ def import_entry(
 
 
 def holder_of(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return the mapping that holds a key, and the key's name in it: `parquet.path` is inside of `parquet`."""
+    """Mapping that holds a key, and the key's name in it: `parquet.path` is inside of `parquet`."""
     outer, _, inner = key.partition(".")
     is_inner = inner and key not in values and isinstance(values.get(outer), dict)
     return (values[outer], inner) if is_inner else (values, key)

@@ -265,8 +265,8 @@ def size(resolution: object, is_bucketed: bool) -> dict[str, Any]:
 def of_all_datasets(
     values: Mapping[str, Any], name: str, default: Any, training: Mapping[str, Any], lost: list[Lost]
 ) -> Any:
-    """Return the value that all datasets of sd-scripts have by a name, a setting of the run here; None, as lost, if
-    they differ.
+    """Return the value that all datasets of sd-scripts have by a name, a setting of the run here; None, as
+    lost, if they differ.
 
     What the dataset file says goes before the training file (config_util.py, `search_value`).
     """

@@ -43,8 +43,8 @@ OPTIMIZERS = {
     "pagedlion8bit": "lion",
     "prodigy": "prodigy",
 }
-"""Optimizers of both trainers that differ from those here in the precision of their moments at most; Prodigy's package
-also uses each estimate one step earlier than its paper."""
+"""Optimizers of both trainers that differ from those here in the precision of their moments at most;
+Prodigy's package also uses each estimate one step earlier than its paper."""
 
 
 def optimizer_here(value: object) -> str:
@@ -55,7 +55,7 @@ def optimizer_here(value: object) -> str:
 
 
 def warmup_here(value: object) -> Any:
-    """Return a count of steps, or a share. Raises ValueError for a share above all steps, as sd-scripts takes 5.0."""
+    """Count of steps, or a share. Raises ValueError for a share above all steps, as sd-scripts takes 5.0."""
     if isinstance(value, float) and value >= 1:
         raise ValueError(f"a number with a point is a share of all steps there, {value:.0%} of them: write {value:.0f}")
     return value
@@ -145,7 +145,7 @@ KOHYA_OWN = {
 }
 """Defaults of sd-scripts that are others here."""
 ATTENTION_BLOCKS = "to_q,to_k,to_v,to_out.0,proj_in,proj_out,ff.net.0.proj,ff.net.2"
-"""Layers of a U-Net that `networks.lora` adapts: all linear ones and convolutions of 1 x 1 in its attention blocks."""
+"""U-Net layers that `networks.lora` adapts: linear ones and 1 x 1 convolutions of attention blocks."""
 
 
 def translate_kohya(values: Mapping[str, object]) -> TranslatedFile:
@@ -199,8 +199,8 @@ SD1 = re.compile(r"v1|1[._-][45]|sd-?1|sd_?1")
 
 
 def drop_silent(given: dict[str, Any], found: TranslatedFile) -> None:
-    """Take names out that ask for nothing: an alpha of 0 is the rank, SDXL skips the layers that it was trained without
-    anyway, and datasets that are silent take the sizes of the training file."""
+    """Take names out that ask for nothing: an alpha of 0 is the rank, SDXL skips the layers that it was
+    trained without anyway, and datasets that are silent take the sizes of the training file."""
     if given.get("network_alpha") == 0:
         del given["network_alpha"]
         found.their_defaults["lora_alpha"] = None
@@ -230,7 +230,6 @@ def add_argument(argument: str, found: TranslatedFile) -> None:
 
 
 def add_lion(optimizer: object, found: TranslatedFile) -> None:
-    """Add the values that Lion has in the packages of both trainers."""
     if OPTIMIZERS.get(normalize_name(optimizer)) == "lion":
         found.their_defaults |= {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_weight_decay": 0.0}
 
@@ -282,7 +281,6 @@ PIPE_FAMILIES = {
 
 
 def translate_pipe(values: Mapping[str, object]) -> TranslatedFile:
-    """Translate the main TOML of diffusion-pipe."""
     given, found = dict(dotted(values)), TranslatedFile()
     found.datasets = str(given.pop("dataset", ""))
     kind, has_adapter = normalize_name(given.get("model.type", "")), "adapter" in values

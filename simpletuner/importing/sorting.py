@@ -1,7 +1,7 @@
-"""Sort the values of the original's files: those that become settings, and those that are left out, with the reason.
+"""Sort the values of the original's files: those that become settings, and the others with a reason.
 
-A run refuses a file of the original; an import leaves out what it cannot take, with a remark, and knows which of it
-decides what is trained.
+A run refuses a file of the original; an import leaves out what it cannot take, with a remark, and knows which
+of it decides what is trained.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def effect_of(name: str) -> Effect:
 
 
 def read_config(original: Original, accelerate: Iterable[Source]) -> OriginalConfig:
-    """Return the file as the original's program reads it. `accelerate` is what the file that it names says."""
+    """File as the original's program reads it. `accelerate` is what the file that it names says."""
     given = {}
     for each in original.values:
         name = plain_name(each.name)
@@ -85,7 +85,7 @@ def read_config(original: Original, accelerate: Iterable[Source]) -> OriginalCon
 
 
 def take_values(original: Original, config: OriginalConfig, root: Path) -> None:
-    """Take every value or leave it out. Raises SettingsError for one without which nothing is left to train."""
+    """Take every value or leave it out. Raises SettingsError where nothing is left to train."""
     original.their_defaults = list(own_values(config))
     ignored = dict(unread(config))
     for given in original.values:
@@ -190,7 +190,7 @@ def check_value(setting: str, given: RawValue) -> RawValue:
 
 
 def relocate(setting: str, value: object, root: Path) -> Any:
-    """Return a path that means the same from the folder in which this command runs; any other value as it is."""
+    """Path that means the same from the folder in which this command runs; any other value as it is."""
     field = setting_fields()[setting]
     may_be_path = setting in ("pretrained_model_name_or_path", "resume_from_checkpoint")
     is_folder = may_be_path and os.path.exists(root / str(value))  # noqa: PTH110 - pathlib raises for a long name
@@ -209,14 +209,14 @@ def relocated(value: object, root: Path) -> Any:
 
 
 def working_folder(file: Path) -> Path:
-    """Return the folder that the original's paths are relative to: where it is started, the one that holds config/."""
+    """Folder that the original's paths are relative to: where it is started, the one that holds config/."""
     here = Path.cwd()
     found = next((folder.parent for folder in file.resolve().parents if folder.name == "config"), here)
     return Path() if found == here else found
 
 
 def first_existing(name: str, folders: Iterable[Path]) -> Path | None:
-    """Return the first file of this path in one of the folders. Raises SettingsError for what can be no path."""
+    """First file of this path in one of the folders. Raises SettingsError for what can be no path."""
     try:
         path = expand_path(name)
     except ValueError as error:

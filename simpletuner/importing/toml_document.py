@@ -1,4 +1,4 @@
-"""Write what was taken from the original's files as a TOML file: a line per setting, and remarks as comments."""
+"""Write the values of the original's files as TOML: a line per setting, and remarks as comments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ THEIR_DEFAULT = "the original's default"
 
 
 def sources_of(original: Original, values: Mapping[str, Any]) -> list[Source]:
-    """Return the translated values as sources of settings: the original's defaults where ours differ, then the values.
+    """Translated values as sources of settings: the original's defaults where ours differ, then the values.
 
     `values` are those that any source of the run gives.
     """

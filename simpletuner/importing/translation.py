@@ -1,7 +1,8 @@
-"""Translation of a file as the original reads it: unread names, derived values, and features that only it has.
+"""Translation of a file as the original reads it: unread names, derived values, features of its own.
 
-`config import` writes these values out, and counts as lost what has no place here. The values that the original's
-optimizers and families have whatever its file says are read off its optimizer_param.py and each family's model.py.
+`config import` writes these values out, and counts as lost what has no place here. The values that the
+original's optimizers and families have whatever its file says are read off its optimizer_param.py and each
+family's model.py.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ LIMITS = {"max_grad_norm": 2.0, "aspect_bucket_alignment": 64.0}
 
 @dataclass(frozen=True)
 class OriginalConfig:
-    """A file of the original as its program reads it. `given` has values by the names that settings have here."""
+    """A file of the original as its program reads it. `given` has values by our names of settings."""
 
     given: Mapping[str, Any]
     has_fsdp: bool = False
@@ -320,7 +321,7 @@ def nearest_precision(kind: str, bits: int) -> tuple[str, str]:
 
 
 def split_optimizer_config(given: RawValue) -> list[RawValue]:
-    """Return the values of optimizer_config, `eps=1e-6,weight_decay=0`; those without a setting keep its name."""
+    """Values of optimizer_config, `eps=1e-6,weight_decay=0`; those without a setting keep its name."""
     if normalize_name(given.name.lstrip("-")) != "optimizer_config" or not isinstance(given.value, str):
         return [given]
     pairs = [pair.strip().partition("=") for pair in given.value.split(",") if pair.strip()]

@@ -104,7 +104,6 @@ class Ranks:
 
     @property
     def phase(self) -> int:
-        """The phase of the furthest rank of this machine."""
         return max((status.phase for status in self.statuses.values()), default=0)
 
     def receive(self) -> None:

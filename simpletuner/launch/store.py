@@ -134,7 +134,6 @@ class MessageStore:
         return self.read_all([key], parse).get(key)
 
     def read_all(self, keys: Collection[str], parse: Parser[Message]) -> dict[str, Message]:
-        """Read the valid messages among some keys, by key."""
         existing = self.store.existing(keys)
         present = [key for key in keys if key in existing]
         values = dict(zip(present, self.store.get(present), strict=True))

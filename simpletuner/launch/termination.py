@@ -1,4 +1,4 @@
-"""Why a run ends early, in the same words on all machines; and whether a cloud will take this machine away."""
+"""Reasons for a run's early end, in equal words on all machines; and a cloud's notices of preemption."""
 
 from __future__ import annotations
 

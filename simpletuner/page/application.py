@@ -41,7 +41,7 @@ BUG = SimpleTunerError("This is a bug in simpletuner.", "the terminal where the 
 def build_application(
     folders: Folders, config: Path | None, secrets: Secrets, host: str, entered: Callable[[], None]
 ) -> Starlette:
-    """Return the page. `config` is the file that opens first; `entered` is called when a browser is let in."""
+    """Page. `config` is the file that opens first; `entered` is called when a browser is let in."""
     static = Mount("/static", StaticFiles(directory=HERE / "static"))
     guard = Middleware(Guard, secrets=secrets, host=host, refuse=refuse, enter=enter)
     # Handlers are plain functions: Starlette runs them in threads, so that one that reads files holds nobody up.
@@ -93,8 +93,8 @@ def first_page(request: Request) -> Response:
 def enter(request: Request) -> Response:
     """Trade the token for a cookie, and go on without it in the address.
 
-    By a page instead of a redirect: where a link in another site led here, browsers would not send a SameSite=Strict
-    cookie with the redirected request.
+    By a page instead of a redirect: where a link in another site led here, browsers would not send a
+    SameSite=Strict cookie with the redirected request.
     """
     secrets: Secrets = request.app.state.secrets
     # `//host`, and what browsers take for it (`/\\host`, `/<tab>/host`), would lead to another site.

@@ -1,4 +1,4 @@
-"""Commands of simpletuner that the page starts: those whose answer it waits for, and those that outlive it."""
+"""Commands of simpletuner that the page starts: it waits for the answer of some, others outlive it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simpletuner.system.processes.python_process import module_command
 
 
 class AwaitedCommands:
-    """Commands whose answer the page waits for, one of a name at a time; their processes end with the page."""
+    """Commands whose answer the page waits for, one of a name at a time; they end with the page."""
 
     def __init__(self) -> None:
         self.heavy = threading.Lock()  # for those that import torch: each takes gigabytes and all cores
@@ -37,10 +37,10 @@ class AwaitedCommands:
         answered: Sequence[int] = (ExitCode.OK,),
         say: Callable[[str], None] = nothing,
     ) -> str | None:
-        """Return the output of a command; None if it was killed by a later one of its name, or by the page's end.
+        """Output of a command; None if it was killed by a later one of its name, or by the page's end.
 
-        `say` gets each line of its standard error. Raises EnvironmentNotReady with the error that it printed where its
-        exit code is not `answered`, and where it takes longer than `seconds`.
+        `say` gets each line of its standard error. Raises EnvironmentNotReady with the error that it printed
+        where its exit code is not `answered`, and where it takes longer than `seconds`.
         """
         with TemporaryFile() as output:  # while the errors are read, a pipe for the output would fill up
             with self.lock:
@@ -85,8 +85,8 @@ class AwaitedCommands:
 
 
 def launch(run: RunFolder, arguments: Sequence[str], place: Path, variables: Mapping[str, str] = {}) -> Popen[bytes]:
-    """Start a command that goes on when the page ends. What it prints is in the folder, beside the console of the run
-    that is there: the command may have to leave that as it is."""
+    """Start a command that goes on when the page ends. What it prints is in the folder, beside the console of
+    the run that is there: the command may have to leave that as it is."""
     # O_NONBLOCK: opening a FIFO of that name would wait for a reader, and is refused.
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(run.path / START_CONSOLE, flags, 0o666)

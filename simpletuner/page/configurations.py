@@ -111,7 +111,7 @@ def find_files(folders: Folders) -> Iterator[Path]:
 
 
 def entries_of(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files and the folders in a folder; none for a run's, for images and for what cannot be read."""
+    """Files and the folders in a folder; none for a run's, for images and for what cannot be read."""
     try:
         with os.scandir(folder) as scanned:
             entries = list(islice(scanned, MAX_ENTRIES + 1))
@@ -187,7 +187,7 @@ def free_output_dir(request: Request, target: Path) -> str:
 
 
 def new_file(request: Request, target: str) -> Path:
-    """Return the path of a new file. Raises SettingsError for one that exists, or that can hold no settings."""
+    """Path of a new file. Raises SettingsError for one that exists, or that can hold no settings."""
     folders = folders_of(request)
     path = folders.resolve(target)
     if suffix_of(path) not in FORMATS:

@@ -1,4 +1,4 @@
-"""Export a configuration in every format of `config export`, to copy or download, with the command that replays it."""
+"""Export a configuration in every format of `config export`, with the command that replays it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Access control of the page: token, Host header, CSRF, size of a request; and the headers of every response.
 
-A page on loopback can be reached by any site that is open in the same browser, so each check prevents one attack:
-Host for DNS rebinding, Origin and a header of our own for cross-site requests, the cookie for other users of this
-machine, and Content-Security-Policy for markup that came from a file, a prompt or a model folder.
+A page on loopback can be reached by any site that is open in the same browser, so each check prevents one
+attack: Host for DNS rebinding, Origin and a header of our own for cross-site requests, the cookie for other
+users of this machine, and Content-Security-Policy for markup that came from a file, a prompt or a model
+folder.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ TOO_LARGE = f"A request may have at most {MAX_BODY_BYTES >> 20} MiB."
 
 
 class Secrets:
-    """Credentials of visitors: tokens, each good for one browser, and the cookie that such a browser keeps."""
+    """Credentials of visitors: tokens, each good for one browser, and the cookie that it keeps."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -60,7 +61,7 @@ class Secrets:
 
     @property
     def cookie(self) -> str:
-        """The cookie's name. Browsers send cookies to all ports of a host, so each server has a different name."""
+        """The cookie's name. Browsers send cookies to all ports of a host, so it has the port."""
         return f"simpletuner-{self.port}"
 
     @property
@@ -88,7 +89,7 @@ def is_same(one: str, other: str) -> bool:
 
 
 def names_this_machine(host: str, named: str) -> bool:
-    """True for a Host header that can only mean this machine: an address, localhost, its own name or that of --host.
+    """True for a Host header that means this machine: an address, localhost, its name or --host.
 
     DNS rebinding needs a name that the attacker owns. Ports may differ: a tunnel can have another one.
     """

@@ -1,4 +1,4 @@
-"""Templates, fragments and toasts. Everything is escaped, and a name that a template misspells is an error."""
+"""Templates, fragments and toasts. Everything is escaped; a misspelled name is an error."""
 
 from __future__ import annotations
 
@@ -120,7 +120,6 @@ def editor_address(file: str) -> str:
 
 
 def fields_of(request: Request) -> set[str]:
-    """The names of all fields of a request."""
     return {*getattr(request.state, "form", {}), *request.query_params}
 
 

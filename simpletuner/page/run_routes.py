@@ -73,7 +73,7 @@ def news(request: Request, make: Callable[[], list[Fragment]]) -> Response:
 
 
 def show_image(request: Request) -> Response:
-    """Return a validation image as WebP. Its place is put together here, from parts that cannot lead elsewhere."""
+    """Validation image as WebP. Its place is put together here, from parts that cannot lead elsewhere."""
     run = open_run(folders_of(request), field(request, "run"))
     name, step, edge = field(request, "name"), field(request, "step"), field(request, "edge", str(EDGES_PX[0]))
     path = None
@@ -90,7 +90,7 @@ def show_image(request: Request) -> Response:
 
 
 def start(request: Request) -> Response:
-    """Start a run, and go to its page, which shows why it failed if it does. Where GPUs are taken, offer the queue."""
+    """Start a run, and go to its page. Where GPUs are taken, offer the queue."""
     name, checkpoint = field(request, "file"), field(request, "checkpoint")
     if not name:
         raise SettingsError("which configuration?", "choose a file")

@@ -76,7 +76,7 @@ def serve(folders: Sequence[Path], config: Path | None, host: str, port: int | N
 
 @contextmanager
 def opened_browser(address: str) -> Iterator[None]:
-    """Open a browser by a file that leads to the address: arguments of a process can be read by every user."""
+    """Open a browser by a file that leads to the address: every user can read a process's arguments."""
     with TemporaryDirectory(prefix="simpletuner-page-") as folder:  # which only this user may enter
         file = Path(folder) / "open.html"
         # Before it is written, so that no other user can read the token in between.
@@ -104,7 +104,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int | None) -> socket.socket:
-    """Return a bound socket: at the port that was asked for, else at the usual one, else at any that is free."""
+    """Bound socket: at the port that was asked for, else at the usual one, else at any that is free."""
     try:
         family, _, _, _, found = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -128,7 +128,7 @@ def bind(host: str, port: int | None) -> socket.socket:
 
 
 def has_browser() -> bool:
-    """True if this user sits at this machine and a browser would open a window: one in the terminal would cover the
-    output."""
+    """True if this user sits at this machine and a browser would open a window: one in the terminal would
+    cover the output."""
     on_screen = sys.platform in ("darwin", "win32") or {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ)
     return bool(on_screen) and sys.stdout.isatty() and "SSH_CONNECTION" not in os.environ

@@ -138,7 +138,6 @@ class MemoryInputs:
 
     @classmethod
     def of(cls, settings: Settings, weights: TrainedWeights, frozen: int = 0) -> Self:
-        """Combine settings with a model."""
         launch, ema = settings.launch, settings.ema
         states = weights.held_states(settings.optimizer.optimizer, shard_ranks(settings))
         ema_device = ema.ema_device if ema.use_ema else ""
@@ -174,7 +173,6 @@ class MemoryEstimate:
 
     @property
     def gpu_bytes(self) -> int:
-        """Bytes on each GPU."""
         return round(sum(row.gpu for row in self.rows))
 
     @property

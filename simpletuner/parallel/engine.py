@@ -96,9 +96,7 @@ class Engine(Protocol):
         """Return the names of what the optimizer keeps of each weight, or of some of them."""
         ...
 
-    def optimizer_state(self) -> OptimizerState:
-        """Return the optimizer's state in the checkpoint layout."""
-        ...
+    def optimizer_state(self) -> OptimizerState: ...
 
     def load_optimizer_state(
         self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]

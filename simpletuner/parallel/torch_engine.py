@@ -50,8 +50,6 @@ MakeOptimizer = Callable[[Mapping[str, ShardedParameter]], torch.optim.Optimizer
 
 
 def sharded_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, ShardedParameter]:
-    """Trainable parameters by name."""
-
     def with_shard(parameter: nn.Parameter) -> ShardedParameter:
         is_sharded = isinstance(parameter, DTensor)
         shard = nn.Parameter(local_tensor(parameter.detach())) if is_sharded else parameter

@@ -35,7 +35,7 @@ def bucket_alignment(
 
 
 def step_of_vae(model: Model) -> int:
-    """Return by how much lengths of clips differ in a base model, of which the config of its VAE alone is fetched."""
+    """Frame step of clips in a base model; only the config of its VAE is fetched."""
     is_file = named_file(model) is not None
     folder = model.single_file_config if is_file else local_folder(model) or fetch_files(model, [VAE_CONFIG])
     assert folder is not None

@@ -95,8 +95,8 @@ def plan_data(
 ) -> Plan:
     """Collective: find the images, compare them with those of the other ranks, and group them.
 
-    `scans_folder` is where scans are kept: for a run below output_dir, which also gets the list of images without a
-    caption. `accept` may refuse the samples before anything is written there.
+    `scans_folder` is where scans are kept: for a run below output_dir, which also gets the list of images
+    without a caption. `accept` may refuse the samples before anything is written there.
 
     Raises DataError or SettingsError before anything expensive happens.
     """
@@ -173,7 +173,7 @@ def make_plan(settings: Settings, datasets: list[ImageDataset], texts: list[Text
 
 
 def share_memory(plan: Plan, place: str, world: World, stop: Callable[[], None]) -> Plan:
-    """Return the same plan in memory that the ranks of a machine share; `place` is unique in a run. Collective."""
+    """Same plan in memory that the ranks of a machine share; `place` is unique in a run. Collective."""
     own = [array for part in plan.samples.parts for array in part.arrays]
     own += [array for bucket in plan.buckets.values() for array in bucket.groups.values()]
     shared = iter(share_arrays(own, place, world, stop))
@@ -184,7 +184,7 @@ def share_memory(plan: Plan, place: str, world: World, stop: Callable[[], None])
 
 
 def check_participation(settings: Settings, sampler: GlobalBatchSampler) -> None:
-    """Raise SettingsError for steps without a dataset, and DataError for buckets that do not fill a batch then."""
+    """Raise SettingsError for steps without a dataset, DataError for buckets that do not fill a batch."""
     steps, epochs = settings.training.max_train_steps, settings.training.num_train_epochs
     if steps is not None:
         sampler.count_steps(NO_LIMIT, settings.effective_batch_size, steps)
@@ -257,7 +257,7 @@ def prepare(
 
 
 def encode_sampled(sampled: Sequence[SampledPrompt], family: ModelFamily, sources: Sources) -> list[SampledPrompt]:
-    """Add embeddings to the prompts: cached ones, or, where text encoders read references, computed in memory."""
+    """Add embeddings to the prompts: cached, or computed in memory where text encoders read references."""
 
     def read(each: SampledPrompt, text: str) -> Conditioning:
         if not family.reads_references:
@@ -273,7 +273,7 @@ def encode_sampled(sampled: Sequence[SampledPrompt], family: ModelFamily, source
 
 
 def shared_prompts(session: Session) -> list[ValidationPrompt]:
-    """Return the prompts of validation, as rank 0 reads them: all ranks must sample the same images. Collective."""
+    """Prompts of validation, as rank 0 reads them: all ranks must sample the same images. Collective."""
     world, stop = session.world, session.stop.check
     prompts = load_prompts(
         session.settings.validation, lambda path: world.from_first("prompt file", lambda: read_text(path), stop)
@@ -283,7 +283,7 @@ def shared_prompts(session: Session) -> list[ValidationPrompt]:
 
 
 def texts_of(sampled: Sequence[SampledPrompt], family: ModelFamily) -> list[str]:
-    """Return the texts to cache for validation, and the empty caption, by which dropped captions are replaced.
+    """Texts to cache for validation, and the empty caption, by which dropped captions are replaced.
 
     There are none where text encoders read references: those of validation are encoded at each start.
     """
@@ -312,7 +312,6 @@ def report_left_out(found: Discovery, report: Report) -> None:
 
 
 def folders_of(settings: Settings, plan: Plan) -> list[Path]:
-    """Return the folders that cache what a plan needs."""
     texts = [text_folder(each, settings) for each in used_texts(plan.texts, plan.datasets, settings)]
     encoded = [each for dataset in plan.datasets for each in dataset.encoded]
     return [*texts, *(latents_folder(each, settings) for each in encoded if not each.vae_cache_disable)]

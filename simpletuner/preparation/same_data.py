@@ -1,4 +1,4 @@
-"""Before anything is opened or encoded, machines verify that they have the same files and write into the same folders.
+"""Machines verify, before anything is opened, that they have the same files and output folders.
 
 Only digests are exchanged unless they differ.
 """
@@ -55,7 +55,6 @@ class Exchange:
         return self.name(0), self.name(self.world.rank)
 
     def read(self, key: str) -> Any:
-        """Read what rank 0 has published."""
         return json.loads(self.world.store.get(f"data/{key}"))
 
     def publish(self, key: str, value: object) -> None:
@@ -89,8 +88,8 @@ def verify_same_data(
         "tables": {files.dataset.id: files.list.others.table for files in listed.datasets},
         "digest": digest_of(files.list.table for files in listed.datasets) if is_lister else "",
     }
-    # Listing millions of files over a network may take an hour, in which nothing is counted; the launcher looks for
-    # ranks that do nothing. No collective is held open.
+    # Listing millions of files over a network may take an hour, in which nothing is counted; the launcher
+    # looks for ranks that do nothing. No collective is held open.
     world.store_barrier("data/found", stop, patience_seconds=math.inf)
     of_all = [json.loads(text) for text in world.gather_texts(json.dumps(info))]
     for error in (each["error"] for each in of_all if each["error"]):
@@ -134,7 +133,6 @@ def compare_machines(exchange: Exchange, listed: ListedFiles) -> None:
 
 
 def facts_by_id(chunks: Any) -> dict[str, FileFacts]:
-    """Return the facts of several chunks by the samples' ids."""
     return {sample_id: FileFacts(**facts) for chunk in chunks for sample_id, facts in chunk.items()}
 
 
@@ -158,8 +156,8 @@ def verify_same_folders(
 ) -> None:
     """Collective: verify that each folder, given with what it is for, is the same one on all ranks.
 
-    Rank 0 puts a file with a random name into each, and every rank looks for it. `place` is unique per call. Raises
-    EnvironmentNotReady, on all ranks, which names the first folder and rank.
+    Rank 0 puts a file with a random name into each, and every rank looks for it. `place` is unique per call.
+    Raises EnvironmentNotReady, on all ranks, which names the first folder and rank.
     """
     if world.size == 1:
         for _, folder in folders:
@@ -192,7 +190,7 @@ def verify_same_folders(
 
 @contextmanager
 def create_probe(folder: Path) -> Iterator[str]:
-    """Create a file with a random name, remove it at the end; yield its name, or "" where the folder is read-only."""
+    """Create a file with a random name, remove it at the end; yield its name, "" if the folder is read-only."""
     path = folder / f"{PROBE}{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

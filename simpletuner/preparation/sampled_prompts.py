@@ -1,4 +1,4 @@
-"""Prompts that each round of validation samples, with their shapes and references, from files and from pairs."""
+"""Prompts of each round of validation, with shapes and references, from files and from pairs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def same_for_any_shape(references: Images, shape: Shape) -> Images:
 
 
 def pairs_of(plan: Plan) -> Iterator[tuple[str, Shape, Images]]:
-    """Yield caption, shape and references of samples that have some: held-out ones, or if there is none the others.
+    """Yield caption, shape and references of samples that have some: held-out ones, or the others.
 
     Those that cannot be decoded are not among them.
     """
@@ -115,7 +115,7 @@ def read_references(paths: Sequence[Path], multiple: int | None, shape: Shape) -
 
 
 def read_reference(path: Path, shape: Shape, multiple: int | None) -> Image.Image:
-    """Return a file cropped to a shape, or of its area and the file's own aspect, with sides of this multiple.
+    """File cropped to a shape, or of its area and the file's own aspect, with sides of this multiple.
 
     Raises SettingsError for what cannot be decoded.
     """

@@ -38,8 +38,8 @@ def download_datasets(
 ) -> list[ImageDataset]:
     """Download datasets named by address or hub id, and return them with local folders. Collective.
 
-    `record` is the file that keeps which commits of the hub a run trains on; with `renew` they are asked for again.
-    Raises, on all ranks, what ends the run on one of them.
+    `record` is the file that keeps which commits of the hub a run trains on; with `renew` they are asked for
+    again. Raises, on all ranks, what ends the run on one of them.
     """
     listed = [each for each in datasets if isinstance(each, UrlImages) or is_on_hub(each)]
     if not listed:
@@ -65,7 +65,6 @@ def is_on_hub(dataset: ImageDataset) -> TypeGuard[SnapshotImages]:
 
 
 def fetched(dataset: ImageDataset, hub: Mapping[str, HubFiles]) -> ImageDataset:
-    """Return the folder that a dataset has become."""
     if isinstance(dataset, UrlImages):
         return as_folder(dataset)
     return as_fetched(dataset, hub[dataset.id]) if is_on_hub(dataset) else dataset
@@ -102,7 +101,7 @@ def find_on_hub(
 
 
 def read_record(record: Path | None, report: Report) -> dict[str, HubFiles]:
-    """Read the files that an earlier start found, by id; empty if there is no record, or it cannot be read."""
+    """Read the files that an earlier start found, by id; empty without a readable record."""
 
     def parse(content: bytes) -> dict[str, HubFiles]:
         return {name: HubFiles(**values) for name, values in json.loads(content).items()}

@@ -1,4 +1,4 @@
-"""All ranks scan the images together: one list of files, headers and captions read by whoever is free, one result.
+"""All ranks scan the images together: one list of files, headers and captions read by free ranks.
 
 Each machine lists its files, since only so it is known whether all have the same. What an earlier start has scanned,
 or a killed one has left, is not read again. The result is an Arrow file in output_dir, which all ranks map.
@@ -68,11 +68,12 @@ def scan_datasets(
     rescan: bool = False,
     checks: ExitStack | None = None,
 ) -> list[Scan]:
-    """Find the images of all datasets; results are kept below `folder`, and forgotten with `rescan`. Collective.
+    """Find the images of all datasets; results are kept below `folder`, unless `rescan`. Collective.
 
-    Nothing in `outputs`, the folders that the run writes into, is found. Where no folder has changed since a kept scan,
-    its files count; what looks in the background for rewritten ones is stopped by `checks`. Raises DataError on all
-    ranks when a folder is missing, or when machines have other files, and what a store raises that does not answer.
+    Nothing in `outputs`, the folders that the run writes into, is found. Where no folder has changed since a
+    kept scan, its files count; what looks in the background for rewritten ones is stopped by `checks`. Raises
+    DataError on all ranks when a folder is missing, or when machines have other files, and what a store
+    raises that does not answer.
     """
     world.activity.begin("finding images")
     if rescan and world.is_first:
@@ -127,7 +128,7 @@ class SharedScan:
     stop: Callable[[], None]
 
     def run(self, files: FileList, report: Report) -> Scan:
-        """Scan what no earlier scan knows. `files` are those of rank 0; the others' are not looked at. Collective."""
+        """Scan what no earlier scan knows. `files` of other ranks than 0 are ignored. Collective."""
         described = cache(lambda: self._describe(files))
         task = self._from_first("task", lambda: self._task(files, described))
         if error := task.get("error"):  # of the table, which only rank 0 reads
@@ -143,7 +144,7 @@ class SharedScan:
         return self.open(name)
 
     def unchanged(self) -> FileList | None:
-        """Return the files of a kept scan where no folder has changed since; None where all files must be listed."""
+        """Files of a kept scan where no folder has changed since; None where all files must be listed."""
         table = table_of(self.dataset, self.storage)
         for path in self._kept():
             files = unchanged_files(self.folder, self.storage, path)
@@ -168,13 +169,12 @@ class SharedScan:
         )
 
     def preserved(self) -> str:
-        """Return the name of a kept scan that is to be used without a look at the files; empty for none. Collective."""
+        """Name of a kept scan that is to be used without a look at the files; empty for none. Collective."""
         if not self.dataset.preserve_data_backend_cache:
             return ""
         return self._from_first("preserved", lambda: next((path.name for path in self._kept() if self._fits(path)), ""))
 
     def open(self, name: str) -> Scan:
-        """Return a kept scan."""
         table, others = self._open(name)
         return Scan(self.dataset, self.storage, table, OtherFiles(**others))
 
@@ -245,7 +245,7 @@ class SharedScan:
             yield pa.Table.from_batches(batches)
 
     def _merge(self, files: FileList, described: Callable[[], TableDescription | None], ranks: int) -> str:
-        """Put what the first `ranks` have scanned, and what was known, into the order of the files; return its name."""
+        """Sort known and new scans of the first `ranks` in the order of the files; return its name."""
         # Ranks of other machines wrote these, and a network file system may show new files late, or not list them.
         texts = [self.world.store.get(f"{self.place}/parts/{rank}") for rank in range(ranks)]
         parts = {name: size for text in texts for name, size in json.loads(text).items()}

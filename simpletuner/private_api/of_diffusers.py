@@ -38,5 +38,5 @@ def blocks_by_name(model: Any) -> list[set[str]]:
 
 
 def modules_in_float32(model: Any) -> tuple[str, ...]:
-    """Return parts of the names of modules that diffusers keeps in float32 whatever dtype a model is loaded in."""
+    """Parts of the names of modules that diffusers keeps in float32 whatever dtype is loaded."""
     return tuple(getattr(model, "_keep_in_fp32_modules", None) or ())

@@ -12,8 +12,8 @@ from torch import Tensor
 # The budget has no public name; importing its module does not import the compiler.
 from torch._functorch import config as functorch_config
 
-# The only tensors with a device, a dtype and a shape but no memory: `plan` runs whole training steps on them. On the
-# meta device all operators are of one device, so CUDA's autocast and kernels could not be followed.
+# The only tensors with a device, a dtype and a shape but no memory: `plan` runs whole training steps on them.
+# On the meta device all operators are of one device, so CUDA's autocast and kernels could not be followed.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-# The tensors among an operator's arguments, which a dispatch mode gets as lists and dicts; and among what a pipeline's
-# encode_prompt returns.
+# The tensors among an operator's arguments, which a dispatch mode gets as lists and dicts; and among what a
+# pipeline's encode_prompt returns.
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_iter as tree_iter
@@ -61,7 +61,7 @@ def register_flash3(operators: Any) -> Any:
 
 
 def set_activation_memory_budget(share: float) -> None:
-    """Set the share of activations that graphs keep which are compiled from now on; 1.0 is torch's default."""
+    """Set the share of activations that graphs compiled from now on keep; 1.0 is torch's default."""
     functorch_config.activation_memory_budget = share
 
 
@@ -80,13 +80,13 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def chosen_attention_kernel(query: Tensor) -> int:
-    """Return the number of the SDPBackend that attention takes; torch only tells whether one can be used at all."""
+    """Number of the SDPBackend that attention takes; torch only tells whether one can be used at all."""
     chosen: Any = torch._fused_sdp_choice(query, query, query)
     return chosen
 
 
 def run_backward(loss: Tensor) -> None:
-    """Do what `loss.backward()` does, which leaves a TorchFunctionMode, so that it would miss what is recomputed."""
+    """Do as `loss.backward()`, which leaves a TorchFunctionMode: that would miss what is recomputed."""
     engine: Any = torch.autograd.graph._engine_run_backward
     engine((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -97,14 +97,14 @@ def abort_communicators() -> None:
 
 
 def set_cpu_timeout(timeout: timedelta) -> None:
-    """Give the default group's collectives on the CPU a timeout of their own: init_process_group has one for all."""
+    """Give the default group's CPU collectives their own timeout: init_process_group has one for all."""
     group = dist.distributed_c10d._get_default_group()
     group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
 def flight_records() -> bytes:
-    """Return the flight recorder's last collectives, pickled; empty where there is none. There is no public way to ask
-    for them."""
+    """Return the flight recorder's last collectives, pickled; empty where there is none. There is no public
+    way to ask for them."""
     compiled: Any = torch._C
     # NCCL has a recorder of its own, which builds without CUDA lack.
     name = "_dump_nccl_trace" if torch.cuda.is_initialized() else "_dump_fr_trace"
@@ -113,7 +113,7 @@ def flight_records() -> bytes:
 
 
 def operator_build_folder(name: str) -> str:
-    """Return the folder in which torch compiles a C++ extension, where a killed compilation leaves its lock file."""
+    """Folder in which torch compiles a C++ extension, where a killed compilation leaves its lock file."""
     from torch.utils import cpp_extension  # 0.1 s
 
     return cpp_extension._get_build_directory(name, verbose=False)

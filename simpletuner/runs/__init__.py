@@ -1,1 +1,1 @@
-"""The content of a run's folder: state, listing, log, metrics, report, comparison, facts. No torch, no server."""
+"""The content of a run's folder: state, listing, log, metrics, report, facts. No torch, no server."""

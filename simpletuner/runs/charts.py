@@ -1,7 +1,7 @@
 """Charts of metrics as lines and ticks, of one run or several, for inline SVG in pages and for `loss.png`.
 
-Pillow draws `loss.png`: matplotlib would add 0.5 CPU seconds of imports to the end of each run, also to one that a
-SIGTERM has stopped.
+Pillow draws `loss.png`: matplotlib would add 0.5 CPU seconds of imports to the end of each run, also to one
+that a SIGTERM has stopped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from PIL import Image, ImageDraw, ImageFont
 from simpletuner.runs.metrics import WINDOW_SHARE, MetricColumns, thin_out, window_of
 from simpletuner.system.files.atomic import write_file
 
-# Coordinates of a chart, not of the screen: the browser scales the lines, and labels are HTML above them, so that both
-# fit any width. Whole numbers take a third of the time to format.
+# Coordinates of a chart, not of the screen: the browser scales the lines, and labels are HTML above them, so
+# that both fit any width. Whole numbers take a third of the time to format.
 WIDTH, HEIGHT = 6000, 2000
 COLUMNS = 600
 """Parts of the width, in each of which the least and the greatest point of a curve are drawn."""
@@ -50,7 +50,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Plot:
-    """A chart on one scale: ticks of its vertical axis, and per curve its style and (points, 2) whole coordinates."""
+    """A chart: ticks of its vertical axis, and per curve its style and (points, 2) whole coordinates."""
 
     scale: Scale
     ticks: list[Tick]
@@ -74,7 +74,7 @@ class Chart:
 
 
 def make_charts(columns: MetricColumns, smoothing: float = WINDOW_SHARE) -> list[Chart]:
-    """Return a chart for each metric that a run has written; `smoothing` is the share of points in a running mean."""
+    """Chart for each metric that a run has written; `smoothing` is the share of points in a running mean."""
     wanted = [
         ("Loss", with_mean(columns, "loss", smoothing), True),
         ("Loss on held-out images", held_out(columns), True),
@@ -150,8 +150,8 @@ def padded(low: float, high: float) -> tuple[float, float]:
 
 
 def tick_values(low: float, high: float) -> list[float]:
-    """Return round values from at most `low` to at least `high`, 1, 2 or 5 times a power of ten apart, in 5 parts or
-    fewer."""
+    """Return round values from at most `low` to at least `high`, 1, 2 or 5 times a power of ten apart, in 5
+    parts or fewer."""
     # matplotlib has this as MaxNLocator, and takes 0.4 CPU seconds to import, at the end of each run.
     power = 10.0 ** math.floor(math.log10((high - low or 1.0) / 5))
     steps = (power * factor for factor in (1, 2, 5, 10, 20))
@@ -171,7 +171,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def paths_of(points: np.ndarray, style: Style) -> Iterator[tuple[str, str]]:
-    """Yield the `d` of SVG paths with their classes: a line, and dots (lines of no length) where points are few."""
+    """Yield the `d` of SVG paths with classes: a line, and dots (lines of no length) for few points."""
     yield "M" + " ".join(map(str, points.ravel().tolist())), style  # pairs after the first are lines to them
     if has_dots(style, points):
         yield "".join(f"M{x} {y}h0" for x, y in points.tolist()), f"{style} dot"

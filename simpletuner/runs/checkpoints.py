@@ -1,4 +1,4 @@
-"""The checkpoints in a run's folder: which are complete, how many are later, and their rows in lists. No torch."""
+"""The checkpoints in a run's folder: complete ones, later ones, and their rows in lists. No torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def examine(run: RunFolder, row: CheckpointRow, later: int) -> ListedCheckpoint:
 
 
 def named_checkpoint(run: RunFolder, name: str) -> ListedCheckpoint:
-    """Return the checkpoint that a request names. Raises SettingsError where the run has none of that name."""
+    """Checkpoint that a request names. Raises SettingsError where the run has none of that name."""
     if NAME.fullmatch(name):
         for each in list_rows(run):
             if each.row.name == name:

@@ -1,7 +1,8 @@
 """The state of a run, and how it ended.
 
-Only what cannot lie counts: the lease of the output folder, and the status that the run itself wrote. One that wrote no
-end and holds no lease was killed, or its machine was. Of a run on another machine that may take watching for a while.
+Only what cannot lie counts: the lease of the output folder, and the status that the run itself wrote. One
+that wrote no end and holds no lease was killed, or its machine was. Of a run on another machine that may take
+watching for a while.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class Condition:
 
 @dataclass(frozen=True)
 class KnownStart:
-    """Facts about a run that only the page has: the pid that it has started (0 once that has ended), and its stop
-    request."""
+    """Facts about a run that only the page has: the pid that it has started (0 once that has ended), and its
+    stop request."""
 
     started_pid: int = 0
     asked: RunStatus | None = None
     """The status of the start that the page has asked to stop."""
     config: str = ""
-    """The configuration that the page has started it with: a start that is refused leaves no status that names it."""
+    """The configuration that the page has started it with: a refused start leaves no status."""
     standing: StandingRecords = field(default_factory=StandingRecords)
 
 
@@ -85,7 +86,6 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: KnownStart) 
 
 
 def condition_of_holder(run: RunFolder, holder: Record, status: RunStatus | None, known: KnownStart) -> Condition:
-    """Return the condition of a run that holds its folder."""
     if status is None or (holder.host, holder.pid) != (status.host, status.pid):
         return Condition(RunState.RUNNING, "it has not said yet what it is doing", can_stop=True)
     if status.has_ended:
@@ -126,7 +126,6 @@ def is_alive(status: RunStatus) -> bool:
 
 
 def paused_process(status: RunStatus) -> int | None:
-    """Return the pid of a paused process of a run on this machine."""
     if status.host != socket.gethostname():
         return None
     try:
@@ -138,7 +137,7 @@ def paused_process(status: RunStatus) -> int | None:
 
 
 def condition_elsewhere(run: RunFolder, holder: Record, status: RunStatus) -> Condition:
-    """Return the condition of a run that this machine cannot see, by the times of its files: to be shown, no more."""
+    """Condition of a run that this machine cannot see, by the times of its files: to be shown, no more."""
     silent = time.time() - run.written(STATUS, LOG, METRICS)
     where = f"only the machine on which it was started{holder.describe()} knows more"
     if silent < SILENT_SECONDS:
@@ -154,8 +153,8 @@ def condition_without_status(run: RunFolder) -> Condition:
 
 
 def find_refusal(run: RunFolder) -> Condition | None:
-    """Return the error of the last start from a page if it ended before it held the folder, such as a mistake in the
-    settings.
+    """Return the error of the last start from a page if it ended before it held the folder, such as a mistake
+    in the settings.
 
     The status is that of an earlier start then, which it was to leave as it is.
     """

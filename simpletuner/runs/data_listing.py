@@ -1,7 +1,7 @@
-"""`data_listings/`: the images of each start with version, caption and bucket, and the differences between two starts.
+"""`data_listings/`: images of each start with version, caption and bucket, and differences of two starts.
 
-`dataset diff` and the model card read them. A start with the data of an earlier one writes nothing: its line in
-`settings_history.jsonl` names the same file.
+`dataset diff` and the model card read them. A start with the data of an earlier one writes nothing: its line
+in `settings_history.jsonl` names the same file.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false
@@ -42,7 +42,7 @@ LISTINGS = "data_listings"
 # The oldest are removed: of 100,000 images, with captions of 30 random words, one has 6 MB, and takes 0.5 s to make.
 KEPT = 10
 WITNESSES = 200
-"""Images of a local dataset whose content is kept, too: a copy has another time, and other images may have its name."""
+"""Images of a local dataset whose content is kept: a copy has another time, others may have its name."""
 SHOWN_LETTERS = 120
 """Letters of a caption that are shown; whether it changed is known by its digest."""
 ROWS_AT_ONCE = 10_000
@@ -60,7 +60,7 @@ COLUMNS = pa.schema(
 
 @dataclass(frozen=True)
 class DataListing:
-    """The data of a start: the name of its file, and a digest of names, sizes and captions, equal on any machine."""
+    """The data of a start: its file's name, and a digest of names, sizes and captions, without machine."""
 
     key: str
     digest: str
@@ -130,7 +130,6 @@ def list_data(key: str, samples: Samples, held_out: np.ndarray) -> DataListing:
 
 
 def place_of(part: DatasetSamples) -> str:
-    """Return the folder or the address of a dataset."""
     dataset = part.dataset
     return str(dataset.instance_data_dir.absolute()) if isinstance(dataset, LocalImages) else part.storage.describe()
 
@@ -233,13 +232,12 @@ def recorded_starts(folder: Path) -> list[Start]:
 
 
 def last_data(folder: Path) -> RecordedData:
-    """Return the data of the last start of a run."""
     start = recorded_starts(folder)[-1]
     return RecordedData(f"{folder}, {called(start)}", read_listing_of(folder, start.data))
 
 
 def last_change(folder: Path) -> tuple[RecordedData, RecordedData] | None:
-    """Return the data before and after its last change; None where no start had other data than the one before."""
+    """Data before and after its last change; None where no start had other data than the one before."""
     starts = recorded_starts(folder)
     for before, after in zip(starts[-2::-1], starts[:0:-1], strict=True):
         if before.data != after.data:

@@ -1,4 +1,4 @@
-"""Facts about a run that report and model card show: results, start, time and energy over all its starts. No torch."""
+"""Facts for report and model card: results, start, time and energy over all starts of a run. No torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DatasetFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as it began: the rows of its first table, data, settings that are not at their default, the command."""
+    """A run as it began: rows of its first table, data, settings other than defaults, the command."""
 
     name: str
     rows: Rows
@@ -77,7 +77,7 @@ class RunFacts:
         return [(name, value) for name, value in known if value]
 
 
-def facts_of(loaded: Loaded, rows: Rows, plan: Plan, data_digest: str = "") -> RunFacts:
+def run_facts(loaded: Loaded, rows: Rows, plan: Plan, data_digest: str = "") -> RunFacts:
     """Return the facts of a run; `rows` are those of its first table, `data_digest` that of its listing."""
     settings = [each for each in explain_settings(loaded) if each.value != each.default]
     words = ["simpletuner", "train", *as_flags({each.name: each.value for each in settings})]
@@ -99,7 +99,7 @@ def kind_trained(settings: Settings) -> str:
 
 
 def name_of(settings: Settings) -> str:
-    """Return the name of a run: that of its repository, at its tracker, or of its folder; else of what it trains."""
+    """Name of a run: that of its repository, at its tracker, or of its folder; else of what it trains."""
     folder = settings.training.output_dir
     if own := settings.hub.hub_model_id.rpartition("/")[2] or settings.logging.tracker_run_name:
         return own
@@ -109,7 +109,7 @@ def name_of(settings: Settings) -> str:
 
 
 def base_of(model: Model) -> str:
-    """Return the name of the base model: its hub id, or that of its folder, with the run's where a run exported it."""
+    """Name of the base model: its hub id, or that of its folder, with the run's where a run exported it."""
     if (name := hub_id(model)) or not model.pretrained_model_name_or_path:
         return name or f"{model.model_family} with random weights"
     path = Path(model.pretrained_model_name_or_path).absolute()
@@ -161,7 +161,7 @@ TIME = "%Y-%m-%d %H:%M UTC"
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a run: when it began to train, after which step, on how many GPUs with which power limit each."""
+    """A start of a run: time, step before it, number of GPUs and the power limit of each."""
 
     time: datetime
     step: int
@@ -173,8 +173,8 @@ class Start:
 
 
 def read_starts(output: Path) -> list[Start]:
-    """Return the starts of a run in their order, from the one that began it; those of a version that wrote none are
-    not known."""
+    """Return the starts of a run in their order, from the one that began it; those of a version that wrote
+    none are not known."""
     try:
         rows = parse_lines(read_file(output / HISTORY).splitlines())
     except (OSError, SimpleTunerError):
@@ -205,7 +205,7 @@ def describe_times(starts: Sequence[Start], columns: MetricColumns) -> list[tupl
 
 
 def describe_energy(starts: Sequence[Start], columns: MetricColumns) -> str:
-    """Return an upper bound of what the GPUs took for the steps: seconds x power limit, by the start that took each.
+    """Upper bound of what the GPUs took for the steps: seconds x power limit, by the start that took each.
 
     A board takes no more than its limit on average, so less is what was used; the machine around it is not in it.
     """

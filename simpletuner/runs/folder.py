@@ -1,4 +1,4 @@
-"""The output folder of a run, within the folders that a page or command was given, and `log.txt` as entries."""
+"""The output folder of a run, within the folders of a page or command, and `log.txt` as entries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Folders:
         return cls(tuple(dict.fromkeys(path.resolve() for path in paths)))
 
     def resolve(self, name: str | Path) -> Path:
-        """Return the real path behind a name, which need not exist. Raises SettingsError outside the folders."""
+        """Real path behind a name, which need not exist. Raises SettingsError outside the folders."""
         try:
             # Symbolic links are followed first: one that leads outside is outside.
             path = Path(os.path.realpath(name if os.path.lexists(name) else expand_path(name)))
@@ -92,7 +92,6 @@ class RunFolder:
 
     @property
     def lease(self) -> tuple[Record, Holding]:
-        """The holder of the folder, or the last one."""
         return holder_of(self.lock)
 
     def file(self, name: str) -> Path | None:

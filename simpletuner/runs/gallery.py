@@ -49,7 +49,7 @@ class GalleryImage:
 
 @dataclass(frozen=True)
 class PromptRounds:
-    """The images of one prompt, seed and size: the one before training, and by step those of each set of weights.
+    """Images of one prompt, seed and size: the one before training, and by step those of all weights.
 
     No image of step 0 is the one before training again.
     """
@@ -89,7 +89,7 @@ class Gallery:
         return self._thumbnail(path, edge)[0]
 
     def _group(self) -> list[PromptRounds]:
-        """Group images by what they are made from: a start may have changed prompts, which keep their numbers."""
+        """Group images by what they are made from: a start may have changed prompts, not numbers."""
         groups: dict[tuple[object, ...], dict[int, dict[str, GalleryImage]]] = {}
         for step, path in self._files():
             try:
@@ -179,7 +179,7 @@ def order(found: re.Match[str]) -> tuple[str, int]:
 def prompt_rounds(
     rounds: dict[int, dict[str, GalleryImage]], is_same: Callable[[GalleryImage, GalleryImage], bool]
 ) -> PromptRounds:
-    """Return the images of one prompt; before training are those without the LoRA, or else those of step 0.
+    """Images of one prompt; before training are those without the LoRA, or else those of step 0.
 
     Of step 0 what differs from them is a round, such as that of a LoRA which goes on from another (lora_init).
     """

@@ -99,7 +99,6 @@ def write_image(path: Path, image: Image.Image, info: ImageInfo) -> None:
 
 
 def write_png(path: Path, image: Image.Image, texts: Mapping[str, str]) -> None:
-    """Write a PNG atomically, with these text chunks."""
     chunks, content = PngImagePlugin.PngInfo(), BytesIO()
     for name, text in texts.items():
         # iTXt, since tEXt holds Latin-1 only (PNG, section 11.3.3).
@@ -110,7 +109,7 @@ def write_png(path: Path, image: Image.Image, texts: Mapping[str, str]) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Image.Image]:
-    """Open a validation image. Raises OSError for whatever is wrong with the file, also while it is decoded."""
+    """Open a validation image. Raises OSError for any fault of the file, also while it is decoded."""
     try:
         with open_regular(path, MAX_BYTES) as file, open_image(file) as image:
             yield image
@@ -133,7 +132,7 @@ def read_rgb(path: Path, max_pixels: int | None = None) -> Image.Image:
 
 
 def read_info(path: Path) -> tuple[tuple[int, int], ImageInfo | None]:
-    """Return an image's (width, height), and how it was made; None for one without metadata, or with damaged ones.
+    """Image's (width, height), and how it was made; None for one without metadata, or with damaged ones.
 
     Raises OSError for what is no image.
     """
@@ -160,7 +159,7 @@ def require_video_writer() -> None:
 
 
 def write_sample(path: Path, pixels: Tensor, info: ImageInfo) -> None:
-    """Write what the VAE decoded, in -1..1: an image (1CHW), or a clip (1CFHW) whose files have the same stem.
+    """Write what the VAE decoded, in -1..1: an image (1CHW), or files of one stem for a clip (1CFHW).
 
     The PNG is last: where it is, all are.
     """
@@ -212,9 +211,9 @@ def as_mp4(frames: Sequence[Image.Image], fps: float) -> bytes:
     with av.open(content, "w", format="mp4") as container:
         stream: Any = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.width, stream.height = frames[0].size
-        # By default as many threads as CPUs, which changes the bits: a resumed run on another machine, or under another
-        # `taskset`, wrote another file of equal frames.
-        # x264's macroblock tree reads memory that it never wrote: 1 of 300 encodings of equal frames had other bytes.
+        # By default as many threads as CPUs, which changes the bits: a resumed run on another machine, or
+        # under another `taskset`, wrote another file of equal frames. x264's macroblock tree reads memory
+        # that it never wrote: 1 of 300 encodings of equal frames had other bytes.
         stream.pix_fmt, stream.options = "yuv420p", {"crf": "18", "threads": "4", "mbtree": "0"}
         for frame in frames:
             picture = av.VideoFrame.from_image(frame).reformat(format="yuv420p")
@@ -262,7 +261,6 @@ def clip_thumbnail(path: Path, edge_px: int = GIF_EDGE_PX, kind: str = "GIF", **
 
 
 def grid_file(validation: Path, step: int) -> Path:
-    """Return the file of the grid of a round, which may not be there."""
     return validation / f"grid-{step:06d}.png"
 
 
@@ -271,7 +269,6 @@ def round_folder(folder: Path, step: int) -> Path:
 
 
 def round_folders(folder: Path) -> list[Path]:
-    """Return the folders of all rounds that are there, in the order of their steps."""
     found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and is_plain_folder(path)]
     return sorted(found, key=lambda path: int(path.name[5:]))
 

@@ -1,7 +1,7 @@
-"""Runs as rows of a list: condition, steps, loss and time left, looked at again only where something may have changed.
+"""Runs as rows of a list: condition, steps, loss and time left, read again only where something may have changed.
 
-Every open list asks every two seconds. With 200 runs that have ended, an answer takes 600 calls of lstat, and no file
-is read.
+Every open list asks every two seconds. With 200 runs that have ended, an answer takes 600 calls of lstat, and
+no file is read.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def config_of(run: RunFolder, config: str) -> str:
 
 
 Signature = tuple[tuple[int, int, int] | None, ...]
-"""Stamps (mtime, size, inode) of the files a summary is computed from; None if missing. They are the status, the output
-of the start, which a refused start has alone, and, without a status, the lock."""
+"""Stamps (mtime, size, inode) of the files a summary is computed from; None if missing. They are the status,
+the output of the start, which a refused start has alone, and, without a status, the lock."""
 
 SETTLED = ENDS | {RunState.UNKNOWN}
 """States that only a file can change."""
@@ -175,7 +175,7 @@ class RunList:
         return sorted(found.items(), key=lambda run: -last_written(run[1]))[:MAX_RUNS]
 
     def _walk(self, folder: str, depth: int) -> Iterator[tuple[str, Signature]]:
-        """Yield the folders of runs. What runs make in them is not looked at: many files, and never another run."""
+        """Yield the folders of runs. Their own folders are not walked: many files, and never another run."""
         listed = self._list(folder, self.listed.get(folder))
         if listed is not None and listed.is_run:
             yield folder, signature_of(folder)

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, read whole or as it grows: running means that do not lag, as few points as a screen can show.
+"""`metrics.jsonl`, read whole or as it grows: running means without lag, as few points as a screen shows.
 
 No torch: the process that sends metrics to wandb reads it, too.
 """
@@ -27,8 +27,8 @@ def window_of(points: int, share: float = WINDOW_SHARE) -> int:
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Return the centred running mean; near the ends, where the window is truncated, a linear fit.
 
-    A mean of what is there would be that of a point further inside: of a falling loss, too low at first and too high
-    at last. An exponential mean lags everywhere.
+    A mean of what is there would be that of a point further inside: of a falling loss, too low at first and
+    too high at last. An exponential mean lags everywhere.
     """
     count, half, position = len(values), window // 2, np.arange(len(values), dtype=np.float64)
     first, last = np.maximum(position - half, 0).astype(int), np.minimum(position + half + 1, count).astype(int)
@@ -46,7 +46,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def thin_out(steps: np.ndarray, values: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lowest and the highest point of each of `columns` equal parts of a curve, so that no peak is lost."""
+    """Lowest and the highest point of each of `columns` equal parts of a curve, so that no peak is lost."""
     if len(steps) <= 2 * columns:
         return steps, values
     width = -(-len(steps) // columns)
@@ -79,7 +79,7 @@ class MetricsReader:
         self.last_line = b""
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return new rows, and whether they begin at the start of the file: it is new, was replaced or was cut.
+        """New rows; and True if they begin at the file's start: it is new, was replaced or was cut.
 
         A last line without a newline is still being written; it is returned once it is whole.
         """
@@ -91,10 +91,11 @@ class MetricsReader:
         return rows_in(content[:end]), from_start
 
     def _appended(self) -> tuple[bytes, bool]:
-        """Return the content after the last line that was read, or the whole file if that line has moved.
+        """Content after the last line that was read, or the whole file if that line has moved.
 
-        A start drops the rows after its checkpoint and appends others, so a file may have been replaced and be longer.
-        Its inode would not tell, since file systems use them again; timings make each row differ from all others.
+        A start drops the rows after its checkpoint and appends others, so a file may have been replaced and
+        be longer. Its inode would not tell, since file systems use them again; timings make each row differ
+        from all others.
         """
         try:
             with open_regular(self.path, MAX_BYTES) as file:
@@ -153,7 +154,7 @@ class MetricColumns:
                 self.columns.setdefault(name, self.new_column()).extend(kept, values)
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps and the values of a metric, both (points,) float64; empty for one that was never written."""
+        """Steps and the values of a metric, both (points,) float64; empty for one that was never written."""
         column = self.columns.get(name) or MetricColumn()
         steps, values = column.points[:, : column.count]
         return steps, values
@@ -165,7 +166,7 @@ class MetricColumns:
         return steps[kept], values[kept]
 
     def smoothed(self, name: str, share: float) -> tuple[int, np.ndarray]:
-        """Return the window of a running mean over a share of all points, and its values at the points of `finite`."""
+        """Window of a running mean over a share of all points, and its values at the points of `finite`."""
         values = self.finite(name)[1]
         window = window_of(len(values), share)
         return window, running_mean(values, window)
@@ -177,13 +178,13 @@ def read_columns(path: Path) -> MetricColumns:
 
 
 def last_row(path: Path) -> dict[str, Any]:
-    """Return the last row of an optimizer step; empty where there is none. Reads the end of the file alone."""
+    """Last row of an optimizer step; empty where there is none. Reads the end of the file alone."""
     rows = [row for row in rows_in(read_end(path, TAIL_BYTES)) if "loss" in row]
     return rows[-1] if rows else {}
 
 
 def rows_in(content: bytes) -> list[dict[str, Any]]:
-    """Return the rows in the content of a metrics file; a line torn by a killed run, or damaged, is left out."""
+    """Rows in the content of a metrics file; a line torn by a killed run, or damaged, is left out."""
     return [row for row in parse_lines(content.removesuffix(b"\n").split(b"\n")) if is_row(row)]
 
 
@@ -231,8 +232,8 @@ MAX_BLOCKS = 4096
 class ThinnedColumn:
     """A metric as blocks of equally many points, of which the least, the greatest and the mean are kept.
 
-    Blocks hold one point each until there are MAX_BLOCKS; whenever there are, two become one. So adding a point costs
-    the same after a million others.
+    Blocks hold one point each until there are MAX_BLOCKS; whenever there are, two become one. So adding a
+    point costs the same after a million others.
     """
 
     def __init__(self) -> None:
@@ -270,7 +271,7 @@ class ThinnedColumn:
             mine[:, : self.count] = half
 
     def extremes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least and the greatest point of each block in the order of their steps, and the last points."""
+        """Least and the greatest point of each block in the order of their steps, and the last points."""
         low, high = self.low[:, : self.count], self.high[:, : self.count]
         ordered = np.where(low[0] <= high[0], (low, high), (high, low))  # (2, 2, blocks)
         blocks = ordered.transpose(1, 2, 0).reshape(2, -1)
@@ -290,14 +291,14 @@ class ThinnedColumn:
 
 
 def summarized(points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the least, the greatest and the mean of the points of each block, (2, blocks) of (2, blocks, points)."""
+    """Least, the greatest and the mean of the points of each block, (2, blocks) of (2, blocks, points)."""
     low, high = (np.expand_dims(of(points[1], axis=1), (0, 2)) for of in (np.argmin, np.argmax))
     chosen = [np.take_along_axis(points, np.broadcast_to(at, (2, *at.shape[1:])), 2)[..., 0] for at in (low, high)]
     return chosen[0], chosen[1], points.mean(axis=2)
 
 
 class ThinnedColumns(MetricColumns):
-    """Metrics of a run, thinned out for charts. The cost of a new line does not depend on the length of the file."""
+    """Metrics of a run, thinned out for charts. A new line costs the same in a file of any length."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, ThinnedColumn)

@@ -1,4 +1,4 @@
-"""Pages that show runs: report.html of one, and a comparison of several, with their validation images as tables.
+"""Pages that show runs: report.html of one, and a comparison of several, with tables of validation images.
 
 The report is written in a thread, so that no step waits.
 """
@@ -87,7 +87,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 class HtmlReport:
-    """Write the page in a thread, at most one at a time: what is asked for meanwhile is what the next one shows."""
+    """Write the page in a thread, one at a time: what is asked for meanwhile the next one shows."""
 
     def __init__(self, output: Path, facts: RunFacts, max_steps: int, report: Report) -> None:
         self.output = output
@@ -98,7 +98,7 @@ class HtmlReport:
         self.worker = SerialWorker("report.html", self._warn)
 
     def renew(self, step: int) -> None:
-        """Queue writing the page after a step, without waiting; skip it while an earlier request is queued."""
+        """Queue writing the page after a step, without waiting; skipped while one is queued."""
         if not self.worker.is_queued:
             self.worker.submit(self.write, f"running: step {step:,} of {self.max_steps:,}")
 
@@ -207,7 +207,7 @@ def comparison_facts(runs: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def different_settings(runs: Mapping[str, Path]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the settings that have several values, with that of each run; None where a version did not have it."""
+    """Yield settings of several values, with that of each run; None where a version had none."""
     known = [read_settings(path / SETTINGS) or {} for path in runs.values()]
     for name in dict.fromkeys(name for settings in known for name in settings):
         values = [settings.get(name) for settings in known]

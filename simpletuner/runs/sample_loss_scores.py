@@ -1,9 +1,10 @@
 """Samples by their loss, compared with others at the same timesteps in the same part of the run. No torch.
 
-With L the loss of a sample at a step, r = ln L - mean of ln L over all samples in the same window of steps and the same
-bin of timesteps - mean of that over the samples of its bucket: windows, and bins of timesteps, have equally many rows.
-Of a sample seen n times, z = mean(r) sqrt(n) / std(r of all samples): its distance from the others in standard errors.
-The first quarter of the run does not count: what captions mean is not learned yet.
+With L the loss of a sample at a step, r = ln L - mean of ln L over all samples in the same window of steps
+and the same bin of timesteps - mean of that over the samples of its bucket: windows, and bins of timesteps,
+have equally many rows. Of a sample seen n times, z = mean(r) sqrt(n) / std(r of all samples): its distance
+from the others in standard errors. The first quarter of the run does not count: what captions mean is not
+learned yet.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class LossRows:
 
 
 def read_losses(path: Path) -> LossRows:
-    """Return the rows of a file; a torn or damaged one is left out. Raises SettingsError where there is no file."""
+    """Rows of a file; a torn or damaged one is left out. Raises SettingsError where there is no file."""
     if not path.is_file():
         raise SettingsError(f"there is no {path}", "train with --log_sample_losses, which writes it")
     numbers: dict[str, int] = {}
@@ -88,8 +89,8 @@ def parse(line: bytes) -> Iterator[tuple[int, str, list[str], list[float], list[
 
 
 def score_samples(rows: LossRows) -> list[SampleScore]:
-    """Return the samples that were seen after the first quarter, those first whose loss is the furthest above that of
-    others."""
+    """Return the samples that were seen after the first quarter, those first whose loss is the furthest above
+    that of others."""
     if not len(rows.steps):
         return []
     relative, last = relative_losses(rows), rows.steps.max()

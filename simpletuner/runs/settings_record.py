@@ -1,4 +1,4 @@
-"""`settings.json` and `settings_history.jsonl`: the settings of a run, its starts, and what changed between them.
+"""`settings.json` and `settings_history.jsonl`: settings of a run, its starts, and changes between them.
 
 The folder may be somebody else's: what an export takes from it is only data.
 """
@@ -36,7 +36,7 @@ Changes = dict[str, list[Any]]
 
 
 def report_changes(session: Session, checkpoint: Checkpoint | None) -> Changes:
-    """Print and return the settings that changed since the last start, with their effect on the state of the run."""
+    """Print and return the settings that changed since the last start, with their effect on its state."""
     output = session.settings.training.output_dir
     before = read_settings(output / SETTINGS) if session.world.is_first else None
     changes = changed(before, settings_as_json(session.loaded)) if before is not None else {}
@@ -52,8 +52,8 @@ def report_changes(session: Session, checkpoint: Checkpoint | None) -> Changes:
 
 
 def effects_on(state: Mapping[str, Any], settings: Settings, changes: Changes) -> dict[str, str]:
-    """Return the parts of a checkpoint's state that are lost by changed settings, as `TrainingState.restore` loses
-    them."""
+    """Return the parts of a checkpoint's state that are lost by changed settings, as `TrainingState.restore`
+    loses them."""
     effects: dict[str, str] = {}
     if state["optimizer"]["steps"] and {*changes.get("optimizer", ())} != {"adam", "adamw"}:  # which have equal moments
         effects["optimizer"] = "starts without state; weights, EMA and data go on"
@@ -72,8 +72,8 @@ def effects_on(state: Mapping[str, Any], settings: Settings, changes: Changes) -
 
 
 def record_settings(session: Session, step: int, facts: Mapping[str, str], data: str = "") -> None:
-    """Write the settings of a run that starts to train at `step`, and a line of history, with what was proven of its
-    pipeline and the listing of its data. Only rank 0 writes.
+    """Write the settings of a run that starts to train at `step`, and a line of history, with what was proven
+    of its pipeline and the listing of its data. Only rank 0 writes.
 
     A start that ends before training leaves the files as they are.
     """
@@ -96,7 +96,7 @@ def write_settings(path: Path, settings: Mapping[str, object], warn: Warn) -> Ch
 
 
 def gpus_of(world: World) -> dict[str, float]:
-    """Return the number of GPUs and the power limit of rank 0's, which stands for all; nothing of a CPU run."""
+    """Number of GPUs and the power limit of rank 0's, which stands for all; nothing of a CPU run."""
     if world.device.type != "cuda":
         return {}
     from simpletuner.parallel.gpu import power_limit_watts
@@ -165,8 +165,8 @@ LONGEST_SHOWN = 300
 def recorded_settings(output: Path, named: Mapping[str, str]) -> Settings:
     """Return the settings that an export of a run needs, with its folder as it is called now.
 
-    `named` has the user's values of `NAMED`. Raises SettingsError where settings.json cannot be read, or has a value of
-    these that the user has not given.
+    `named` has the user's values of `NAMED`. Raises SettingsError where settings.json cannot be read, or has
+    a value of these that the user has not given.
     """
     recorded = read_settings(output / SETTINGS)
     if recorded is None:

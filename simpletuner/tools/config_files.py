@@ -45,7 +45,7 @@ class NewConfig:
 
 
 def own_output_dir(target: str, taken: Collection[str] = (), root: Path = Path()) -> str:
-    """Return a folder for the runs of the config file `target`, which no other file says and in which nothing is.
+    """Folder for the runs of the config file `target`, which no other file says and in which nothing is.
 
     A folder of runs is one project's: two files with one output_dir would be taken for the same run.
     """
@@ -60,11 +60,11 @@ def own_output_dir(target: str, taken: Collection[str] = (), root: Path = Path()
 
 
 def new_config(given: Mapping[str, Any], recipe: str = "", target: str = "config/config.toml") -> NewConfig:
-    """Return a config file to start from, which will be `target`: flags that were typed, then the recipe of that name.
+    """Config file to start from, which will be `target`: flags that were typed, then the recipe of that name.
 
-    Raises what `train` would for the settings, the model and, where they are named, the images; SettingsError for a
-    recipe that is not known or not for them, for a folder beside a recipe that lists datasets, and for a target that
-    is read as no TOML.
+    Raises what `train` would for the settings, the model and, where they are named, the images; SettingsError
+    for a recipe that is not known or not for them, for a folder beside a recipe that lists datasets, and for
+    a target that is read as no TOML.
     """
     refuse_other_format(target)
     found = without_rivals(find_recipe(recipe), given) if recipe else None
@@ -116,7 +116,7 @@ def refuse_beside(recipe: Recipe, given: Mapping[str, Any]) -> None:
 
 
 def refuse_secrets(loaded: Loaded) -> None:
-    """Raise SettingsError for a secret among the flags, which a file of settings would show to its readers."""
+    """Raise SettingsError for a secret among the flags: a file of settings would show it."""
     for name, value in loaded.origins.items():
         if is_secret(name) and value.given:
             message = f"{name} is a secret, which `config init` writes into no file"
@@ -124,7 +124,7 @@ def refuse_secrets(loaded: Loaded) -> None:
 
 
 def check_as_train(text: str, target: str, typed: Collection[str]) -> tuple[str, ...]:
-    """Return the warnings of `train` for the text of a config file. Raises what it would: of images if one names them.
+    """Warnings of `train` for the text of a config file. Raises what it would: of images if one names them.
 
     A value that was typed is named as a flag: the file does not exist yet.
     """
@@ -167,7 +167,7 @@ def from_recipe(recipe: Recipe, settings: Settings, target: str, typed: Mapping[
 
 
 def share_batch(num_processes: int, values: dict[str, Any], notes: dict[str, str]) -> None:
-    """Divide the steps of accumulation by the number of GPUs, so that as many samples make a step as in the source."""
+    """Divide the steps of accumulation by the number of GPUs, so that a step has the source's samples."""
     name = "gradient_accumulation_steps"
     steps = values[name]
     if num_processes == 1:
@@ -180,7 +180,7 @@ def share_batch(num_processes: int, values: dict[str, Any], notes: dict[str, str
 
 
 def head_of(recipe: Recipe) -> Iterator[str]:
-    """Yield the comments on top of a recipe's config file: its name and version, what it is for, and its sources."""
+    """Yield the comments on top of a recipe's config file: name, version, purpose and sources."""
     yield f"Recipe {recipe.label}: {recipe.title}."
     for title, text in (("Data", recipe.data), ("Expect (advice, not measured)", recipe.expect)):
         yield from textwrap.wrap(f"{title}: {text}", WIDTH, break_on_hyphens=False, break_long_words=False)

@@ -1,4 +1,4 @@
-"""`simpletuner models --check`: the proof of model_family=auto alone, and a class against the pipeline's own run."""
+"""`simpletuner models --check`: the proof of model_family=auto, and of a class against its pipeline."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class CheckedModel:
 def check_model_folder(name: str, class_path: str) -> CheckedModel:
     """Prove a pipeline, a folder or hub id, on its own components, then compare a class with it.
 
-    The class is that of the import path, or else of the built-in family of such pipelines, if there is one. Raises
-    SimpleTunerError for a pipeline that cannot be opened.
+    The class is that of the import path, or else of the built-in family of such pipelines, if there is one.
+    Raises SimpleTunerError for a pipeline that cannot be opened.
     """
     model = Model(model_family=AUTO, pretrained_model_name_or_path=name)
     refusal, facts = None, dict[str, str]()
@@ -76,7 +76,7 @@ def check_model_folder(name: str, class_path: str) -> CheckedModel:
 
 
 def prove_clips(auto: AutomaticFamily, checks: list[Check], device: torch.device) -> tuple[Shape, list[Check]]:
-    """Return the shape at which a class is compared, and all checks: on clips too, where a pipeline makes them."""
+    """Shape at which a class is compared, and all checks: on clips too, where a pipeline makes them."""
     if auto.found.layout.frames is None:
         return SMALLEST, checks
     clip = SMALLEST._replace(frames=1 + frame_step_of(auto.vae_config))
@@ -98,7 +98,7 @@ def difference(by_class: ModelFamily, checks: Sequence[Check]) -> SettingsError 
 
 
 def class_for(auto: AutomaticFamily, path: str) -> ModelFamily | None:
-    """Open a proven folder by the class of an import path, or of the built-in family of such pipelines, if any."""
+    """Open a proven folder by the class of an import path, or of the built-in family, if any."""
     named = auto.index.get("_class_name")
     if path:
         model = Model(model_family=CHECKED, model_families={CHECKED: path})

@@ -29,8 +29,8 @@ MODEL_SETTINGS = ("model_family", "model_flavour", "model_families", "pretrained
 def load_run(sources: Iterable[Source], complete: bool = True) -> Loaded:
     """Merge the sources of a run; unless `complete`, what a run cannot do without may be missing.
 
-    Raises SettingsError that lists all mistakes, those of its model and its dataset file included, the one that
-    decides first: with another model the rest may be no mistakes.
+    Raises SettingsError that lists all mistakes, those of its model and its dataset file included, the one
+    that decides first: with another model the rest may be no mistakes.
     """
     try:
         return resolve(sources, complete)
@@ -57,7 +57,7 @@ def errors_around(error: InvalidSettings) -> list[SimpleTunerError]:
 
 
 def check_run(loaded: Loaded) -> Loaded:
-    """Return the settings with all warnings about them. Raises SimpleTunerError that lists all that stops the run."""
+    """Settings with all warnings about them. Raises SimpleTunerError that lists all that stops the run."""
     checked, errors = examine_run(loaded)
     if errors:
         raise join_errors(errors)
@@ -100,7 +100,7 @@ def examine_run(loaded: Loaded) -> tuple[Loaded, list[SimpleTunerError]]:
 
 
 def warnings_about_data(loaded: Loaded, datasets: Sequence[ImageDataset]) -> Iterator[str]:
-    """Yield a sentence for each setting, and each key of the dataset file, that has no effect with these datasets."""
+    """Yield a sentence for each setting and key of the dataset file without effect on these datasets."""
     from simpletuner.data.config.datasets import data_facts, unused_keys
 
     yield from unused_keys(loaded.settings.data, loaded.origins)
@@ -109,7 +109,7 @@ def warnings_about_data(loaded: Loaded, datasets: Sequence[ImageDataset]) -> Ite
 
 
 def collect_named_files(settings: Settings, origins: Mapping[str, Origin], errors: list[SimpleTunerError]) -> None:
-    """Add an error for each secret, checkpoint to start from, file of prompts and the like that cannot be used."""
+    """Add an error for each secret, checkpoint, file of prompts and the like that cannot be used."""
     from simpletuner.checkpoints.layout import NAME, find_resume_folders
     from simpletuner.data.config.places import mirror_place
     from simpletuner.data.config.validation_prompts import load_prompts
@@ -155,7 +155,7 @@ def check_buckets(places: Iterable[object]) -> None:
 
 
 def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> None:
-    """Raise DataError for folders and tables that do not exist, and EnvironmentNotReady where videos cannot be read.
+    """Raise DataError for missing folders and tables, EnvironmentNotReady where videos cannot be read.
 
     `file` is the one that names the datasets.
     """

@@ -22,7 +22,7 @@ import torch
 
 from simpletuner.counting.step_memory import CONTEXT_BYTES, Workload, estimate_training
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.opening.completeness import facts_of, read_note
+from simpletuner.models.opening.completeness import checked_facts, read_note
 from simpletuner.parallel.fsdp2 import units_by_class
 from simpletuner.parallel.gpu import GIB
 from simpletuner.parallel.model.activations import memory_budget
@@ -42,14 +42,14 @@ from simpletuner.system.processes.host_memory import available_bytes
 USABLE = 0.9
 
 LATER_BYTES = 600 * 2**20
-"""Taken of a GPU after its free memory is read: buffers of NCCL's communicators, workspaces of cuBLAS and cuDNN. Not
-measured."""
+"""Taken of a GPU after its free memory is read: buffers of NCCL's communicators, workspaces of cuBLAS and
+cuDNN. Not measured."""
 
 BUDGETS = (0.75, 0.5, 0.25)
 
 NOTES = "memory"
-"""Folder in the user's home with the bytes of each choice, so that later starts, of other runs too, need not count
-them: a trace took 0.7 of the 4.4 CPU s of a new run of the tiny SDXL."""
+"""Folder in the user's home with the bytes of each choice, so that later starts, of other runs too, need not
+count them: a trace took 0.7 of the 4.4 CPU s of a new run of the tiny SDXL."""
 DECIDE = {
     "training": True,
     "optimizer": True,
@@ -105,7 +105,7 @@ def with_training(settings: Settings, values: dict[str, Any]) -> Settings:
 
 
 def resolve_recomputation(session: Session, family: ModelFamily, plan: Plan) -> tuple[Session, str]:
-    """Return the session with a choice in place of `auto`, and what the start table says of it. Collective."""
+    """Session with a choice in place of `auto`, and what the start table says of it. Collective."""
     settings, world = session.settings, session.world
     if settings.training.gradient_checkpointing is not None:
         return session, ""
@@ -130,7 +130,7 @@ def resolve_recomputation(session: Session, family: ModelFamily, plan: Plan) -> 
 def counted_before(family: ModelFamily, settings: Settings, workload: Workload) -> Iterator[dict[str, int]]:
     """Yield the bytes of choices from an earlier start, and save the ones added meanwhile."""
     facts = {
-        "base": facts_of(family),
+        "base": checked_facts(family),
         "shape": str(workload.largest),
         "settings": settings.model_dump(mode="json", include=DECIDE, exclude=DECIDE_NOTHING),
     }
@@ -161,8 +161,8 @@ def free_bytes(world: World) -> int:
 
 
 SECONDS_PER_GRAPH = 45
-"""Time of inductor for one kind of block and one shape, forward and backward: 1 to 2 minutes are reported for the two
-kinds of blocks of FLUX. Not measured here."""
+"""Time of inductor for one kind of block and one shape, forward and backward: 1 to 2 minutes are reported for
+the two kinds of blocks of FLUX. Not measured here."""
 
 SECONDS_SAVED = 0.25
 """Per step, at least: of a step of FLUX (8 samples of 1024 px) 0.85 s are expected. Not measured here."""
@@ -202,7 +202,7 @@ def count_graphs(settings: Settings, family: ModelFamily, plan: Plan) -> Graphs:
 
 
 def choose_backend(settings: Settings, graphs: Graphs, steps: int, missing: str) -> tuple[str, str]:
-    """Return the backend for a GPU in place of `auto`, and why it is `no`; `missing` is what the compiler lacks."""
+    """Backend for a GPU in place of `auto`, and why it is `no`; `missing` is what the compiler lacks."""
     if missing:
         return "no", f"{missing} is missing, which torch.compile needs"
     if settings.parallel.zero_stage == 3:
@@ -222,7 +222,7 @@ def missing_compiler() -> str:
 
 
 def resolve_compiler(session: Session, family: ModelFamily, plan: Plan, steps: int) -> tuple[Session, str]:
-    """Return the session with a backend in place of `auto`, and what the start table says; empty for nothing."""
+    """Session with a backend in place of `auto`, and what the start table says; empty for nothing."""
     settings = session.settings
     is_open = settings.compile.dynamo_backend == "auto"
     if not settings.compile.is_on and not (is_open and session.world.device.type == "cuda"):

@@ -1,4 +1,4 @@
-"""Build what a run trains with: engine, memory and weights, the state (new or from a checkpoint), the trainer."""
+"""Build what a run trains with: engine, memory, weights, state (new or from a checkpoint), trainer."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def open_evaluations(
 
 
 def check_engine(session: Session, family: ModelFamily) -> None:
-    """Raise for what would stop the engine, before anything is encoded: weights, LoRA, sharding units, DeepSpeed."""
+    """Raise for what would stop the engine, before encoding: weights, LoRA, sharding units, DeepSpeed."""
     settings = session.settings
     for remark in filter(None, (warn_of_unread(family), warn_of_eight_bits(family))):
         session.report.warn(remark)
@@ -267,7 +267,7 @@ def build_engine(
     make_optimizer: MakeOptimizer,
     plan: SequencePlan | None = None,
 ) -> Engine:
-    """Wrap a denoiser on the meta device, with its LoRA if any; `load_weights` fills tensors by name. Collective.
+    """Wrap a meta denoiser, with its LoRA if any; `load_weights` fills tensors by name. Collective.
 
     `plan` says where a sequence that ranks share is split.
     """
@@ -289,8 +289,8 @@ def build_torch_engine(
 ) -> TorchEngine:
     """Build the engine that the precision and the optimizer name. Collective.
 
-    Memory comes after sharding, so that no rank ever holds more than its share; weights come before the optimizer and
-    DDP, which copy or broadcast them.
+    Memory comes after sharding, so that no rank ever holds more than its share; weights come before the
+    optimizer and DDP, which copy or broadcast them.
     """
     parallel, device, name = settings.parallel, mesh.world.device, settings.optimizer.optimizer
     # FSDP2 refuses offloaded parameters that were not made in host memory.

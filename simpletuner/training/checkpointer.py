@@ -1,4 +1,4 @@
-"""Numbered checkpoints, written while training goes on where memory allows it, and the state that they hold."""
+"""Numbered checkpoints, written while training goes on where memory allows, and their state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TrainingState:
     base_fingerprints: Mapping[str, str] = field(default_factory=dict)
     """Hashes of the base model's files, by name."""
     base_checksums: Mapping[str, str] = field(default_factory=dict)
-    """Checksums of the files that an export copies from the base model, by name, as they were when the run began."""
+    """Checksums at the run's begin of the base model's files that an export copies, by name."""
 
     def snapshot(self, step: int, sampler_state: SamplerState, facts: Mapping[str, object]) -> Snapshot:
         """Copy the state of a checkpoint after `step`; `facts` are for people who read its state.json."""
@@ -68,7 +68,7 @@ class TrainingState:
         return Snapshot(step, groups, state, self.config)
 
     def groups(self) -> dict[str, Callable[[], NamedTensors]]:
-        """Map each group of a checkpoint to a function of its tensors, in the checkpoint layout. Collective to call."""
+        """Map each group of a checkpoint to a function of its tensors. Collective to call."""
         average = {"ema": self.ema.tensors} if self.ema is not None else {}
         return {"model": self.weights, **self.engine.optimizer_state().tensors, **average}
 
@@ -79,8 +79,8 @@ class TrainingState:
     def restore(self, checkpoint: Checkpoint, settings: Settings, report: Report) -> None:
         """Read optimizer state and EMA; the weights were read when the engine was built. Collective.
 
-        State of another optimizer is left out with a warning, and an EMA that the checkpoint lacks starts from its
-        weights: a changed setting must not cost the rest of the run.
+        State of another optimizer is left out with a warning, and an EMA that the checkpoint lacks starts
+        from its weights: a changed setting must not cost the rest of the run.
         """
         saved, updates = checkpoint.state["optimizer"], checkpoint.state["ema_updates"]
 
@@ -108,7 +108,7 @@ EXPORTED = ("model", "ema")
 
 
 class Checkpointer:
-    """Save the state of a run as numbered checkpoints, while training goes on where `async_checkpointing` says so."""
+    """Save a run's state as numbered checkpoints, during training with `async_checkpointing`."""
 
     def __init__(self, session: Session, state: TrainingState, durations: Durations, size_bytes: int) -> None:
         """`size_bytes` are those of one checkpoint, over all ranks. Collective."""
@@ -123,7 +123,7 @@ class Checkpointer:
         self._tell_duration()
 
     def save(self, step: int, sampler_state: SamplerState) -> None:
-        """Save a checkpoint, and remove the oldest above the limit; waits until the last one is written. Collective.
+        """Save a checkpoint after the last one is written, and remove the oldest above the limit. Collective.
 
         Raises EnvironmentNotReady on all ranks when this one, or the last one, cannot be written.
         """
@@ -143,7 +143,7 @@ class Checkpointer:
             self._write(write, snapshot, self.world)
 
     def _write(self, write: Callable[[Snapshot, World], Path], snapshot: Snapshot, world: World) -> Path:
-        """Write a snapshot, perhaps in a thread, and measure what training has to wait for after its last step."""
+        """Write a snapshot, perhaps in a thread, and measure the waiting after the last step."""
         began = time.monotonic()
         folder = write(snapshot, world)
         seconds = time.monotonic() - began
@@ -170,7 +170,7 @@ class Checkpointer:
         )
 
     def _copies_fit(self) -> bool:
-        """Compare the bytes of all groups with half of the available memory of the fullest machine. Collective."""
+        """Compare the bytes of all groups with half the free memory of the fullest machine. Collective."""
         # Of the ranks of this machine together, each of which copies its own shards.
         copied = self.size_bytes * self.world.local_size // self.world.size
         available = available_bytes()
@@ -191,7 +191,7 @@ class Checkpointer:
         return self.background is not None and self.background.has_failed
 
     def wait(self) -> None:
-        """Wait until what was saved is on the disk. Raises what went wrong with it: on all ranks, or a rank is gone."""
+        """Wait until what was saved is on the disk. Raises its error: on all ranks, or a rank is gone."""
         if self.background is not None:
             self.background.wait()
 

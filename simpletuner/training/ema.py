@@ -29,8 +29,9 @@ GROUP_BYTES = 256 << 20
 class EMA:
     """This rank's shard of each averaged weight by name, of the shape that `Engine.local_shards` yields.
 
-    An update needs no communication, since the shards are cut like the weights themselves. An average in host memory of
-    weights on a GPU is updated while the next step computes: the engine calls `wait_for_copy` before weights change.
+    An update needs no communication, since the shards are cut like the weights themselves. An average in host
+    memory of weights on a GPU is updated while the next step computes: the engine calls `wait_for_copy`
+    before weights change.
     """
 
     def __init__(self, engine: Engine, settings: Ema) -> None:
@@ -48,7 +49,7 @@ class EMA:
         engine.before_update = self.wait_for_copy
 
     def decay(self) -> float:
-        """Return min(decay, (1 + n) / (10 + n)) after n updates: a young average would remember its first weights."""
+        """min(decay, (1 + n) / (10 + n)) after n updates: a young average would remember its first weights."""
         # The warm-up of tf.train.ExponentialMovingAverage(decay, num_updates).
         return min(self.settings.ema_decay, (1 + self.updates) / (10 + self.updates))
 

@@ -1,4 +1,4 @@
-"""Hooks: all that happens in a run beside training, switched on by settings and told of the points that a run passes.
+"""Hooks: all in a run beside training, switched on by settings, called at each point that it passes.
 
 Rank 0 alone has them. The order in which each point is passed is in docs/start.md and docs/step.md.
 """
@@ -29,7 +29,7 @@ class RunHook:
         self.session = session
 
     def locked(self, stack: ExitStack) -> None:
-        """Begin: the folder is this run's, and nothing in it has been looked at; `stack` is left when the rank ends."""
+        """Begin: the folder is this run's, its content not yet read; `stack` is left when the rank ends."""
 
     def resuming(self, damaged: Mapping[Path, str]) -> None:
         """Fetch a checkpoint that the run may go on from, none of the `damaged` ones."""
@@ -38,7 +38,7 @@ class RunHook:
         """Catch up with a run that has finished at `step` in an earlier start: there is nothing to train."""
 
     def opened(self, facts: RunFacts, max_steps: int, stack: ExitStack) -> None:
-        """Show the start, which is on record; `stack` is left when pipelines are written, or the run fails."""
+        """Show the start, which is on record; `stack` is left after the pipelines, or when the run fails."""
 
     def trackers(self, step: int) -> Sequence[Tracker]:
         """Open other destinations of the metrics of a run that goes on after `step`."""
@@ -79,8 +79,8 @@ class ReportPage(RunHook):
             self.page.renew(step)
 
 
-# The first is told first how the run ended: a mirror uploads what those before it have left, and the notifier tells
-# of an upload that failed.
+# The first is told first how the run ended: a mirror uploads what those before it have left, and the notifier
+# tells of an upload that failed.
 HOOKS: Mapping[str, Callable[[Settings], bool | str]] = {
     "hooks.ReportPage": lambda settings: True,
     "metrics.trackers.Trackers": lambda settings: settings.logging.report_to != "none",

@@ -1,5 +1,5 @@
-"""The optimizer, and the schedule of a run: its length in steps, and the learning rate, a function of the step
-alone, so that a resumed run cannot differ."""
+"""The optimizer, and the schedule of a run: its length in steps, and the learning rate, a function of the
+step alone, so that a resumed run cannot differ."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from simpletuner.settings.declared.sections import Optimizer
 class Schedule:
     """The last step, and the epochs that it comes from (None: max_train_steps).
 
-    When the number of steps changes at a resume, with the effective batch or the data, progress continues from what it
-    was at `start_step`, so that the learning rate does not jump.
+    When the number of steps changes at a resume, with the effective batch or the data, progress continues
+    from what it was at `start_step`, so that the learning rate does not jump.
     """
 
     max_steps: int
@@ -39,7 +39,7 @@ class Schedule:
     start_step: int = 0
     start_progress: float = 0.0
     planned_steps: int = 0
-    """The last step as the run began, if it was another: what a warm-up that is a fraction is a fraction of."""
+    """The last step as the run began, if it was another: the base of a warm-up given as a fraction."""
 
     def warmup_steps(self, optimizer: Optimizer) -> int:
         return optimizer.warmup_steps(self.planned_steps or self.max_steps)
@@ -100,10 +100,10 @@ STEPPED_BY: Mapping[str, type[TorchEngine]] = {"adamw_schedulefree": ScheduleFre
 def make_optimizer(
     parameters: Mapping[str, ShardedParameter], settings: Optimizer, blocks: tuple[str, ...] = ()
 ) -> torch.optim.Optimizer:
-    """Build the optimizer, fused where torch has a fused one; `blocks` are the names of the denoiser's blocks.
+    """Build the optimizer, fused where torch has it; `blocks` are the names of the denoiser's blocks.
 
-    Sources: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), Adam (Kingma and Ba 2015, arXiv:1412.6980), Adagrad
-    (Duchi et al. 2011); of the others, see there.
+    Sources: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), Adam (Kingma and Ba 2015, arXiv:1412.6980),
+    Adagrad (Duchi et al. 2011); of the others, see there.
     """
     rate, decay, epsilon = settings.learning_rate, settings.adam_weight_decay, settings.adam_epsilon
     betas, name = (settings.adam_beta1, settings.adam_beta2), settings.optimizer

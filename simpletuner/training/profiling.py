@@ -32,7 +32,7 @@ class StepProfiler:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Write what was traced when the run ends early, and say so when it ends before the first of the steps."""
+        """Write the trace when the run ends early, and say so when it ends before the first step."""
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Log each optimizer step: mean loss over the ranks, gradient norm, speed; and count the ranks that want to stop.
+"""Log each optimizer step: mean loss of the ranks, gradient norm, speed; and count the votes to stop.
 
 A step's scalars are read one step late, when device and other ranks have long computed them: nothing waits for either.
 """
@@ -37,7 +37,7 @@ class StopVote:
     """Let all ranks stop at the same step: each rank's vote travels with the loss, in the same all-reduce."""
 
     def __init__(self, request: StopRequest, has_failed: Callable[[], bool] = lambda: False) -> None:
-        """`has_failed`: whether something in the background of this rank has failed, which the others may not know."""
+        """`has_failed`: a failure in this rank's background, which the others may not know."""
         self.request, self.has_failed, self.passed = request, has_failed, False
 
     def local_vote(self, device: torch.device) -> Tensor:
@@ -46,7 +46,6 @@ class StopVote:
         return torch.full((), float(bool(self.request.signal_number) or self.has_failed()), device=device)
 
     def count(self, mean: float) -> None:
-        """Take the mean of all votes: one rank is enough."""
         self.passed = self.passed or mean > 0
 
     def poll(self, world: World) -> bool:
@@ -57,8 +56,8 @@ class StopVote:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The result of an optimizer step: this rank's mean loss and the norm before clipping, scalars still on the
-    device."""
+    """The result of an optimizer step: this rank's mean loss and the norm before clipping, scalars still on
+    the device."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -90,8 +89,9 @@ class Timestamp:
 class DelayedScalars:
     """Loss and votes to stop, averaged over the ranks, and the gradient norm, on their way to the host.
 
-    On a CPU the mean is taken while the next step begins. On a GPU mean and copy are queued behind the step, with an
-    event of their own: to read a tensor of the device is to wait for all that is queued by then, the next step too.
+    On a CPU the mean is taken while the next step begins. On a GPU mean and copy are queued behind the step,
+    with an event of their own: to read a tensor of the device is to wait for all that is queued by then, the
+    next step too.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class DelayedScalars:
         self.computed = Timestamp(device)
 
     def read(self) -> list[float]:
-        """Return loss, share of votes to stop, norm and `gathered`. Collective on a CPU, which waits for it here."""
+        """Loss, share of votes to stop, norm and `gathered`. Collective on a CPU, which waits for it here."""
         self.computed.wait()
         if self.copy is not None:
             return self.copy.tolist()
@@ -226,7 +226,7 @@ class StepLogger:
             self.sample_losses.write(step, pending.samples, sample_losses)
 
     def notes(self, loss: float, measured: dict[str, float]) -> list[str]:
-        """Return the parts of the status line: loss, speed, share of time spent waiting for data, throughput."""
+        """Parts of the status line: loss, speed, share of time spent waiting for data, throughput."""
         seconds, waited = self.pace.step_seconds, self.pace.data_share
         speed = [f"{seconds:.3g} s/step", f"{self.batch_size / seconds:.3g} samples/s"]
         return [f"loss {loss:.4f}", *speed, f"data wait {waited:.0%}", *format_throughput(measured)]

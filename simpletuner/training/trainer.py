@@ -40,8 +40,8 @@ class EvaluationStopped(Exception):
 
 
 class Evaluation(Protocol):
-    """An evaluation (validation images, held-out loss) that runs before the first step, after the last, and every
-    `interval` steps (0: never)."""
+    """An evaluation (validation images, held-out loss) that runs before the first step, after the last, and
+    every `interval` steps (0: never)."""
 
     @property
     def interval(self) -> int: ...
@@ -54,7 +54,7 @@ class Evaluation(Protocol):
         ...
 
     def run(self, step: int, advance: Callable[[int], None]) -> None:
-        """Call `advance` after each piece of work, with how much all ranks have done of it together. Collective.
+        """Call `advance` after each piece of work, with the count of all ranks together. Collective.
 
         All ranks must call it equally often: it raises EvaluationStopped on all of them when a stop is asked for.
         """
@@ -69,8 +69,8 @@ class Evaluation(Protocol):
 class Trainer:
     """Take optimizer steps, and log, save and evaluate between them.
 
-    Every rank runs the same trainer on its own slice of each global batch. Saving, evaluation and the engine's step are
-    collective, so everything that decides whether they happen must be equal on all ranks.
+    Every rank runs the same trainer on its own slice of each global batch. Saving, evaluation and the
+    engine's step are collective, so everything that decides whether they happen must be equal on all ranks.
     """
 
     engine: Engine
@@ -132,8 +132,8 @@ class Trainer:
         return Pace(self.max_steps, intervals, self.durations)
 
     def evaluate_before(self) -> None:
-        """Run evaluations due at step 0, or at the resumed step if the previous run was killed before finishing
-        them."""
+        """Run evaluations due at step 0, or at the resumed step if the previous run was killed before
+        finishing them."""
         for evaluation in self.evaluations:
             if self.step == 0 or (self.is_due(evaluation) and not evaluation.is_complete(self.step)):
                 self.evaluate(evaluation)
@@ -142,7 +142,7 @@ class Trainer:
         self.logger.restart_clock()
 
     def warn_of_cpu(self, seconds: float) -> None:
-        """Warn, by the first step, of a run that takes long because it is on the CPU, where no kernel is queued."""
+        """Warn, by the first step, of a run that is slow because it is on the CPU."""
         if (left := (self.max_steps - self.step) * seconds) > LONG_SECONDS:
             self.report.warn(
                 f"this run is on the CPU: its first step took {format_seconds(seconds)}, so the rest takes about "
@@ -151,7 +151,7 @@ class Trainer:
             )
 
     def next_batch(self) -> tuple[StepBatch, float]:
-        """Return this rank's micro-batches, which a thread prepares, and how long the wait for them was in seconds."""
+        """This rank's micro-batches, which a thread prepares, and the seconds waited for them."""
         step = self.step + 1
         self.activity.begin(f"reading the batch of step {step}", unsaved=step, shown_as=TRAINING)
         began = time.perf_counter()
@@ -200,7 +200,7 @@ class Trainer:
         return torch.where(per_sample(batch.from_base, noised.target), base.to(noised.target.dtype), noised.target)
 
     def save_and_evaluate(self, batch: StepBatch) -> None:
-        """Do what is due after a step. The last step is always saved, and so is the one at which the run stops."""
+        """Do what is due after a step. The last step is always saved, also of a run that stops."""
         is_last = self.step == self.max_steps
         save_due = is_last or self.step % self.checkpoint_every == 0 or self.stop_vote.passed
         evaluations = [each for each in self.evaluations if self.is_due(each)]
@@ -246,7 +246,7 @@ class Trainer:
             evaluation.run(self.step, partial(self.advance, progress))
 
     def advance(self, progress: Progress, done: int) -> None:
-        """Show that an evaluation has done more. Raises EvaluationStopped when the run is to stop. Collective."""
+        """Show an evaluation's progress. Raises EvaluationStopped when the run is to stop. Collective."""
         progress.update(min(progress.done + done, progress.total))
         self.logger.mesh.world.lease.check_recent()
         if self.stop_vote.poll(self.logger.mesh.world):

@@ -18,7 +18,7 @@ from simpletuner.deepspeed.engine import engine_config, set_swap_folder
 from simpletuner.deepspeed.partitions import ElementRange, row_ranges
 from simpletuner.deepspeed.startup import keep_cpu_info, wait_for_compile
 from simpletuner.settings.declared.sections import Parallel, Settings
-from simpletuner.training.run_folder.summary import format_engine
+from simpletuner.training.run_folder.run_tables import format_engine
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 

@@ -1,7 +1,7 @@
-"""Tensors to the bytes of a record and back: safetensors without the zero rows that pad a text, compressed with zstd.
+"""Tensors as the bytes of a record: safetensors without the zero rows of padding, compressed with zstd.
 
-Rows of zeros at the end of a matrix are not stored; the metadata has the number of rows. A compressed record begins
-with a number that no safetensors record begins with.
+Rows of zeros at the end of a matrix are not stored; the metadata has the number of rows. A compressed record
+begins with a number that no safetensors record begins with.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false
@@ -23,7 +23,6 @@ from simpletuner.models.folder.safetensors_dtypes import DTYPES
 
 
 def serialize(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return tensors of DTYPES as a record."""
     assert {tensor.dtype for tensor in tensors.values()} <= {*DTYPES.values()}, "a record that could not be read"
     stored = {name: without_padding(tensor.contiguous()) for name, tensor in tensors.items()}
     rows = {name: str(len(tensors[name])) for name, tensor in stored.items() if tensor.shape != tensors[name].shape}

@@ -46,7 +46,6 @@ class IndexEntry:
 
 
 def read_indexes(folder: Path) -> Iterator[IndexEntry]:
-    """Yield the lines of all indexes in a folder."""
     for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
         yield from read_index(index)
 

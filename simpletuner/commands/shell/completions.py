@@ -70,7 +70,6 @@ class ParseState:
         return next((option for option in self.options() if spellings & set(names_of(option))), None)
 
     def options(self) -> Iterator[TyperOption]:
-        """Options that help shows."""
         for parameter in self.command.get_params(typer.Context(self.command)):
             if isinstance(parameter, TyperOption) and not parameter.hidden:
                 yield parameter

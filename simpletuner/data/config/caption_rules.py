@@ -54,7 +54,6 @@ def is_blank(text: str) -> bool:
 
 
 def split_lines(text: str) -> list[str]:
-    """Return the lines of a text as editors show them."""
     return LINE_ENDS.split(text)
 
 

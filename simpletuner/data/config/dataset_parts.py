@@ -149,7 +149,7 @@ class Window:
 
 
 class ParticipationKeys(DatasetSettings):
-    """Keys of a dataset about its share. Epochs count from 1; end_epoch and end_step are the last that have it."""
+    """Keys of a dataset about its share. Epochs count from 1; end_epoch and end_step still have it."""
 
     probability: float = Field(default=1.0, gt=0, le=1_000_000)
     start_epoch: int = Field(default=1, ge=1)

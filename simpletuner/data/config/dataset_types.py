@@ -91,7 +91,6 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
 
     @property
     def conditioning_noun(self) -> str:
-        """Noun for the files of a dataset of type conditioning."""
         return "mask" if self.are_masks else "reference"
 
     @property

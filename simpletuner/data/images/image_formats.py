@@ -36,7 +36,6 @@ MAGIC = {
 
 
 def read_suffixes() -> frozenset[str]:
-    """Return the suffixes of the images that are read here."""
     return BY_PILLOW | BY_PLUGIN if has_plugin() else BY_PILLOW
 
 

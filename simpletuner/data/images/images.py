@@ -221,7 +221,6 @@ def resize_and_crop(
 def cropped(
     image: Image.Image, resized: tuple[int, int], crop_left_top: tuple[int, int], target: tuple[int, int]
 ) -> Image.Image:
-    """Image resized to `resized` and cropped to `target` at `crop_left_top`."""
     left, top = crop_left_top
     # From 3.0 on the result can hardly be told from resizing in one step, by Pillow's documentation.
     whole = image.resize(resized, Image.Resampling.LANCZOS, reducing_gap=3.0) if image.size != resized else image

@@ -27,7 +27,6 @@ Buckets = dict[str, Bucket]
 
 
 def shape_of(code: int) -> Shape:
-    """Return the shape of a target code."""
     return Shape(code >> 48, code & 0xFFFFFF, code >> 24 & 0xFFFFFF)
 
 

@@ -1,4 +1,4 @@
-"""The decision for a dataset whether the lines of its caption files are alternatives, or each file is one caption."""
+"""The meaning of a dataset's caption files: lines are alternatives, or each file is one caption."""
 
 # pyarrow comes without types.
 # pyright: basic, reportAttributeAccessIssue=false

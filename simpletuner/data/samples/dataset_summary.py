@@ -157,7 +157,6 @@ def texts_among_captions(samples: Sequence[DatasetSamples], texts: Sequence[str]
 
 
 def caption_blocks(samples: DatasetSamples) -> Iterator[pa.Array]:
-    """Yield the captions of samples in blocks."""
     dataset = samples.dataset
     if dataset.caption_strategy == "instanceprompt":
         yield pa.array(captions_of(dataset, "", ()), pa.large_string())

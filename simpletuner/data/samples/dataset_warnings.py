@@ -101,7 +101,6 @@ def warn_not_read(found: Discovery) -> Iterator[str]:
 
 
 def formats_of(found: Discovery) -> str:
-    """Name the formats that are read in these datasets."""
     by_kind = {scan.dataset.noun: formats_read(scan.dataset) for scan in found.scans}
     if len(by_kind) > 1:
         return "; ".join(f"in datasets of {noun}s {by_kind[noun]}" for noun in sorted(by_kind))

@@ -239,7 +239,6 @@ def unpaired_error(dataset: ImageDataset, conditioning: ImageDataset, names: Seq
 
 
 def uncaptioned_error(scan: Scan, names: Sequence[str]) -> DataError:
-    """Return the error that names the images without a caption."""
     dataset = scan.dataset
     if dataset.caption_strategy in TABLE_STRATEGIES and scan.others.unmatched_rows and len(names) == len(scan.table):
         return no_row_error(scan)
@@ -252,7 +251,6 @@ def uncaptioned_error(scan: Scan, names: Sequence[str]) -> DataError:
 
 
 def no_row_error(scan: Scan) -> DataError:
-    """Error for a table without a row for any image."""
     table, others, images = scan.dataset.parquet, scan.others, scan.table["name"]
     assert table is not None
     rows = f"{count_noun(others.unmatched_rows, 'row')}, the first `{printable(others.first_unmatched)}`"

@@ -169,7 +169,6 @@ class DatasetSamples(Sequence[Sample]):
 
     @property
     def names(self) -> pa.ChunkedArray:
-        """The names of the files."""
         names = self.table["name"]
         return names if len(self) == len(self.table) else names.take(pa.array(self.rows))
 
@@ -205,12 +204,10 @@ class DatasetSamples(Sequence[Sample]):
         return DatasetSamples(dataset, self.storage, self.table, self.rows, self.sizes, self.seed, self.conditioning)
 
     def where(self, mask: np.ndarray) -> DatasetSamples:
-        """Samples with a true `mask`."""
         rows, sizes = self.rows[mask], self.sizes.where(mask)
         return DatasetSamples(self.dataset, self.storage, self.table, rows, sizes, self.seed, self.conditioning)
 
     def without(self, ids: Collection[str]) -> DatasetSamples:
-        """Return all but the samples with these ids."""
         prefix = f"{self.dataset.id}/"
         names = pa.array([name.removeprefix(prefix) for name in ids if name.startswith(prefix)], pa.large_string())
         return self.where(~pc.is_in(self.table["name"], value_set=names).to_numpy()[self.rows]) if len(names) else self
@@ -240,7 +237,6 @@ class Samples(Sequence[Sample]):
         return (part[index] for part in self.parts for index in range(len(part)))
 
     def without(self, ids: Collection[str]) -> Samples:
-        """Return all but the samples with these ids."""
         return Samples([part.without(ids) for part in self.parts]) if ids else self
 
     def names_checksum(self) -> str:
@@ -253,7 +249,6 @@ class Samples(Sequence[Sample]):
 
 
 def held_out_indices(samples: Samples, share: float) -> np.ndarray:
-    """Return the indices of held-out samples, ascending."""
     parts, start = [np.zeros(0, np.int64)], 0
     for part in samples.parts:
         parts.append(start + held_out_of(part, share))

@@ -215,7 +215,6 @@ def read_caption_file(storage: Storage, name: str, encoding: str = "") -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """Lines of a caption file with visible characters."""
     return [line.strip() for line in split_lines(text) if not is_blank(line)]
 
 

@@ -81,7 +81,6 @@ class TableFile:
         return isinstance(self.dataset, BucketImages) and not self.settings.path.is_absolute()
 
     def settings_id(self) -> str:
-        """Return a checksum of all settings that decide what is taken from the table."""
         values = self.settings.model_dump(mode="json", exclude={"path"})
         return value_checksum({"columns": values, "metadata_backend": self.dataset.metadata_backend})[-8:]
 
@@ -347,7 +346,6 @@ def captions_by_row(texts: pa.Array, parents: np.ndarray, rows: int) -> pa.Large
 
 
 def first_captions(columns: Sequence[pa.LargeListArray], rows: int) -> pa.LargeListArray:
-    """Return for each row the captions of the first column that has some."""
     chosen = pa.LargeListArray.from_arrays(np.zeros(rows + 1, np.int64), pa.array([], pa.large_string()))
     for column in reversed(columns):
         has_some = pc.greater(pc.list_value_length(column), 0)

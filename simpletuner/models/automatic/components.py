@@ -104,7 +104,7 @@ def load_shared(family: AutomaticFamily, device: torch.device) -> nn.Module:
 
 
 def share_equal_blocks(model: nn.Module) -> None:
-    """Replace blocks between the first and last of equal ones by the first; the last may be used otherwise."""
+    """Replace blocks between the first and last of equal ones by the first; the last may differ in use."""
     for module in list(model.modules()):
         if not isinstance(module, nn.ModuleList) or len(module) < 3:
             continue
@@ -185,7 +185,6 @@ class Copies:
         self.globals: dict[str, dict[str, Any]] = {}
 
     def block(self, block: Any) -> Any:
-        """Return a copy of a block, with copies of those in it."""
         cls, own = type(block), copy.copy(block)
         functions = {name: self.member(each) for name, each in members(cls)}
         own.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **functions})

@@ -139,7 +139,6 @@ class CalledBlocks:
         return {name: state.get(name) for name in self.encoded}
 
     def run_blocks(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
-        """Run all blocks, and return the output of the last."""
         scale = inputs.pop(SCALE, None)
         # Blocks of Wan and LTX-Video encode nothing but pairs, of which the loop is given one.
         self.guide(GUIDED if scale is None else scale)

@@ -54,7 +54,7 @@ class Predictor:
     maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
 
     def predict(self, denoise: Denoise, noised: Tensor, timesteps: Tensor, texts: Sequence[Sequence[Any]]) -> Tensor:
-        """Predict the objective's target for noised latents (B, ...), float32; `texts` are leaves per sample."""
+        """Predict the target for noised latents (B, ...), float32; `texts` are leaves per sample."""
         found, device = self.found, noised.device
         if len(noised) > 1 and found.axes is None:
             each = zip(noised.split(1), timesteps.split(1), texts, strict=True)

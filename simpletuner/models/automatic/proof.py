@@ -204,7 +204,6 @@ class Proof:
         return self.study.module(**given)
 
     def loop(self, run: PipelineRun, output_type: str) -> tuple[Any, ...]:
-        """Run the pipeline's own loop."""
         run.text = self.study.encoded[0]
         arguments = {**self.found.arguments, "output_type": output_type, "num_inference_steps": STEPS}
         # Ancestral schedulers draw while they step.

@@ -28,7 +28,7 @@ class NoiseSchedule:
         return timesteps if self.objective == "diffusion" else timesteps * self.slope + self.offset
 
     def timesteps(self, *shares: float) -> Tensor:
-        """Return the objective's timesteps (B) at shares of all noise: of 1000 in diffusion, of 1 in a flow."""
+        """Objective's timesteps (B) at shares of all noise: of 1000 in diffusion, of 1 in a flow."""
         return torch.tensor([round(share * 1000) for share in shares] if self.objective == "diffusion" else shares)
 
     def example(self) -> Tensor:
@@ -58,7 +58,7 @@ def study_schedule(scheduler: Any, pipeline: str) -> NoiseSchedule:
 
 
 def exact_prediction(scheduler: Any, sample: Tensor, timestep: Any, clean: Tensor, step: int) -> Tensor:
-    """Return the objective's target at a step of a scheduler whose latents are `sample`, if they end at `clean`."""
+    """Objective's target at a step of a scheduler whose latents are `sample`, if they end at `clean`."""
     if not samples_by_diffusion(scheduler):
         level = noise_levels(scheduler.sigmas)[step].to(sample.device, sample.dtype)
         return (sample - clean) / level

@@ -65,7 +65,6 @@ class Tiny:
     """Import path of a function that is given the pipeline."""
 
     def component(self, name: str) -> dict[str, Any]:
-        """Return a copy of what describes a component."""
         return {**self.components[name]}
 
 

@@ -79,7 +79,7 @@ def check_runnable(loaded: Loaded) -> Loaded:
 
 
 def check_with_model(settings: Settings, origins: Mapping[str, Any]) -> None:
-    """Raise SettingsError that lists all mistakes about the model, and those that only another model would take."""
+    """Raise SettingsError with all mistakes about the model, and settings of other models only."""
     with naming_places(origins, "model_family", "model_flavour"):
         check_trainable(settings.model)  # alone: with another model the rest may be no mistakes
     errors: list[SimpleTunerError] = []

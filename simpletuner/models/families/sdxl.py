@@ -1,4 +1,4 @@
-"""Stable Diffusion XL: a U-Net with two CLIP text encoders, conditioned on each image's original size and crop."""
+"""Stable Diffusion XL: a U-Net with two CLIP text encoders, conditioned on original size and crop."""
 
 from __future__ import annotations
 

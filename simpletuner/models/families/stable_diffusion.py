@@ -24,7 +24,6 @@ class SD1(ModelFamily):
     text_width = "cross_attention_dim"
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
-        """Encode to prompt_embeds (B, 77, D)."""
         embeds, _ = pipeline.encode_prompt(captions, pipeline.device, 1, do_classifier_free_guidance=False)
         return {"prompt_embeds": embeds}
 

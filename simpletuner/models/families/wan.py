@@ -82,7 +82,7 @@ class Wan(ModelFamily):
         return self._frozen
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
-        """Encode to prompt_embeds (B, max_length, D), zero after each caption's end: Wan attends to padding, too."""
+        """Encode to prompt_embeds (B, max_length, D), zero after a caption's end: Wan attends to padding."""
         embeds, _ = pipeline.encode_prompt(
             captions, do_classifier_free_guidance=False, max_sequence_length=self.max_length
         )

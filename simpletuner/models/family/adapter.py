@@ -42,7 +42,6 @@ LINEAR_ONLY = {
 
 
 def peft_arguments(kind: str, rank: int, alpha: float, dropout: float, factor: int) -> tuple[str, dict[str, Any]]:
-    """Return peft's name of a kind, and the arguments of its config."""
     if kind == "oft":
         return "OFT", {"r": 0, "oft_block_size": rank}
     if kind == "loha":
@@ -82,7 +81,7 @@ def is_adapter(name: str) -> bool:
 
 
 def file_name(name: str) -> str:
-    """Return a parameter's name in files, as peft saves it: `to_q.lora_A.default.weight` -> `to_q.lora_A.weight`."""
+    """Parameter's name in files, as peft saves it: `to_q.lora_A.default.weight` -> `to_q.lora_A.weight`."""
     match = TENSOR.fullmatch(name)
     assert match is not None
     end = "" if match["kind"] == MAGNITUDE else match["end"] or ""
@@ -301,7 +300,6 @@ def is_kept_in_float32(model: nn.Module, name: str) -> bool:
 
 
 def adapted_layers(model: nn.Module) -> list[Any]:
-    """Return peft's layers, in the order of the model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]

@@ -168,7 +168,7 @@ class ModelFamily(PipelineFolder, ABC):
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
     ) -> dict[str, Any]:
-        """Arguments of the pipeline's `__call__`; here for classifier-free guidance with negative embeddings."""
+        """Arguments of the pipeline's call; here for classifier-free guidance with negative embeddings."""
         embeds = {f"negative_{name}": value for name, value in negative.items()}
         if negative:
             # Some pipelines have a default negative prompt, which they refuse together with embeddings.

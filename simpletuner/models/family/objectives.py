@@ -42,7 +42,7 @@ class Objective(Protocol):
     """Training objective: adds noise to latents, returns the target. Must match the pipeline's scheduler."""
 
     def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
-        """Noise latents at timesteps that uniform numbers `u` (B) choose, and return the regression target with it."""
+        """Noise latents at timesteps from uniform numbers `u` (B); returns the regression target, too."""
         ...
 
 
@@ -149,7 +149,7 @@ def round_to_bf16(sigmas: Tensor) -> Tensor:
 
 
 def round_to_bf16_times_1000(sigmas: Tensor) -> Tensor:
-    """Sigmas as a denoiser computes with them that casts its timestep to bf16 and multiplies it by 1000 in bf16."""
+    """Sigmas of a denoiser that casts its timestep to bf16 and multiplies it by 1000 in bf16."""
     return (sigmas.bfloat16() * 1000).float() / 1000
 
 

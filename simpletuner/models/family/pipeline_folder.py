@@ -54,7 +54,6 @@ class PipelineFolder:
 
     @classmethod
     def denoiser_in(cls, folder: Path) -> str:
-        """Return the name of the denoiser's component in a pipeline folder."""
         return cls.denoiser_name
 
     @classmethod
@@ -113,7 +112,6 @@ class PipelineFolder:
 
     @property
     def pipeline_class(self) -> Any:
-        """Diffusers' class of this pipeline."""
         return diffusers_class(self.pipeline_name)
 
     @property

@@ -185,7 +185,7 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype, except_for: Collection[str
 
 
 def cast_always(model: nn.Module, dtype: torch.dtype, except_for: Collection[str]) -> RemovableHandle:
-    """Cast the floating-point inputs of a denoiser's calls, by their names in `forward` or in a dict among them."""
+    """Cast the floating-point inputs of a denoiser's calls, by name in `forward` or in a dict of it."""
     # Pipelines cast prompts to `model.dtype`. Of a sharded model that is float32, the dtype of its master
     # weights, but it computes in `dtype`.
     names = list(inspect.signature(type(model).forward).parameters)[1:]

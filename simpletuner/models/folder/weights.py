@@ -20,7 +20,7 @@ MODULAR_INDEX = "modular_model_index.json"
 
 
 def component_source(pair: Sequence[str], name: str, place: str | None, variant: str | None) -> list[Any]:
-    """Return a component's entry in a modular index; without a place, diffusers looks in the index's own folder."""
+    """Component's entry in a modular index; without a place, diffusers looks in the index's own folder."""
     where = {"pretrained_model_name_or_path": place, "subfolder": name, "variant": variant, "revision": None}
     return [*pair, {"type_hint": pair, **where}]
 

@@ -21,7 +21,6 @@ Deltas = Mapping[str, list[tuple[Tensor, Tensor]]]
 
 
 def assistant_files(settings: Settings) -> list[Path]:
-    """Return the files that assistant_lora names."""
     return [lora_file(name) for name in settings.lora.assistant_lora]
 
 

@@ -193,7 +193,7 @@ def check_model(folder: Path, cls: Any, variant: str | None) -> None:
 
 
 def refuse_missing(folder: Path, missing: Iterable[str], unknown: Iterable[str]) -> None:
-    """Raise an EnvironmentNotReady that names the first missing tensors, and an unknown one, if there is any."""
+    """Raise EnvironmentNotReady with the first missing tensors, and an unknown one if there is any."""
     if names := sorted(missing):
         more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
         others = sorted(unknown)
@@ -255,14 +255,14 @@ CHECKS = 2
 
 def is_checked(family: ModelFamily) -> bool:
     """True if an earlier start found the same files complete, with the same settings and versions."""
-    return read_note(note_of(family)) == facts_of(family)
+    return read_note(note_of(family)) == checked_facts(family)
 
 
 def note_checked(family: ModelFamily) -> None:
     """Note that a base model is complete, once a start has been found right in all else, too."""
     with suppress(OSError):  # no reason to end a run
         note_of(family).parent.mkdir(parents=True, exist_ok=True)
-        write_json(note_of(family), facts_of(family))
+        write_json(note_of(family), checked_facts(family))
 
 
 def note_of(family: ModelFamily) -> Path:
@@ -272,7 +272,7 @@ def note_of(family: ModelFamily) -> Path:
     return user_home(os.environ) / NOTES / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
 
 
-def facts_of(family: ModelFamily) -> dict[str, Any]:
+def checked_facts(family: ModelFamily) -> dict[str, Any]:
     """Return, as JSON has it, what the verdict depends on: settings of the model, versions, and what is
     read of each file."""
     paths = (path for path in sorted(family.folder.rglob("*")) if path.is_file())

@@ -272,7 +272,6 @@ def named_for(prefix: str, family: ModelFamily, adapter: Adapter, weights: Mappi
 
 
 def layers_for(prefix: str, family: ModelFamily, adapter: Adapter) -> list[OriginalLayer]:
-    """Return the layers that a file has, each once."""
     if prefix == DIFFUSERS_NAMES:
         return [OriginalLayer(name, (name,)) for name in adapter.modules]
     return list(dict.fromkeys(each for name in adapter.modules if (each := original_layer(family, name))))

@@ -179,7 +179,6 @@ OF_PEFT = ("loha", "oft")
 
 
 def lora_file(path: Path) -> Path:
-    """Path of a LoRA's file, given the file or its folder."""
     if not path.is_dir():
         return path
     return path / (PEFT_WEIGHTS if (path / PEFT_WEIGHTS).exists() else LORA_WEIGHTS)

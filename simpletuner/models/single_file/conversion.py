@@ -288,7 +288,7 @@ def unet_name(name: str, config: Mapping[str, Any]) -> str:
 
 
 def replace_in_resnet(name: str) -> str:
-    """Replace the part of a residual block: `middle_block.0.norm1.weight` -> `middle_block.0.in_layers.0.weight`."""
+    """Rename in a residual block: `middle_block.0.norm1.weight` -> `middle_block.0.in_layers.0.weight`."""
     return re.sub("|".join(RESNET), lambda part: RESNET[part[0]], name, count=1)
 
 

@@ -1,1 +1,1 @@
-"""The datasets of a configuration as pictures: what `dataset check` finds in a separate process, and their captions."""
+"""Datasets of a configuration as pictures: findings of `dataset check`, a process, and captions."""

@@ -1,7 +1,7 @@
 """Read, save and undo captions in text files. What somebody else has written meanwhile is never overwritten.
 
-The journal, one append-only file for all datasets, has the text before and after each edit, written before the caption
-file is. Undo reads it, so it works after the page has ended, and no text is lost.
+The journal, one append-only file for all datasets, has the text before and after each edit, written before
+the caption file is. Undo reads it, so it works after the page has ended, and no text is lost.
 
 `file_in` is the only way from the name of an image in a request to its file.
 """
@@ -49,7 +49,7 @@ class CaptionEdit:
 
     @property
     def shown(self) -> tuple[str, str]:
-        """The texts before and after, to be read: those of UTF-16 as such, other bytes that are no UTF-8 replaced."""
+        """The texts before and after, to be read; bytes that are neither UTF-8 nor UTF-16 are replaced."""
         return shown_text(self.before), shown_text(self.after)
 
 
@@ -108,8 +108,8 @@ def edits_below(folder: Path) -> Iterator[CaptionEdit]:
 
 
 def why_hidden(folders: Folders, facts: Mapping[str, Any]) -> str:
-    """Return a sentence if the dataset is read from outside of the page's folders, which are never shown; else
-    empty."""
+    """Return a sentence if the dataset is read from outside of the page's folders, which are never shown;
+    else empty."""
     outside = [place for place in facts["places"] if not folders.holds(place)]
     return f"{outside[0]} is not in the folders of the page: start it with --folder to see more." if outside else ""
 

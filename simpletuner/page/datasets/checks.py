@@ -1,4 +1,4 @@
-"""Checks of datasets in separate processes, which go on when the page ends, and where their results are kept."""
+"""Checks of datasets in processes that outlive the page, and the folders of their results."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ def kept_folder() -> Path:
 
 
 def result_name(config: Path) -> str:
-    """Return the name of the folder with the results of a configuration."""
     return value_checksum({"file": str(config)}).rpartition(":")[2]
 
 
@@ -122,7 +121,7 @@ def start_check(request: Request, checked: Checked, decode: bool) -> None:
 
 
 def await_exit(process: subprocess.Popen[bytes] | None, status: RunStatus | None) -> None:
-    """Wait for a check whose results are there: until its process has exited, it would count as the one to begin."""
+    """Wait for the exit of a check that has results: till then it would count as the one to begin."""
     if process is not None and status is not None and status.has_ended:
         with suppress(subprocess.TimeoutExpired):
             process.wait(EXIT_SECONDS)
@@ -130,8 +129,8 @@ def await_exit(process: subprocess.Popen[bytes] | None, status: RunStatus | None
 
 def arguments_for(checked: Checked, decode: bool) -> list[str]:
     listing = f"--listing={checked.run.path}"
-    # Of 100,000 files or more only the times of folders are looked at without --rescan, which do not tell of files that
-    # were written in place.
+    # Of 100,000 files or more only the times of folders are looked at without --rescan, which do not tell of
+    # files that were written in place.
     kind = "--rescan" if decode else "--headers_only"
     return ["dataset", "check", f"--config={checked.document.path}", listing, kind]
 

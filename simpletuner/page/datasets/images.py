@@ -149,7 +149,6 @@ class ListedDataset:
         return ImagePage([(self.rows(rows[here], why), 0)], len(rows), page, pages)
 
     def rows(self, numbers: np.ndarray, why: Sequence[str] = ()) -> list[ListedImage]:
-        """Return rows of the list, with all findings about them."""
         picked = self.images.take(pa.array(numbers, pa.int64())).to_pylist()
         about = self.found.filter(pc.is_in(self.found["row"], value_set=pa.array(numbers, pa.int32())))
         pairs = dict.fromkeys(zip(about["row"].to_pylist(), about["finding"].to_pylist(), strict=True))
@@ -227,7 +226,7 @@ class ListedDataset:
 
 
 EDGES_PX = (320, 1600)
-"""Longer sides: in the grid, for screens with more than one dot per px, and of the picture that a click opens."""
+"""Longer sides: in the grid, for screens of several dots per px, and of the picture that a click opens."""
 MAX_FILE_BYTES = 256 << 20
 MAX_JPEG_PIXELS = 1 << 28  # decoded at an eighth of their sides
 

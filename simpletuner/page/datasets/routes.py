@@ -150,8 +150,8 @@ def stop(request: Request) -> Response:
 
 
 def progress(request: Request) -> Response:
-    """Return the progress of a check; once it has ended, its results, or a link to them where a page shows older
-    ones."""
+    """Return the progress of a check; once it has ended, its results, or a link to them where a page shows
+    older ones."""
     file = field(request, "file")
     state = check_state(request, Checked.of(request, file))
     if not state.is_running and not state.error and field(request, "shows") != "on":

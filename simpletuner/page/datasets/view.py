@@ -30,7 +30,7 @@ def dataset_of(request: Request) -> ListedDataset:
 
     checked = Checked.of(request, field(request, "file"))
     found = checked.found()
-    facts = found and facts_of(found, field(request, "dataset"))
+    facts = found and dataset_named(found, field(request, "dataset"))
     if not found or not facts:
         raise SettingsError("there is no such dataset", "the page of datasets shows those there are")
     return ListedDataset.open(checked.run.path, facts, found)
@@ -48,7 +48,7 @@ def dataset_values(request: Request, checked: Checked, found: Mapping[str, objec
     """Return the page's values of the dataset that a request names, or of the first one."""
     from simpletuner.page.datasets.images import LEFT_OUT, ORDERS, ListedDataset
 
-    facts = facts_of(found, field(request, "dataset"))
+    facts = dataset_named(found, field(request, "dataset"))
     if facts is None:
         return {"dataset": None}
     dataset, query = (
@@ -115,14 +115,14 @@ def edits_of(request: Request, facts: Mapping[str, Any]) -> list[CaptionEdit]:
     return list(edits_below(folders_of(request).resolve(facts["folder"])))
 
 
-def facts_of(found: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+def dataset_named(found: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """Return the dataset of this name, or the first one where none is given."""
     named = [each for each in found["datasets"] if each["id"] == name or not name]
     return named[0] if named else None
 
 
 def query_of(request: Request, findings: int) -> ImageQuery:
-    """Return the choice of images in an address; a finding that is none of them, as after another check, is none."""
+    """Choice of images in an address; a finding that is none of them, as after another check, is none."""
     from simpletuner.page.datasets.images import ImageQuery
 
     finding, page = number(field(request, "finding")), number(field(request, "page"))

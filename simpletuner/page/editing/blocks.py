@@ -1,4 +1,4 @@
-"""The Detect Blocks dialog: classes that FSDP should wrap. Uncached results are computed in a separate process."""
+"""The Detect Blocks dialog: classes that FSDP should wrap. Results that are not cached come from a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The DeepSpeed Builder dialog: the builder of the command line, with its JSON and its memory as choices are made."""
+"""The DeepSpeed Builder dialog: that of the command line, with JSON and memory as choices are made."""
 
 from __future__ import annotations
 

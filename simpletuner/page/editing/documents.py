@@ -43,7 +43,7 @@ READ_AS_TEXT = ("data_backend_config", "validation_prompt_file")
 
 @dataclass(frozen=True)
 class Document:
-    """A config file as it is on disk, and the fields that differ from it; an empty field removes the setting."""
+    """A config file on disk, and the fields that differ from it; an empty field removes the setting."""
 
     path: Path
     """Path in messages: relative to the current folder where it is below it."""
@@ -52,7 +52,7 @@ class Document:
 
     @classmethod
     def read(cls, folders: Folders, name: str, typed: Mapping[str, str] | None = None) -> Document:
-        """Raises SettingsError for a file that is outside the folders or in that of a run, or that does not parse."""
+        """Raises SettingsError for a file outside the folders, in a run's folder, or that does not parse."""
         path = folders.resolve(name)
         if is_of_run(folders, path):
             hint = "copy it to where your own files are"
@@ -65,7 +65,6 @@ class Document:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """Return the values in the file, by setting."""
         entries = parse_entries(self.path, self.text.removeprefix("\ufeff"))
         named = [(setting_of(self.path, entry), entry.value) for entry in reversed(entries)]
         return {name: value for name, value in named if name is not None}
@@ -80,7 +79,7 @@ class Document:
         return change_text(self.path, self.text, self.changes)
 
     def sources(self, environment: Mapping[str, str]) -> list[Source]:
-        """All sources of a run with this file, weakest first, with the changes replacing the file's values."""
+        """All sources of a run with this file, weakest first; changes replace the file's values."""
         name = shown_path(self.path)
         return [
             replace(source, values=self._changed(source.values)) if source.name == name else source
@@ -144,7 +143,7 @@ def load_document(
 
 
 def find_outside(document: Document, folders: Folders) -> dict[str, SettingsError]:
-    """Return the typed settings that name a file outside the folders. Raises SettingsError if the file itself does."""
+    """Typed settings that name a file outside the folders. Raises SettingsError if the file itself does."""
     outside = dict(named_outside(document, folders))
     if in_file := [error for name, error in outside.items() if name not in document.typed]:
         raise in_file[0]  # the settings layer would read it
@@ -164,7 +163,7 @@ def named_outside(document: Document, folders: Folders) -> Iterator[tuple[str, S
 
 
 def read_for(name: str, value: str) -> str:
-    """Return the file that the settings layer or a check would read for a setting's text; empty where there is none."""
+    """File that the settings layer or a check would read for a setting's text; empty where there is none."""
     if normalize_name(value) in WORDS_FOR_NOTHING:
         return ""
     if is_secret(name):

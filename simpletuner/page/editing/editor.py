@@ -98,7 +98,7 @@ def editor_values(request: Request, document: Document, examined: ConfigCheck) -
 
 
 def check(request: Request) -> Response:
-    """Check the form while it is typed: the notes of all fields, the summary, and changes of the file on disk."""
+    """Check the form while it is typed: notes of all fields, the summary, and changes of the file."""
     document = read_document(request)
     examined = examine(document, folders_of(request))
     groups = VIEWS[view_named(field(request, "view"))][1](document, examined)

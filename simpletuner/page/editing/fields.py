@@ -1,4 +1,4 @@
-"""The form of a config file: one field per setting, made of the declarations, with origins, mistakes and warnings."""
+"""The form of a config file: a field per setting, from its declaration, with origin, mistakes and warnings."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def mistakes_of(error: SimpleTunerError) -> Iterator[tuple[str, str]]:
 
 
 def sentence_of(mistake: Mistake, is_beside: bool) -> str:
-    """Describe the mistake; next to its field, omit the name, the value and the place, which are shown there."""
+    """Describe the mistake; next to its field, omit name, value and place, which are shown there."""
     if isinstance(mistake, BrokenRule):
         return f"{mistake.message}; {mistake.hint}" if mistake.hint else mistake.message
     if not is_beside:
@@ -168,7 +168,7 @@ def make_field(
         name=name,
         label=label or name,
         sentence=declared.description or "",
-        facts=facts_of(name),
+        facts=field_facts(name),
         control=control,
         options=list(options_of(name, value, placeholder, names or {}, examined)) if control == "select" else (),
         value="" if control == "secret" else value,
@@ -214,7 +214,7 @@ def placeholder_of(name: str, examined: ConfigCheck) -> str:
 def options_of(
     name: str, value: str, unset: str, names: Mapping[str, str], examined: ConfigCheck
 ) -> Iterator[tuple[str, str]]:
-    """Yield the choices of a select, with a word for each; what the file says is one, even if it is none of them."""
+    """Yield the choices of a select, with a word for each; the file's value is always among them."""
     annotation = setting_fields()[name].annotation
     choices = [shown_value(choice) for choice in choices_of(annotation)] or models_of(name, examined.settings.model)
     if annotation in SWITCHES:
@@ -227,14 +227,14 @@ def options_of(
 
 
 def models_of(name: str, model: Model) -> list[str]:
-    """Return the families that can be trained, those of the file included, or the flavours of the one it has."""
+    """Families that can be trained, those of the file included, or the flavours of the one it has."""
     if name == "model_family":
         trainable = (family for family, preset in presets().items() if preset.family_class)
         return [*trainable, AUTO, *(model.model_families or {})]
     return trainable_flavours(model.model_family) if name == "model_flavour" else []
 
 
-def facts_of(name: str) -> str:
+def field_facts(name: str) -> str:
     """Type, bounds, unit and default on one line; choices are in the select itself."""
     declared = setting_fields()[name]
     kind = type_name(declared.annotation) if not choices_of(declared.annotation) else ""

@@ -1,7 +1,7 @@
-"""Hardware -> Accelerate: the settings of sharding, processes and the compiler in one view, with labels for people.
+"""Hardware -> Accelerate: sharding, processes and the compiler in one view, with labels for people.
 
-Only the labels and the order are here. Whether this family and this machine can do something is asked of the rules
-that `train` asks, by trying it.
+Only the labels and the order are here. Whether this family and this machine can do something is asked of the
+rules that `train` asks, by trying it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ REASONS = {"fsdp": why_no_fsdp, "context-parallel": why_no_context_parallel, "de
 
 
 def contradiction(settings: Settings, tried: Mapping[str, Any], *about: str) -> str:
-    """Return the first rule that some values would break, of those about the model and one of the settings `about`."""
+    """First rule that some values would break, of those about the model and one of the settings `about`."""
     for rule in find_contradictions(with_values(settings, tried)):
         names = {rule.setting, *rule.others}
         if names & set(about) and any(SECTION_OF[name] == "model" for name in names):

@@ -38,7 +38,7 @@ UNRELATED = ("seed", "learning_rate", "lr_scheduler", "lr_warmup_steps", "output
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """Arguments of the command: the text of a config file with what is typed over it, and the GPU to plan for."""
+    """Arguments of the command: a config file's text with the typed changes, and the GPU to plan for."""
 
     path: Path
     """The name that messages have for the file."""
@@ -160,7 +160,7 @@ def planning_of(request: Request) -> Planning:
 
 
 def checked_settings(request: Request, document: Document) -> Settings:
-    """Return the settings as they are typed. Raises SettingsError for mistakes, which need no process to be found."""
+    """Settings as they are typed. Raises SettingsError for mistakes, which need no process to be found."""
     for error in find_outside(document, folders_of(request)).values():
         raise error
     return resolve(document.sources(os.environ), complete=False).settings

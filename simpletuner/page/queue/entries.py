@@ -1,4 +1,4 @@
-"""The file of the queue, shared by all pages of this user on this machine, and the GPUs that its runs take."""
+"""The file of the queue, shared by all pages of this user here, and the GPUs that its runs take."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def need_of_start(loaded: Loaded) -> Need:
 
 
 def devices_of(run: RunFolder, pid: int) -> tuple[str, ...]:
-    """Return the devices of a running run, whoever has started it: by its settings and its process's environment."""
+    """Devices of a running run, whoever has started it: by its settings and its process's environment."""
     try:
         environment = psutil.Process(pid).environ()
     except (psutil.Error, OSError):  # another user's
@@ -182,7 +182,7 @@ class QueueFile:
         return cls(user_home() / "queue" / f"{socket.gethostname()}.json")
 
     def read(self) -> list[QueueEntry]:
-        """Return the entries; none where there is no file, or one that cannot be read, which `edited` moves aside."""
+        """Entries; none where there is no file, or one that cannot be read, which `edited` moves aside."""
         return self._parsed() or []
 
     def _parsed(self) -> list[QueueEntry] | None:

@@ -1,4 +1,4 @@
-"""Runs that wait for this machine's GPUs: add, remove and reorder them, and start each as its devices become free."""
+"""Runs that wait for this machine's GPUs: added, removed, reordered, and started as devices become free."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.run_status import RunState
 
 SECONDS = 2.0
-"""Between two looks at the queue. Free GPUs cost more than looking, which reads one small file where nothing waits."""
+"""Between two looks at the queue. Idle GPUs cost more than looking, which reads one small file."""
 MAX_ENTRIES = 100
 EXIT_SECONDS = 5.0
 
@@ -51,7 +51,7 @@ class MachineBusy(EnvironmentNotReady):
 
 
 class RunQueue:
-    """The queue as this page sees it: entries that were added for its folders, and devices that all runs take."""
+    """The queue as this page sees it: entries of its folders, and devices that all runs take."""
 
     def __init__(self, folders: Folders, processes: Processes, runs: RunList, saving: threading.Lock) -> None:
         self.folders, self.processes, self.runs, self.saving = folders, processes, runs, saving
@@ -74,11 +74,11 @@ class RunQueue:
             os.close(self.held)
 
     def shown(self) -> list[QueueEntry]:
-        """Return the entries that wait or did not start; a run that holds its folder is in the list of runs."""
+        """Entries that wait or did not start; a run that holds its folder is in the list of runs."""
         return [each for each in self.file.read() if self._is_shown(each)]
 
     def free(self, entries: Sequence[QueueEntry]) -> list[str]:
-        """Return the devices without a run of this machine, among runs in the page's folders or started by a page."""
+        """Devices without a run of this machine, among runs in the page's folders or started by a page."""
         started = [each for each in entries if each.is_started and each.is_alive]
         taken = {device for each in started for device in each.devices}
         outputs = {each.output for each in started}
@@ -90,8 +90,8 @@ class RunQueue:
     def start(self, name: str, checkpoint: str, anyway: bool) -> RunFolder:
         """Start a run at once.
 
-        Raises MachineBusy where its devices are taken, or waited for, unless `anyway`; else as `prepare_start` and
-        `start_prepared` do.
+        Raises MachineBusy where its devices are taken, or waited for, unless `anyway`; else as
+        `prepare_start` and `start_prepared` do.
         """
         prepared = prepare_start(self.folders, name)
         if is_in_use(self.processes, prepared.run):
@@ -108,7 +108,7 @@ class RunQueue:
         return prepared.run
 
     def add(self, name: str, checkpoint: str) -> QueueEntry:
-        """Raises SettingsError for mistakes in the file, one that waits already, or a checkpoint that is not there."""
+        """Raises SettingsError for mistakes in the file, one that waits already, or a missing checkpoint."""
         prepared = prepare_start(self.folders, name, complete=True)
         if checkpoint:
             named_checkpoint(prepared.run, checkpoint)
@@ -129,7 +129,7 @@ class RunQueue:
         return entry
 
     def remove(self, identifier: str) -> QueueEntry:
-        """Raises SettingsError for an entry that is not there, or that was started: only *Stop* ends a run."""
+        """Raises SettingsError for an entry that is missing, or was started: only *Stop* ends a run."""
         with self.file.edited() as entries:
             entry = self._find(entries, identifier)
             entries.remove(entry)
@@ -180,7 +180,7 @@ class RunQueue:
                     entries[entries.index(entry)] = self._try_start(entry, devices)
 
     def _settled(self, entry: QueueEntry) -> QueueEntry | None:
-        """Return an entry as it is now; None for one whose run has ended, or failed as the list of runs shows."""
+        """Entry as it is now; None for one whose run has ended, or failed as the list of runs shows."""
         if entry.place != self.place or entry.state is EntryState.FAILED:
             return entry
         if not entry.is_started:
@@ -204,8 +204,8 @@ class RunQueue:
     def _startable(
         self, entries: Sequence[QueueEntry], free: Sequence[str]
     ) -> Iterator[tuple[QueueEntry, tuple[str, ...]]]:
-        """Yield the entries that can start now, in order, with their devices. None gets a device that an earlier one
-        waits for."""
+        """Yield the entries that can start now, in order, with their devices. None gets a device that an
+        earlier one waits for."""
         left = list(free)
         used = {each.output for each in entries if each.is_started and each.is_alive}
         for entry in entries:

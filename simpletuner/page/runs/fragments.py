@@ -1,4 +1,4 @@
-"""The parts of a run's page. A poll brings the checksum of each part that it has, and gets those that have changed."""
+"""Parts of a run's page. A poll brings the checksums of those it has, and gets those that changed."""
 
 from __future__ import annotations
 

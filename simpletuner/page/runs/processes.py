@@ -81,8 +81,9 @@ def is_in_use(processes: Processes, run: RunFolder) -> bool:
 def start_prepared(
     processes: Processes, prepared: PreparedStart, checkpoint: str = "", variables: Mapping[str, str] = {}
 ) -> subprocess.Popen[bytes]:
-    """Run `simpletuner train --config NAME`, which goes on when the page ends; from a checkpoint of its folder by name,
-    else from the newest. The caller holds the lock of what is saved: two clicks, in one tab or in two, start one run.
+    """Run `simpletuner train --config NAME`, which goes on when the page ends; from a checkpoint of its
+    folder by name, else from the newest. The caller holds the lock of what is saved: two clicks, in one tab
+    or in two, start one run.
 
     Raises EnvironmentNotReady where its output folder is in use.
     """
@@ -101,8 +102,8 @@ def start_prepared(
 def stop_run(request: Request, run: RunFolder) -> int:
     """Ask the run that holds an output folder to save and exit; return its pid.
 
-    Raises SettingsError where no run holds it, EnvironmentNotReady for one that is not this machine's or not ours, or
-    that is stopping: the same signal again would end it without saving.
+    Raises SettingsError where no run holds it, EnvironmentNotReady for one that is not this machine's or not
+    ours, or that is stopping: the same signal again would end it without saving.
     """
     processes = processes_of(request)
     with request.app.state.saving:
@@ -123,8 +124,8 @@ def leave_run(request: Request, run: RunFolder) -> int:
     """
     if not look_at(processes_of(request), run)[1].can_leave:
         raise SettingsError(f"{run.name} is not stopping", "stop it first: it saves a checkpoint")
-    # A signal that follows sooner counts as the same request, from when the run has handled the first one: a run on a
-    # busy machine does so late, and then this one would be lost.
+    # A signal that follows sooner counts as the same request, from when the run has handled the first one: a
+    # run on a busy machine does so late, and then this one would be lost.
     end = time.monotonic() + HANDLED_SECONDS
     while not has_handled_stop(run) and time.monotonic() < end:
         time.sleep(0.1)

@@ -36,7 +36,7 @@ NAME = re.compile(
     rf"(?P<kind>{'|'.join(EXPORTS.values())})(?P<ema>-ema)?(?:-(?P<step>\d{{1,12}}))?(\.safetensors)?", re.ASCII
 )
 PLAIN = re.compile(r"[\w+=-][\w+=. -]*", re.ASCII)
-"""Names of files that are offered: no exporter writes others, and a header of a response cannot hold them all."""
+"""Names of files that are offered: no exporter writes others, and a response's header cannot hold all."""
 # Of one export; a folder of somebody else's may have any number.
 MAX_FILES = 500
 
@@ -61,14 +61,14 @@ class Result:
 
     @property
     def first(self) -> list[str]:
-        """The files that somebody downloads: of a LoRA those with weights, of a pipeline none is of use alone."""
+        """Files to download: of a LoRA those with weights, of a pipeline none is of use alone."""
         if len(self.files) == 1:
             return [*self.files]
         return [name for name in self.files if name.endswith(".safetensors") and "/" not in name]
 
 
 def list_results(run: RunFolder) -> list[Result]:
-    """Return the report and what was exported last first. What is a link, or lacks its marker, is left out."""
+    """Report and what was exported last first. What is a link, or lacks its marker, is left out."""
     found = [
         result
         for entry in sorted(os.scandir(run.path), key=lambda entry: entry.name)
@@ -157,7 +157,7 @@ class Exporting:
     jobs: dict[Path, ExportJob] = dataclass_field(default_factory=dict)
 
     def begin(self, run: RunFolder, checkpoint: str, command: Sequence[str]) -> None:
-        """Raises EnvironmentNotReady while another one is exported, SettingsError for what no process can be given."""
+        """Raises EnvironmentNotReady while another one is exported, SettingsError for NUL characters."""
         if any("\0" in each for each in command):  # in the name of a base model
             raise SettingsError(f"{checkpoint} of {run.name}: NUL characters are no part of a name", "remove them")
         job = self.jobs.get(run.path)
@@ -196,7 +196,7 @@ def delete(request: Request) -> Response:
 
 
 def export(request: Request) -> Response:
-    """Begin to write the pipeline or LoRA of a checkpoint beside that of the run; the page of the run shows the end."""
+    """Begin to write the pipeline or LoRA of a checkpoint; the page of the run shows the end."""
     run = open_run(folders_of(request), field(request, "run"))
     name, average = (
         named_checkpoint(run, field(request, "name")).row.name,
@@ -235,7 +235,7 @@ def compare(request: Request) -> Response:
 
 
 def metrics_at(known: WatchedRun, steps: Sequence[int]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each metric with its value at the steps, smoothed as the curves are; a dash where there is none yet."""
+    """Yield each metric with its values at the steps, smoothed as the curves are; a dash for none."""
     for title, name, _ in COMPARED:
         curve = with_mean(known.columns, name, SMOOTHING["medium"] if name in SMOOTHED else 0.0)[-1]
         if not len(curve.steps):

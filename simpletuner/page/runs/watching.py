@@ -23,7 +23,7 @@ MAX_WATCHED = 12
 
 @dataclass
 class WatchedRun:
-    """Metrics and images of one run; whoever reads them holds the lock, since requests come in several threads."""
+    """Metrics and images of one run; readers hold the lock, since requests come in several threads."""
 
     columns: ThinnedColumns
     gallery: Gallery

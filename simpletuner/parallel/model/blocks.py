@@ -35,7 +35,6 @@ class ClassStats:
 
 
 def class_stats(model: nn.Module) -> dict[str, ClassStats]:
-    """Collect the statistics of all modules below a model."""
     stats: dict[str, ClassStats] = {}
 
     def visit(module: nn.Module, path: str, above: tuple[str, ...]) -> dict[nn.Parameter, int]:

@@ -66,7 +66,7 @@ class Muon(ShardOptimizer):
         return nesterov(self.state[shard], gradient)
 
     def _orthogonalized(self, matrices: Sequence[ShardedParameter], rows: list[Tensor]) -> list[Tensor]:
-        """Orthogonalize at most one matrix per rank; takes and returns this rank's rows of each. Collective."""
+        """Orthogonalize at most one matrix per rank, given this rank's rows of each. Collective."""
         if self.ranks is None:
             return [orthogonalize(matrix) for matrix in rows]
         shapes = [each.parameter.shape for each in matrices]

@@ -100,7 +100,7 @@ class Precision:
         return self.fill(model, load_weights) or stepped_by
 
     def fill(self, model: nn.Module, load_weights: LoadWeights) -> MakeEngine | None:
-        """Load the weights into allocated memory, and return the engine that they need, if any. Collective."""
+        """Load the weights into allocated memory; return the engine that they need, if any. Collective."""
         load_weights(model.state_dict())
 
 

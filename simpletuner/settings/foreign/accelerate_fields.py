@@ -197,7 +197,6 @@ SECTIONS_OF_ENGINE = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 
 
 def map_file(entries: list[FileEntry]) -> list[MappedField]:
-    """Map each field of an accelerate file, in its order."""
     kind = kind_of(entries)
     engine = normalize_name(kind.value)
     fields: list[MappedField] = []
@@ -267,7 +266,6 @@ def left_out(entries: list[FileEntry], fields: list[MappedField]) -> list[RawVal
 
 
 def to_fields(settings: Settings) -> dict[str, Any]:
-    """Return the fields of accelerate's own configuration that the settings fill."""
     engine = {"compute_environment": "LOCAL_MACHINE", "distributed_type": engine_name(settings)}
     return engine | export(TABLE, settings)
 

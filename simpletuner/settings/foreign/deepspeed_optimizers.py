@@ -177,7 +177,6 @@ def read_params(spec: OptimizerSpec, params: Mapping[str, Any], parsed: ParsedCo
 
 
 def optimizer_block(settings: Settings) -> dict[str, Any]:
-    """Return the optimizer of DeepSpeed's JSON for our settings."""
     own = settings.optimizer
     spec = OPTIMIZERS[own.optimizer]
     ours = {name: getattr(own, setting) for name, setting in SETTINGS.items()}

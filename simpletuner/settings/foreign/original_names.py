@@ -256,7 +256,6 @@ def names_of(texts: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[Any, ..
 
 
 def renamed(setting: str, neutral: tuple[Any, ...]) -> Rule:
-    """Rule for an alternative name: the rule of the setting itself, if it has one."""
     return replace(VALUES.get(setting, Maps(setting)), neutral=neutral)
 
 

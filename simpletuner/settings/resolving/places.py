@@ -11,7 +11,6 @@ from simpletuner.settings.files.raw_values import Origin
 
 
 def with_places(mistake: BrokenRule, origins: Mapping[str, Origin]) -> BrokenRule:
-    """Return the rule with the place of each of its settings."""
     return replace(mistake, place=places_of((mistake.setting, *mistake.others), origins))
 
 

@@ -164,7 +164,7 @@ def to_setting_type(name: str, value: Any) -> Any:
 
 
 def validate_value(name: str, value: Any) -> Any:
-    """Convert a value to the type of a setting. Raises pydantic's ValidationError if the setting refuses it."""
+    """Convert a value to a setting's type. Raises pydantic's ValidationError if the setting refuses it."""
     section = SECTIONS[SECTION_OF[name]]
     return getattr(section(**{name: normalize_value(name, setting_fields()[name], value)}), name)
 

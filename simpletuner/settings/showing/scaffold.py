@@ -174,7 +174,7 @@ def grouped(values: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def lines_of(name: str, values: Mapping[str, Any], notes: Mapping[str, str]) -> str:
-    """A setting with its description and its note; as a comment where it is empty, unless its default is not."""
+    """A setting with description and note; as a comment where it is empty, unless its default is not."""
     field = setting_fields()[name]
     value = values.get(name, field.default)
     if isinstance(value, Mapping):  # as text: a table would take in what stands below it

@@ -114,7 +114,6 @@ def normalize_step_range(text: str) -> str:
 
 
 def parse_step_range(text: str) -> tuple[int, int]:
-    """Return the first and the last step."""
     first, _, last = text.partition(":")
     return int(first), int(last)
 
@@ -152,7 +151,6 @@ def check_installed(text: str) -> None:
 
 
 def parse_trackers(text: str) -> list[str]:
-    """Return the names in a normalized text."""
     return [name for name in text.split(",") if name in TRACKERS]
 
 

@@ -64,7 +64,6 @@ def is_plain_file(path: Path) -> bool:
 
 
 def is_plain_folder(path: Path) -> bool:
-    """True for a folder, not a link."""
     return path.is_dir() and not path.is_symlink()
 
 

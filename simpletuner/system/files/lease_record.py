@@ -30,7 +30,7 @@ class LeaseLost(EnvironmentNotReady):
 
 
 def boot_id() -> str:
-    """Return the kernel's random id of this boot, the same in all containers on it; empty where there is none."""
+    """Kernel's random id of this boot, the same in all containers on it; empty where there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
@@ -130,7 +130,6 @@ class Record:
         return f" (pid {self.pid} on {self.host})" if self.host and self.host.isprintable() and self.pid else ""
 
     def encode(self) -> bytes:
-        """Return the record in RECORD_BYTES bytes."""
         values = asdict(replace(self, host=self.host[:64]))
         del values["damaged"]
         return json.dumps(values, ensure_ascii=True).encode().ljust(RECORD_BYTES - 1) + b"\n"

@@ -242,6 +242,5 @@ def can_replace(new: Path, name: Path) -> bool:
 
 
 def describe_file_system(folder: Path) -> str:
-    """Return the kind of a folder's file system and where it is mounted."""
     mount = find_mount(PurePosixPath(folder.resolve()), read_mounts())
     return f"{mount.fstype} at {mount.point}" if mount is not None else "an unknown file system"

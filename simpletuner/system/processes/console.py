@@ -107,7 +107,7 @@ def lasting(*names: str) -> Iterator[None]:
 
 
 def open_standard_streams() -> None:
-    """Open what a shell has closed (`>&-`), and let no encoding refuse a character: it is written as `\\xf6`."""
+    """Open what a shell has closed (`>&-`), and write characters that the encoding lacks as `\\xf6`."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -39,7 +39,7 @@ LOCK_SECONDS = 2.0
 
 
 class RunState(StrEnum):
-    """Activity or end of a run: six that it writes itself, three that only a reader can see (`runs/condition.py`)."""
+    """Activity or end of a run: six that it writes, three that a reader finds (`runs/condition.py`)."""
 
     STARTING = "starting"
     RUNNING = "running"

@@ -117,7 +117,6 @@ def exit_on_interrupt() -> Iterator[None]:
 
 
 def print_line(text: str) -> None:
-    """Print from the signal thread."""
     with suppress(OSError):
         Report().confirm_stop(text)
 

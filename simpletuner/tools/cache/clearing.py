@@ -1,4 +1,4 @@
-"""Find the caches that settings name, and remove them: all that were asked for, or none when a run uses one of them."""
+"""Find the caches that settings name, and remove all that were asked for, or none when a run uses one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARDED = (CacheKind.LATENTS, CacheKind.TEXT)
 
 
 def refuse_in_use(items: Sequence[CacheItem]) -> None:
-    """Raise EnvironmentNotReady for caches that a run uses, or may use. Swap folders of live runs are skipped.
+    """Raise EnvironmentNotReady for caches that a run uses, or may use. Live swap folders are skipped.
 
     Those that a run on another machine may use are watched when they are cleared.
     """
@@ -142,7 +142,7 @@ def find_caches(settings: Settings, kinds: Sequence[CacheKind]) -> tuple[list[Ca
 
 
 def select_shards(latents: Sequence[CacheItem], text: Sequence[CacheItem], wanted: set[CacheKind]) -> list[CacheItem]:
-    """Return the items of the wanted kinds. A folder that holds both is one item, and needs both to be wanted."""
+    """Items of the wanted kinds. A folder that holds both is one item, and needs both to be wanted."""
     paths = {item.path.resolve() for item in latents}
     shared = [item for item in text if item.path.resolve() in paths]
     if shared and not {CacheKind.LATENTS, CacheKind.TEXT} <= wanted:

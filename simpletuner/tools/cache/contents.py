@@ -73,7 +73,7 @@ def find_blocks() -> list[CacheItem]:
 
 
 def find_swap(parent: Path | None) -> tuple[list[CacheItem], list[Path]]:
-    """Return our swap folders below the offload folder, and those that look like DeepSpeed's but are not ours."""
+    """Our swap folders below the offload folder, and DeepSpeed's that are not ours."""
     items, foreign = [], []
     for path in entries_of(parent) if parent is not None else ():
         owner = read_owner(path)
@@ -139,7 +139,7 @@ def with_names(item: CacheItem, folders: Iterable[tuple[str, Path]], buckets: Ma
 def find_shards(
     kind: CacheKind, folders: Iterable[Path], roots: Iterable[Path] = (), not_in: Iterable[Path] = ()
 ) -> list[CacheItem]:
-    """Return the cache folders among `folders`, `roots` and what is directly in roots; links in roots are not followed.
+    """Cache folders among `folders`, `roots` and what is directly in roots; links in roots are not followed.
 
     Those of `not_in` are left out, by whatever path, unless they are among `folders` or `roots` itself.
     """

@@ -1,4 +1,4 @@
-"""Remove the cached records that settings do not use: whole shards, and by rewriting them those that hold both."""
+"""Remove the cached records that settings do not use: whole shards, and rewritten ones that hold both."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class UnusedRecords:
 
 
 def needed_by(loaded: Loaded) -> Needed:
-    """Return the records that a run with these settings reads. Raises the run's errors about data and base model."""
+    """Records that a run with these settings reads. Raises the run's errors about data and base model."""
     from simpletuner.caches.sources import open_sources
     from simpletuner.data.config.places import default_folder
     from simpletuner.models.opening.loading import load_family
@@ -87,7 +87,6 @@ def needed_by(loaded: Loaded) -> Needed:
 
 
 def find_unused(item: CacheItem, needed: Needed) -> UnusedRecords:
-    """Find the records and files of a cache that no request names."""
     index = open_index(item.path)
     rows = index.find(record_keys((each.name, each.parts) for each in needed.get(item.path.resolve(), ())))
     used = np.zeros(len(index.rows), bool)

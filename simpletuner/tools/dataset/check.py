@@ -184,8 +184,8 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
 
 
 def copy_of_scans(settings: Settings, folder: Path) -> Path:
-    """Return a folder with what earlier starts, or checks, have scanned: a run that has its own mapped must not lose
-    it."""
+    """Return a folder with what earlier starts, or checks, have scanned: a run that has its own mapped must
+    not lose it."""
     kept = default_folder(settings, "scan")
     if kept.is_dir() and not folder.exists():
         shutil.copytree(kept, folder)

@@ -1,5 +1,5 @@
-"""Contact sheets: one PNG per bucket, the cropped parts of its images darkened, the most cropped first; and one of
-samples by their loss."""
+"""Contact sheets: one PNG per bucket, the cropped parts of its images darkened, the most cropped first; and
+one of samples by their loss."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def write_sheets(
 
 
 def choose_images(samples: DatasetSamples) -> Iterator[tuple[str, list[int], int]]:
-    """Yield each bucket with images of all degrees of cropping, the most cropped one first, and how many it has."""
+    """Yield each bucket with its number of images and some of all degrees of cropping, the most first."""
     shapes, (of_images,) = bucket_shapes([samples])
     cropped = cropped_away(samples.sizes)[samples.sizes.index]
     for number, shape in sorted(enumerate(shapes), key=itemgetter(1)):
@@ -81,7 +81,7 @@ def choose_images(samples: DatasetSamples) -> Iterator[tuple[str, list[int], int
 
 
 def thumbnail_of(sample: Sample) -> Image.Image | str:
-    """Return an image in the size of a cell, its crop as training takes it framed; or why it cannot be decoded.
+    """Image in the size of a cell, its crop as training takes it framed; or why it cannot be decoded.
 
     References are above it, its mask is below. Of a clip there are the first, the middle and the last frame.
     """

@@ -1,4 +1,4 @@
-"""Read the images of a dataset once: which cannot be decoded, and what they look like, for finding duplicates."""
+"""Read the images of a dataset once: those that cannot be decoded, and looks, to find duplicates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class Contents:
 
 
 def read_contents(samples: DatasetSamples, threads: int, show: Callable[[int], object]) -> Contents:
-    """Read and decode all images."""
     contents = Contents()
     read = run_bounded(lambda index: read_content(samples[index]), range(len(samples)), threads, lambda: None)
     for done, (index, future) in enumerate(read, start=1):
@@ -65,8 +64,8 @@ def read_contents(samples: DatasetSamples, threads: int, show: Callable[[int], o
 
 
 def read_content(sample: Sample) -> Content | str:
-    """Return hashes of an image, or of a clip's first frame, to compare it by; the reason as text if it cannot be
-    decoded."""
+    """Return hashes of an image, or of a clip's first frame, to compare it by; the reason as text if it
+    cannot be decoded."""
     try:
         if sample.geometry.clip:
             (image,) = sample.images((SMALL_PX, SMALL_PX), places=[0])

@@ -41,7 +41,6 @@ Groups = list[list[int]]
 
 
 def exact_duplicates(images: Mapping[int, Content]) -> Groups:
-    """Return groups of images with the same bytes."""
     groups: dict[bytes, list[int]] = {}
     for index in sorted(images):
         groups.setdefault(images[index].checksum, []).append(index)
@@ -49,7 +48,7 @@ def exact_duplicates(images: Mapping[int, Content]) -> Groups:
 
 
 def near_duplicates(images: Mapping[int, Content]) -> Groups:
-    """Return groups of images that look the same; of those with the same bytes, only the first is looked at."""
+    """Groups of images that look the same; of those with the same bytes, only the first counts."""
     again = {index for group in exact_duplicates(images) for index in group[1:]}
     indices = np.array(sorted(images.keys() - again), np.int64)
     if len(indices) < 2:

@@ -64,7 +64,7 @@ class DatasetFinding:
 
 
 def findings_of(found: Discovery, clip_fps: float = 0) -> Iterator[DatasetFinding]:
-    """Yield findings from the scan of one dataset, without decoding an image; `clip_fps` is the model's frame rate."""
+    """Yield findings from a dataset's scan, without decoding; `clip_fps` is the model's frame rate."""
     (scan,), (samples,) = found.scans, found.samples.parts
     yield from unread_files(found)
     count, sentence = remark_on_rates(scan, clip_fps)

@@ -33,11 +33,10 @@ if TYPE_CHECKING:
 
 LISTING = "datasets.json"
 CROP = ("resized_width", "resized_height", "target_width", "target_height", "left", "top")
-"""Columns with the size to which an image is brought, its bucket, and where that is cut out; 0 of what is left out."""
+"""Columns: resized size of an image, its bucket, and the crop's corner; 0 of what is left out."""
 
 
 def bucket_names(parts: Sequence[DatasetSamples]) -> list[pa.Array]:
-    """Return the name of each sample's bucket, by dataset."""
     shapes, of_samples = bucket_shapes(parts) if parts else ([], [])
     names = pa.array(map(str, shapes), pa.large_string())
     return [names.take(pa.array(own)) for own in of_samples]
@@ -53,7 +52,7 @@ def write_tables(
 
 
 def images_table(samples: DatasetSamples, buckets: pa.Array) -> pa.Table:
-    """Return a row for each image that was found, in the order of a run; those that are left out have no bucket."""
+    """Row for each image that was found, in the order of a run; those that are left out have no bucket."""
     table, sizes = samples.table, samples.sizes
     places = np.zeros((len(table), len(CROP)), np.int32)
     room = (sizes.resized - sizes.targets)[sizes.index]
@@ -73,7 +72,7 @@ def images_table(samples: DatasetSamples, buckets: pa.Array) -> pa.Table:
 
 
 def caption_texts(dataset: ImageDataset, table: pa.Table) -> pa.Array:
-    """Return the captions of each image, one per line: of a text file its own lines, else as a run would read them."""
+    """Captions of each image, one per line: of a text file its own lines, else as a run would read them."""
     if dataset.caption_strategy == "textfile":
         lists = table["captions"].to_pylist()
     else:
@@ -83,7 +82,7 @@ def caption_texts(dataset: ImageDataset, table: pa.Table) -> pa.Array:
 
 
 def without_links(samples: DatasetSamples, captions: pa.Array) -> pa.Array:
-    """Return captions without those of files that a link leads to: a reader may not be allowed to see what is there."""
+    """Captions except those behind links: a reader may not be allowed to see what is there."""
     storage = samples.storage
     if samples.dataset.caption_strategy != "textfile" or not isinstance(storage, LocalStorage):
         return captions
@@ -103,8 +102,8 @@ def without_links(samples: DatasetSamples, captions: pa.Array) -> pa.Array:
 FOUND = pa.schema(
     {"finding": pa.int32(), "row": pa.int32(), "group": pa.int32(), "why": pa.large_string()},
 )
-"""Columns of an image with a finding: the finding's number, the row of the image, the group of duplicates that it is
-in, and the reason or the measure."""
+"""Columns of an image with a finding: the finding's number, the row of the image, the group of duplicates
+that it is in, and the reason or the measure."""
 
 
 def finding_rows(names: Sequence[str], findings: Sequence[DatasetFinding]) -> Iterator[dict[str, Any]]:

@@ -85,7 +85,7 @@ def measure(world: World, infos: Sequence[NodeInfo], seconds: float) -> NetworkR
 
 
 def machines_of(infos: Sequence[NodeInfo], interfaces: Sequence[str]) -> list[NetworkMachine]:
-    """Return the machines in the order of their first ranks, given what each rank registered, and its interface."""
+    """Machines in the order of their first ranks, given what each rank registered, and its interface."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, info in enumerate(infos):  # not by GROUP_RANK, which mpirun does not give
         ranks.setdefault((info.host, info.boot), []).append(rank)
@@ -96,7 +96,7 @@ def machines_of(infos: Sequence[NodeInfo], interfaces: Sequence[str]) -> list[Ne
 
 
 def interface(device: torch.device, environment: Mapping[str, str]) -> str:
-    """Return the network interface of this rank, as far as its environment and routes tell: the library does not."""
+    """Network interface of this rank, as far as its environment and routes tell: the library does not."""
     library = "NCCL" if device.type == "cuda" else "GLOO"
     name = f"{library}_SOCKET_IFNAME"
     if value := environment.get(name):
@@ -137,7 +137,7 @@ class PlannedCommunication:
 def plan_communication(
     loaded: Loaded, flags: Mapping[str, object], config: Path | None, device: Device | None, rate: float, report: Report
 ) -> PlannedCommunication:
-    """Predict a step of the settings at a bus bandwidth. Raises SimpleTunerError for a model that cannot be planned."""
+    """Predict a step at a bus bandwidth. Raises SimpleTunerError for a model that cannot be planned."""
     budget = MemoryBudget(device and device.memory_bytes, None)
     plan = Planner(loaded, flags, config, device, budget, report).run(auto=False, measure=False).plan
     num_bytes = communication_bytes(plan.settings, plan.memory.inputs.num_parameters)

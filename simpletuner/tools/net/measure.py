@@ -1,7 +1,8 @@
 """Latency and bandwidth between pairs of ranks, and of all-reduces of all ranks, within a given time.
 
-Pairs meet as in a tournament: in each round a rank is in one pair at most, so that what is measured is the link and not
-its sharing. Messages grow until one takes long enough to be timed, so that a slow link takes no longer than a fast one.
+Pairs meet as in a tournament: in each round a rank is in one pair at most, so that what is measured is the
+link and not its sharing. Messages grow until one takes long enough to be timed, so that a slow link takes no
+longer than a fast one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MOST_BYTES = {"cuda": 1 << 28, "cpu": 1 << 26}
 """Largest message, by the device: two of them are in memory."""
 MOST_REPEATS = 20
 GROWING = 1 / 24
-"""Share of the time of a measurement above which messages do not grow: two of the next size fit into what is left."""
+"""Share of a measurement's time above which messages do not grow: two more of the next size fit."""
 PAIRS_SHARE, PINGS_SHARE = 0.6, 0.2
 """Share of pairs in the whole time, and of latency in the time of a pair."""
 LEAST_ROUND_SECONDS = 0.2
@@ -132,7 +133,7 @@ def lead(link: Link, rank: int, seconds: float) -> PairResult:
 
 
 def growing(order: Order, seconds: float, most_bytes: int) -> list[tuple[int, float]]:
-    """Return the seconds of messages of growing size; of the largest, for which time is left, the median of several."""
+    """Seconds of messages of growing size; of the largest, for which time is left, the median of several."""
     end, size, found = time.perf_counter() + seconds, FIRST_BYTES, []
     while (took := order(size, 2)[-1]) < GROWING * seconds and size * GROWTH <= most_bytes:  # the first one warms up
         found.append((size, took))
@@ -172,5 +173,5 @@ def measure_all_reduce(world: World, seconds: float) -> list[AllReduce]:
 
 
 def bus_rate(size: int, seconds: float, ranks: int) -> float:
-    """Return bytes per second as nccl-tests counts them: what each rank sends, so that numbers of ranks compare."""
+    """Bytes per second as nccl-tests counts them: of each rank, so that numbers of ranks compare."""
     return size / seconds * 2 * (ranks - 1) / ranks

@@ -101,7 +101,7 @@ class NetworkResult:
         return next(each.name for each in self.machines if rank in each.ranks)
 
     def slow_sentences(self) -> Iterator[str]:
-        """Yield a sentence for each rank or machine all of whose pairs are slow, and for each other slow pair."""
+        """Yield a sentence for each rank or machine with slow pairs only, and for each other slow pair."""
         for measured, name in ((self.between, self.machine_of), (self.within, self.name_of)):
             slow = {each.pair.ranks: each for each in self.slow if each.pair in measured}
             common = slow_with_all(measured, slow)
@@ -154,7 +154,6 @@ def find_slow(pairs: Sequence[PairResult], floor_seconds: float) -> Iterator[Slo
 
 
 def by_rank(pairs: Iterable[PairResult]) -> dict[int, list[PairResult]]:
-    """Return the pairs of each rank."""
     found: dict[int, list[PairResult]] = {}
     for pair in pairs:
         for rank in pair.ranks:

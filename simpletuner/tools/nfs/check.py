@@ -130,7 +130,7 @@ def share(findings: Iterable[Finding], peers: Rendezvous) -> dict[int, tuple[Fin
 
 @contextmanager
 def watchdog(peers: Rendezvous, say: Callable[[str], None]) -> Iterator[None]:
-    """Report when the filesystem does not answer, and exit at the timeout, with the exit code of a failed check.
+    """Report a filesystem that does not answer, and exit at the timeout as after a failed check.
 
     If a file server is down, system calls do not fail, they block, and the thread in one cannot handle a signal.
     """

@@ -41,7 +41,7 @@ RISKY_OPTIONS = (
     (("lustre",), ("localflock",), TWO_RUNS, "flock"),
     (("cifs", "smb3"), ("nobrl",), LOCAL_LOCKS, ""),
 )
-"""Filesystems; options, of which the first that is set is reported; what it does; the option to mount with instead."""
+"""Filesystems; options, the first set one is reported; its effect; the option to mount with instead."""
 LOCKS_FIXES = (
     dict.fromkeys(NFS, "mount without `nolock` and `local_lock` (NFS 3 also needs: sudo systemctl start rpc-statd)")
     | {"lustre": "mount with `flock`"}
@@ -84,7 +84,7 @@ def scope_of(mount: Mount | None) -> MountScope:
 
 
 def server_of(mount: Mount) -> str:
-    """Return the machine that serves a mount; empty where there is none. mergerfs names its disks: `/disk1:/disk2`."""
+    """Machine that serves a mount; empty where there is none. mergerfs names its disks: `/disk1:/disk2`."""
     is_served = mount.fstype in SHARED.keys() - OBJECT_STORES.keys() and ":" in mount.source
     return mount.source.partition(":")[0] if is_served else ""
 
@@ -102,7 +102,6 @@ def locks_fix(fstype: str) -> tuple[str, ...]:
 
 
 def mount_warnings(mount: Mount) -> Iterator[tuple[str, str]]:
-    """Yield the risks of a mount, each with its fix."""
     if mount.fstype in UNSUITABLE:
         yield f"{name_of(mount)} {UNSUITABLE[mount.fstype]}", OTHER_FILESYSTEM
     for fstypes, options, effect, instead in RISKY_OPTIONS:
@@ -127,7 +126,7 @@ def fstab_line(mount: Mount, drop: str = "", add: str = "") -> str:
 
 
 def recipe(path: str, server: str, node_rank: int) -> tuple[str, ...]:
-    """Return the commands that share a folder of node 0 by NFS, this node's part first; `server` may be empty."""
+    """Commands that share a folder of node 0 by NFS, this node's part first; `server` may be empty."""
     numbers = server.split(".")
     is_ipv4 = len(numbers) == 4 and all(number.isdigit() for number in numbers)
     clients = ".".join([*numbers[:3], "0/24"]) if is_ipv4 else "SUBNET/24"

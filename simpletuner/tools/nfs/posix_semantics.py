@@ -67,7 +67,7 @@ def check_write(peers: Rendezvous) -> Finding:
 
 
 def check_rename(peers: Rendezvous) -> Finding:
-    """Check `rename`: replace a file and rename a folder again and again while all nodes read each other's, and own."""
+    """Check `rename`: replace a file and rename a folder repeatedly while all nodes read all of them."""
     renamer, seen, folders = Renamer(peers), Counter[str](), Counter[str]()
     peers.gather("start")
     renamer.thread.start()
@@ -87,7 +87,7 @@ def check_rename(peers: Rendezvous) -> Finding:
 
 
 class Renamer:
-    """A thread that replaces a file and renames a folder of this node: REPLACEMENTS times, and for RENAMING_SECONDS."""
+    """A thread that replaces a file REPLACEMENTS times, and renames a folder for RENAMING_SECONDS."""
 
     def __init__(self, peers: Rendezvous) -> None:
         self.file = peers.workspace.file(peers.node.rank, "renamed")
@@ -121,7 +121,7 @@ def folder_names(peers: Rendezvous, rank: int) -> tuple[Path, Path]:
 
 
 def read_folder(path: Path) -> str:
-    """List a folder that is being renamed; return `whole` or `part`, or nothing where it has its other name."""
+    """List a folder that is being renamed: `whole` or `part`, or nothing where it has its other name."""
     try:
         return "whole" if len(list(path.iterdir())) == FILES else "part"
     except OSError as error:
@@ -220,7 +220,7 @@ def seconds_until_locked(peers: Rendezvous, descriptor: int) -> float | None:
 
 
 def judge_lock(node: Node, path: Path, tried: Mapping[int, int], seconds: Mapping[int, float | None]) -> Finding:
-    """Judge by what trying returned while node 0 held the lock, and by how soon after its release it was obtained."""
+    """Judge by attempts while node 0 held the lock, and by the delay between release and success."""
     values, fstype = {"obtained_seconds": seconds.get(node.rank)}, fstype_of(node)
     if unable := {rank: number for rank, number in tried.items() if number not in (0, *REFUSED)}:
         rank, number = min(unable.items())

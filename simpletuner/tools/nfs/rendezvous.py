@@ -1,7 +1,8 @@
 """Rendezvous of nodes in a shared folder: they find each other, exchange values, and notice who has gone.
 
-A folder, unlike the store of a run, may still hold what a dead session left. So a node registers with a random nonce,
-and two nodes have found each other once each has acknowledged the other's nonce: a dead process acknowledges nothing.
+A folder, unlike the store of a run, may still hold what a dead session left. So a node registers with a
+random nonce, and two nodes have found each other once each has acknowledged the other's nonce: a dead process
+acknowledges nothing.
 
 A client lists a folder from its cache until it changes the folder itself. Each heartbeat is such a change.
 """
@@ -65,7 +66,6 @@ class Node:
         return [rank for rank in range(self.nodes) if rank != self.rank]
 
     def commands(self, ranks: Iterable[int]) -> list[str]:
-        """Return the commands to type on other nodes."""
         start = f"simpletuner nfs check --path={self.path} --nodes={self.nodes} --node-rank="
         missing = [f"on node {rank}: {start}{rank}" for rank in ranks if rank != self.rank]
         return missing or ["give every node its own --node-rank, from 0 to nodes - 1, and the same --nodes"]
@@ -145,8 +145,8 @@ class Rendezvous:
         self.messages.write(self._key(self.node.rank, name), {"value": value})
 
     def wait(self, name: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """Return the values that nodes posted under a name. Raises RendezvousError when one failed, left, or is too
-        late."""
+        """Return the values that nodes posted under a name. Raises RendezvousError when one failed, left, or
+        is too late."""
         pending, values = set(ranks), {}
         for _ in self.polls():
             posts = {self._key(rank, name): rank for rank in pending}
@@ -171,7 +171,7 @@ class Rendezvous:
         return {self.node.rank: value, **self.wait(name, self.node.others)}
 
     def available(self, name: str) -> Iterator[tuple[int, Any]]:
-        """Wait for each of the others in turn; yield rank and value of those that did not fail, leave or time out."""
+        """Wait for each of the others in turn; yield rank and value of those that answered."""
         for other in self.node.others:
             with contextlib.suppress(RendezvousError):
                 yield other, self.wait(name, [other])[other]
@@ -190,7 +190,7 @@ class Rendezvous:
         time.sleep(seconds)
 
     def polls(self, seconds: float | None = None) -> Iterator[float]:
-        """Yield the seconds waited so far, with ever longer pauses, until the time (the node's timeout) is over."""
+        """Yield the seconds waited so far, with ever longer pauses, up to a limit (the node's timeout)."""
         limit = self.node.timeout_seconds if seconds is None else seconds
         began = time.monotonic()
         waited = 0.0
@@ -250,7 +250,7 @@ class Rendezvous:
         return f"{other}-met.{self.info.nonce}"
 
     def _wait_until_stale(self) -> None:
-        """Return once the process that holds this rank is known to be dead. Raises RendezvousError if it is alive."""
+        """Return once the holder of this rank is known to be dead. Raises RendezvousError if it lives."""
         rank = self.node.rank
         before = self.messages.read(self._heartbeat_key, parse_heartbeat)
         for _ in self.polls(STALE_SECONDS):

@@ -58,7 +58,6 @@ def check_space(node: Node) -> Finding:
 
 
 def describe_need(node: Node, need: int | None) -> str:
-    """Describe what the run needs, and how that is computed."""
     usage = node.disk_usage
     if usage is None or need is None:
         return f"an unknown amount: {node.disk_unknown}"
@@ -87,7 +86,7 @@ def check_port(peers: Rendezvous) -> Finding:
 
 @contextmanager
 def listening(node: Node, nonce: str) -> Iterator[int]:
-    """Listen as the run will, and send a nonce to everyone who connects, as proof that it is node 0 who answers.
+    """Listen as the run will, and send a nonce to who connects, as proof that node 0 answers.
 
     Yields 0, or the errno if that is not possible.
     """

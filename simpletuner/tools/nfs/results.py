@@ -1,4 +1,4 @@
-"""The result of a check: a status, one sentence with the numbers, and what to type when something is wrong."""
+"""The result of a check: a status, one sentence with the numbers, and the command that helps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHECKS = ("mount", "write", "see", "rename", "lock", "identity", "clock", "space
 
 
 class Status(StrEnum):
-    """The status of a check, in order of severity; `skip` is for one that was not requested, or not possible."""
+    """Status of a check, in order of severity; `skip`: it was not requested, or not possible."""
 
     SKIP = "skip"
     PASS = "pass"
@@ -26,7 +26,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result; `values` are the numbers of the sentence for scripts, `fix` what to type or to change."""
+    """A check's result; `values` are the sentence's numbers for scripts, `fix` what to type or change."""
 
     check: str
     status: Status

@@ -1,8 +1,9 @@
-"""Checks `see`, `identity` and `clock`: do nodes see each other's files, how soon, and with which owner and time?
+"""Checks `see`, `identity` and `clock`: seeing each other's files, how soon, with which owner and time?
 
-A node writes a ping; every other one answers with a file next to it. Times from two clocks are never subtracted: the
-round trip is measured on the writer's clock, the pause before the answer on the other's. Their difference bounds the
-offset of the clocks (RFC 5905, section 8). Pings are in a folder without heartbeats, so that a client's caches show.
+A node writes a ping; every other one answers with a file next to it. Times from two clocks are never
+subtracted: the round trip is measured on the writer's clock, the pause before the answer on the other's.
+Their difference bounds the offset of the clocks (RFC 5905, section 8). Pings are in a folder without
+heartbeats, so that a client's caches show.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from simpletuner.tools.nfs.results import (
 from simpletuner.tools.nfs.workspace import GONE, invalidate_dir_cache, read_bytes, write_atomically
 
 LATE_SECONDS = 5.0
-"""Time for which the client's caches are relied on; after it they are invalidated, and the finding is a warning."""
+"""Time for which the client's caches are relied on; then they are invalidated, with a warning."""
 ROUNDS = 2
 LISTED_SECONDS = 30.0
 """Longest wait for a change in a folder that was listed before: sshfs keeps a listing for 20 s."""
@@ -70,7 +71,7 @@ def check_see(peers: Rendezvous) -> Finding:
 
 @dataclass(frozen=True)
 class ListingDelay:
-    """Seconds until a listing had the file that another node added, and not the one that it removed; None: never."""
+    """Seconds until a listing had another node's new file, and not its removed one; None: never."""
 
     rank: int
     added_seconds: float | None
@@ -149,8 +150,8 @@ def exchange_pings(peers: Rendezvous, number: int) -> list[Pong]:
 def read_visible(path: Path, number: int) -> Any:
     """Read a JSON file; None while it is not visible or not complete.
 
-    A client remembers that a name did not exist when it was asked for. So only round 0 asks for names that the folder
-    does not list.
+    A client remembers that a name did not exist when it was asked for. So only round 0 asks for names that
+    the folder does not list.
     """
     with contextlib.suppress(ValueError):
         if number == 0 or path in path.parent.iterdir():
@@ -177,7 +178,7 @@ def measure(other: int, sent: float, returned: float, pong: Mapping[str, Any]) -
 
 
 def visibility_result(node: Node, rounds: Sequence[Sequence[Pong]], listings: Sequence[ListingDelay] = ()) -> Finding:
-    """Judge how soon files are visible by name, by the first round, and in folders that were listed before."""
+    """Judge how soon files are visible by name, in the first round, and in folders listed before."""
     if node.is_alone:
         return skipped("see", "one node: nobody else has to see its files")
     slowest = max(rounds[0], key=lambda pong: pong.round_trip_seconds)

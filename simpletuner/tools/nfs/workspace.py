@@ -1,7 +1,8 @@
-"""The folder of a check: created by any node, removed when the last node leaves, even if that node was killed.
+"""Folder of a check: created by any node, removed with the last node, even if that was killed.
 
-Everything that a node writes is in `PATH/.simpletuner-nfs-check/` and begins with the node's rank. A node's card
-(`0-card.json`) is the first file that it writes and the last that it removes; files whose rank has no card are stale.
+Everything that a node writes is in `PATH/.simpletuner-nfs-check/` and begins with the node's rank. A node's
+card (`0-card.json`) is the first file that it writes and the last that it removes; files whose rank has no
+card are stale.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ GONE = (errno.ENOENT, errno.ESTALE)
 class FolderStore:
     """A Store (`launch/store.py`) in a shared folder, in which every key has one writer.
 
-    Clients of shared filesystems cache the content and size of files, and that a name does not exist. So no file is
-    written twice (each `set` writes a new version, `KEY.3.json`, and removes the one before), and no name is opened
-    before the folder lists it. Only the listing itself is cached: see `invalidate_dir_cache`.
+    Clients of shared filesystems cache the content and size of files, and that a name does not exist. So no
+    file is written twice (each `set` writes a new version, `KEY.3.json`, and removes the one before), and no
+    name is opened before the folder lists it. Only the listing itself is cached: see `invalidate_dir_cache`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,13 +53,13 @@ class FolderStore:
         return self.existing(keys) == set(keys)
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys; empty for one that was removed or replaced after the folder was listed."""
+        """Values of keys; empty for one that was removed or replaced after the folder was listed."""
         latest = self._latest() if keys else {}
         found = [read_bytes(self.folder / latest[key][1]) if key in latest else None for key in keys]
         return [value or b"" for value in found]
 
     def compare_set(self, key: str, expected: bytes, desired: str) -> bytes:
-        """Create a key. Replacing a value would need a lock, and whether locks work is what the check finds out."""
+        """Create a key. Replacing a value would need a lock, which the check cannot rely on."""
         if expected:
             raise NotImplementedError("a folder can only create keys")
         path = self.folder / f"{key}.json"
@@ -95,7 +96,6 @@ class Workspace:
         return self.path / FOLDER
 
     def file(self, rank: int, name: str) -> Path:
-        """Return the path of a node's file."""
         return self.folder / f"{rank}-{name}"
 
     def probe(self, rank: int) -> Path:
@@ -103,7 +103,7 @@ class Workspace:
         return self.path / f"{FOLDER}.probe-{rank}"
 
     def create(self) -> None:
-        """Create the path and the folder, writable for every user, and record which folders of the path are new."""
+        """Create path and folder, writable for every user, and record which of them are new."""
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(exist_ok=True)
@@ -114,7 +114,7 @@ class Workspace:
                 file.write(json.dumps([str(path) for path in missing]).encode())
 
     def leave(self, rank: int) -> None:
-        """Remove a node's files, its card last, and stale ones; the last node removes the folders that were created."""
+        """Remove a node's files, its card last, and stale ones; the last node removes created folders."""
         self.probe(rank).unlink(missing_ok=True)
         files = [(path.name.partition("-")[0], path) for path in sorted(self.folder.glob("[0-9]*-*"))]
         present = {owner for owner, path in files if path.name == f"{card_key(owner)}.json"} - {str(rank)}
@@ -139,7 +139,7 @@ class Workspace:
 
 @contextmanager
 def cleanup_after_kill(workspace: Workspace, rank: int, nonce: str) -> Iterator[None]:
-    """Fork a process that removes this node's files if this process is killed. Enter before any thread is started.
+    """Fork a process that removes this node's files if this one is killed. Enter before any thread.
 
     It blocks in a read of a pipe whose other end only this process holds: the kernel closes that at any death.
     """

@@ -1,4 +1,4 @@
-"""Memory of every phase, time and disk of one configuration, from its family without weights and its samples."""
+"""Memory, time and disk of one configuration, from its family without weights and its samples."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SampleShapes:
 
 
 def count_shapes(loaded: Loaded, report: Report) -> SampleShapes:
-    """Return shapes of images from the kept scan or the files; assume squares of `resolution` if there are none.
+    """Shapes of images from the kept scan or the files; squares of `resolution` if there are none.
 
     What would end the run, such as buckets that do not fill the effective batch, becomes the `problem`.
     """
@@ -82,7 +82,6 @@ def count_shapes(loaded: Loaded, report: Report) -> SampleShapes:
 
 
 def shapes_of_images(loaded: Loaded, scans_folder: Path, report: Report) -> SampleShapes | SimpleTunerError:
-    """Return the shapes of all images, or what is wrong with the data."""
     with joined_world({}, use_cpu=True) as world:
         try:
             plan = plan_data(Session(loaded, Mesh(world), report, StopRequest()), scans_folder=scans_folder)
@@ -94,14 +93,14 @@ def shapes_of_images(loaded: Loaded, scans_folder: Path, report: Report) -> Samp
 
 
 def opened_disk_usage(settings: Settings) -> DiskUsage:
-    """Estimate what a run writes, by the shapes of its weights. Raises SimpleTunerError for an unknown model."""
+    """Estimate what a run writes, by its weights' shapes. Raises SimpleTunerError for an unknown model."""
     with opened_family(settings, Report(quiet=True)) as family:
         return estimate_disk_usage(settings, trained_weights(family), "counted", copied_bytes(family.folder))
 
 
 @contextmanager
 def opened_family(settings: Settings, report: Report) -> Iterator[ModelFamily]:
-    """Yield the family of the settings: of a folder, of an earlier download, or as published, without weights.
+    """Yield the settings' family: of a folder, an earlier download, or as published, without weights.
 
     Libraries print nothing meanwhile.
     """

@@ -1,4 +1,4 @@
-"""Seconds of an optimizer step: estimated from data sheets, or measured here with random weights of the true shapes.
+"""Seconds of an optimizer step: from data sheets, or measured here with random weights of the true shapes.
 
 An estimate adds up arithmetic, memory traffic and communication. The share of a data sheet's figure that is reached is
 taken from measurements of others, named in docs/plan.md; `simpletuner plan --measure` measures instead.
@@ -109,7 +109,7 @@ PRODUCTS = 0.71
 ATTENTION = 0.55
 TRAFFIC = 0.8
 LINK = 0.7
-"""Achieved shares of a device's peak, by products and by attention, and of its memory's and its links' rate."""
+"""Achieved shares of a device's peak in products and attention, and of its memory's and links' rate."""
 
 COMPILED_TRAFFIC = 0.28
 """Share of pointwise operators' memory traffic that is left once a compiler has fused them."""
@@ -118,8 +118,8 @@ COMPILED_TRAFFIC = 0.28
 LAUNCH_SECONDS = 6e-6
 
 KERNEL_BYTES = {"split": 16, "bf16": 12}
-"""Bytes moved per value by the optimizer of a state_layout: by its kernel, which reads gradients, weights and state
-once and writes the latter two, and 2 for the norm of the gradients."""
+"""Bytes moved per value by the optimizer of a state_layout: by its kernel, which reads gradients, weights and
+state once and writes the latter two, and 2 for the norm of the gradients."""
 
 HOST_BYTES = 800
 """The same where weights are in the machine's memory, and torch's operators step them one after the other."""
@@ -179,8 +179,8 @@ def communication_seconds(settings: Settings, device: Device, parameters: int) -
 
 
 def communication_bytes(settings: Settings, parameters: int) -> float:
-    """Return the bytes that a rank sends in a step. Sharded: weights, gathered twice, and gradients, reduced in
-    float32; replicas: gradients alone, there and back."""
+    """Return the bytes that a rank sends in a step. Sharded: weights, gathered twice, and gradients, reduced
+    in float32; replicas: gradients alone, there and back."""
     ranks = settings.launch.num_processes
     is_sharded = settings.parallel.fsdp_enable or settings.parallel.zero_stage is not None
     reduced = FLOAT32_BYTES * (1 if is_sharded else 2)
@@ -190,7 +190,7 @@ def communication_bytes(settings: Settings, parameters: int) -> float:
 
 
 def optimizer_seconds(settings: Settings, device: Device, inputs: MemoryInputs) -> float:
-    """Reading and writing weights, gradients and moments once, and the gradients twice more for their norm."""
+    """Reading and writing weights, gradients and moments once, and gradients twice more for the norm."""
     share, layout = inputs.num_parameters / shard_ranks(settings), settings.optimizer.state_layout
     # Weight and moments are read and written, the gradient is read; 3: its norm reads it, clipping writes it.
     num_bytes = FLOAT32_BYTES * (2 + 2 * inputs.num_states + 1 + 3)

@@ -1,4 +1,4 @@
-"""The fastest settings that fit, of all combinations of engine, state layout, recomputation and micro-batch."""
+"""The fastest settings that fit, over engine, state layout, recomputation and micro-batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROUNDED_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Proposal:
-    """A configuration; of the fastest that fits also the settings to change, and a reason for each that was free."""
+    """A configuration; of the fastest that fits also the settings to change, each with a reason."""
 
     plan: RunPlan
     shape: Shape
@@ -49,7 +49,7 @@ class Proposal:
 
 
 def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
-    """Yield values of all settings that nobody has set, the simplest first; the effective batch stays as it is."""
+    """Yield values of all free settings, the simplest first; the effective batch stays as it is."""
     free = {name: values for name, values in CHOICES.items() if name not in loaded.origins}
     if loaded.settings.training.gradient_checkpointing is None:
         free["gradient_checkpointing"] = CHOICES["gradient_checkpointing"]
@@ -108,7 +108,7 @@ def propose(
 
 
 def best_of(fitting: Sequence[tuple[dict[str, Any], RunPlan]]) -> tuple[dict[str, Any], RunPlan]:
-    """Return the fastest candidate; of those that are equally fast the first, which is the simplest.
+    """Fastest candidate; of those that are equally fast the first, which is the simplest.
 
     Coarser weights, `state_layout=bf16` or a quantized base, are taken where nothing finer fits or is half as fast.
     """

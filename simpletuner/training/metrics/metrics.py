@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Tracker(Protocol):
-    """A destination of metrics and images; values are named `group/name`. A tracker that fails must not raise."""
+    """A destination of metrics and images; values are named `group/name`. Failures must not raise."""
 
     def write(self, row: Mapping[str, Any], group: str) -> None: ...
 
@@ -37,8 +37,8 @@ OpenTrackers = Callable[[int], Sequence[Tracker]]
 
 
 class Metrics:
-    """Append a JSON object per optimizer step and per evaluation; rows after the checkpoint that a run resumes from are
-    dropped."""
+    """Append a JSON object per optimizer step and per evaluation; rows after the checkpoint that a run
+    resumes from are dropped."""
 
     def __init__(
         self, folder: Path, step: int, open_trackers: OpenTrackers | None = None, warn: Warn = LOGGER.warning
@@ -58,7 +58,7 @@ class Metrics:
             tracker.write(row, group)
 
     def sync(self) -> None:
-        """Have all rows on the disk: s3fs shows a file that is open to nobody, and loses it with its machine."""
+        """Have all rows on the disk: s3fs shows an open file to nobody, and loses it with its machine."""
         with naming(self.path):
             sync(self.file.fileno())
 
@@ -80,7 +80,7 @@ class Metrics:
 
 
 def drop_rows_after(path: Path, step: int, warn: Warn = LOGGER.warning) -> None:
-    """Drop the rows after a step, atomically, and a torn one; all for a run that begins, which measures step 0 again.
+    """Drop the rows after a step, atomically, and a torn one; all where a run begins at step 0.
 
     A file without such rows is not rewritten. One with lines that this version cannot read is moved aside.
     """

@@ -1,4 +1,4 @@
-"""`sample_losses.jsonl`: the loss of each sample at each step, with its timestep, for `simpletuner runs losses`.
+"""`sample_losses.jsonl`: loss and timestep of each sample at each step, for `simpletuner runs losses`.
 
 A row per step: bucket, ids, timesteps and losses of the global batch, in its order, which no number of ranks changes.
 """

@@ -1,4 +1,4 @@
-"""Speed of a run: time left, saving and validation included, TFLOP/s, model FLOPs utilization (MFU), and memory.
+"""Speed of a run: time left with saves and validation, TFLOP/s, model FLOPs utilization (MFU), memory.
 
 MFU is the FLOPs of a step over what the device could have computed in its time (Chowdhery et al. 2022,
 arXiv:2204.02311, appendix B). docs/performance.md says what is counted.
@@ -28,7 +28,7 @@ from simpletuner.system.numbers import format_gib
 
 RECENT_STEPS = 50
 SAVING, WRITING, EXPORTING = "saving", "writing a checkpoint", "writing the pipeline"
-"""Waits of training: for a checkpoint or its copy; at the end until a copy is written; then for the export."""
+"""Waits of training: for a checkpoint or its copy; at the end for a copy; then for the export."""
 UPLOADING = "uploading a checkpoint"
 DURATIONS = "durations.json"
 MAX_SECONDS = 7 * 24 * 3600.0
@@ -36,7 +36,7 @@ MAX_SECONDS = 7 * 24 * 3600.0
 
 
 class Durations:
-    """Mean durations of saves and evaluations, taken from earlier starts of this run until they are measured."""
+    """Mean durations of saves and evaluations, until they are measured those of earlier starts."""
 
     def __init__(self, path: Path | None = None) -> None:
         """`path` is a file that keeps them; ranks without one start with nothing."""
@@ -76,7 +76,7 @@ def read_durations(path: Path) -> dict[str, float]:
 
 
 class Pace:
-    """Measures steps; `intervals` are the steps between runs of what comes between them, 0: after the last."""
+    """Measures steps; `intervals` are the steps between interruptions, 0: after the last."""
 
     def __init__(self, max_steps: int, intervals: Mapping[str, int], durations: Durations) -> None:
         self.max_steps, self.intervals, self.durations = max_steps, intervals, durations
@@ -142,8 +142,8 @@ class Throughput:
     device: torch.device
     report: Report
     is_counted: bool = True
-    """False for a family that cannot be counted, and on a CPU whose peak nobody has given: counting takes longer than
-    the steps of a small model."""
+    """False for a family that cannot be counted, and on a CPU whose peak nobody has given: counting takes
+    longer than the steps of a small model."""
 
     def count(self, batch: StepBatch) -> float | None:
         """Return this device's share of the FLOPs of a step; None where they cannot be counted.
@@ -174,7 +174,7 @@ class Throughput:
 
 
 def format_throughput(measured: dict[str, float]) -> list[str]:
-    """Format what the status line shows of what was measured: memory and MFU, or TFLOP/s where there is no peak."""
+    """Format memory and MFU for the status line, or TFLOP/s where no peak is known."""
     memory = [format_gib(measured["peak_memory_bytes"])] if "peak_memory_bytes" in measured else []
     if "mfu" in measured:
         return [*memory, f"MFU {measured['mfu']:.1%}"]

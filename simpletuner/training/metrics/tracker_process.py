@@ -1,8 +1,9 @@
-"""The process that sends a run's metrics and validation images to wandb, trackio or swanlab, which only it imports.
+"""The process that sends metrics and validation images to wandb, trackio or swanlab.
 
-Not in the process that trains: wandb 0.27 waits without end for a server that does not answer, whatever `init_timeout`
-says, and neither its threads nor its exit handlers may delay a run. It reads what the run writes anyway, so what was
-missed while it could not send is just what it reads next. It ends when its input does: when the run closes it, or dies.
+Not in the process that trains: wandb 0.27 waits without end for a server that does not answer, whatever
+`init_timeout` says, and neither its threads nor its exit handlers may delay a run. It reads what the run
+writes anyway, so what was missed while it could not send is just what it reads next. It ends when its input
+does: when the run closes it, or dies.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RunOptions:
 
 
 class TrackerRun:
-    """A run at a tracker. `log` takes values named `group/name`; images and videos are made by the library."""
+    """A run at a tracker. `log` takes values named `group/name`; the library makes images and videos."""
 
     library: Any
     run: Any
@@ -93,7 +94,7 @@ class WandbRun(TrackerRun):
 
 
 class TrackioRun(TrackerRun):
-    """Trackio knows a run by its name, so that has the id in it. It writes below TRACKIO_DIR, or to a Space."""
+    """Trackio knows a run by its name, which has the id. It writes below TRACKIO_DIR, or to a Space."""
 
     def __init__(self, options: RunOptions) -> None:
         self.library = import_module("trackio")
@@ -141,8 +142,8 @@ LIBRARIES: dict[str, Callable[[RunOptions], TrackerRun]] = {
 
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
-"""Longest time to connect before a report, and before a run that ends gives up; WANDB_INIT_TIMEOUT, which is the
-library's own, takes precedence."""
+"""Longest time to connect before a report, and before a run that ends gives up; WANDB_INIT_TIMEOUT, which is
+the library's own, takes precedence."""
 FINISH_SECONDS = 110.0
 """Longest time in which the rest is sent once the run has ended."""
 GRID = re.compile(r"grid-(\d+)\.png")

@@ -97,7 +97,6 @@ class OnlineTracker:
             pause *= 2
 
     def _run_process(self) -> None:
-        """Run the process to its end, and report what it says."""
         command = module_command("simpletuner.training.metrics.tracker_process")
         pipe = subprocess.PIPE
         # A separate session: Ctrl-C is for the run, which ends the process by its input.

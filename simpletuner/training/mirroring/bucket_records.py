@@ -1,4 +1,4 @@
-"""The lease of a folder in a bucket: an object that the run which writes there renews, so that no two of them do."""
+"""The lease of a folder in a bucket: an object that its only writer renews."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_BYTES = 1 << 16
 
 
 class BucketRecords(Place):
-    """Objects as records. Content is read at once; not all stores refuse to create what is there, and none says so."""
+    """Objects as records. Content is read at once; some stores create what exists, and none says so."""
 
     name = LEASE
 

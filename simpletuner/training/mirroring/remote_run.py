@@ -1,7 +1,7 @@
-"""A run's folder in a bucket, object by object under the same names; what output_dir lacks of it is fetched at a start.
+"""A run's folder in a bucket, object by object; a start fetches what output_dir lacks of it.
 
-The manifest of a checkpoint or of a pipeline (sizes and checksums of its files) is uploaded last and removed first, so
-what has one is whole. Checksums are those of the bytes that are sent, and of those that come back.
+The manifest of a checkpoint or of a pipeline (sizes and checksums of its files) is uploaded last and removed
+first, so what has one is whole. Checksums are those of the bytes that are sent, and of those that come back.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from simpletuner.data.storage.object_storage import ObjectStorage
 
 FILES_AT_ONCE = 2
-"""Each in parts that are sent side by side; more would take memory from the run, and bandwidth from its data."""
+"""Each in parts, sent side by side; more would take memory and bandwidth from the run."""
 SMALL_BYTES = 8 << 20
 BLOCK_BYTES = 1 << 20
 
@@ -78,7 +78,7 @@ class RemoteRun:
             raise FolderDamaged(f"{self.storage.describe(whole.manifest_name)} cannot be read: {error}") from None
 
     def upload_file(self, path: Path, name: str) -> str:
-        """Upload a file, of one that grows what it holds now; return the checksum of what was sent. Raises OSError."""
+        """Upload a file, as long as it is now; return the checksum of what was sent. Raises OSError."""
         with open_regular(path) as file:
             size = path.stat().st_size
             self.lease.check_recent()
@@ -207,7 +207,7 @@ class RemoteRun:
             self.sizes.pop(name, None)
 
     def _checked(self, parts: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield parts as long as no other run has taken over: an upload that stood still ends before it is complete."""
+        """Yield parts until another run takes over: an upload that stood still stays incomplete."""
         for part in parts:
             self.lease.check_recent()
             yield part
@@ -222,7 +222,7 @@ class RemoteRun:
 
 
 def missing_in(found: Mapping[str, int], prefix: str, wanted: Mapping[str, int]) -> str:
-    """Return an error for the first file that is missing or differs in size from its manifest; empty if none does."""
+    """Error for the first file that is missing or differs in size from its manifest; empty if none does."""
     for name, size in wanted.items():
         if (there := found.get(f"{prefix}{name}", 0)) != size:
             return f"{prefix}{name} is damaged: it has {there} of {size} bytes"
@@ -254,7 +254,7 @@ NO_FILE_OF_A_RUN = frozenset({errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, e
 
 @dataclass(frozen=True)
 class Restoring:
-    """The part of a start that asks the bucket; `wish` is resume_from_checkpoint, `stop` raises to end the run."""
+    """The bucket's part of a start; `wish` is resume_from_checkpoint, `stop` raises to end the run."""
 
     remote: RemoteRun
     output: Path
@@ -263,7 +263,7 @@ class Restoring:
     stop: Callable[[], None]
 
     def fetch_files(self) -> list[str]:
-        """Fetch metrics, images and the like, where the folder is new or behind the bucket; return their names."""
+        """Fetch metrics, images and the like, where the folder is behind the bucket; return names."""
         is_behind = bool(self._checkpoints({})) or not (self.output / LOG).exists()
         names = list(filter(is_single, sorted(self.remote.sizes))) if is_behind and self.wish != "none" else []
         for name in names:
@@ -280,7 +280,7 @@ class Restoring:
         return names
 
     def fetch_checkpoint(self, damaged: Mapping[Path, str]) -> None:
-        """Fetch the checkpoint to resume from, where the bucket has a newer one than this folder has undamaged.
+        """Fetch the checkpoint to resume from, where the bucket has one newer than this folder's.
 
         Raises EnvironmentNotReady where none in the bucket is whole, and there is none here.
         """

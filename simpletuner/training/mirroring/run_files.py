@@ -1,4 +1,4 @@
-"""The files of output_dir that are mirrored: all that a run leaves there, except caches and what is not finished."""
+"""Files of output_dir that are mirrored: all that a run leaves, except caches and unfinished files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ IN_FOLDERS = re.compile(
     r"validation/(step-\d+/[^/]+|[^/]+)\.(png|webp|mp4)|profile/steps-\d+-\d+\.json|data_listings/[^/]+\.parquet|logs/.+"
 )
 LINKS = ".mirror.unfinished"
-"""Folder of hard links to what is being uploaded, which stays when it is removed; a start removes what a kill left."""
+"""Hard links to what is being uploaded, which outlive its removal; a start removes what a kill left."""
 
 
 class FolderDamaged(EnvironmentNotReady):
@@ -58,7 +58,7 @@ Stamp = tuple[int, int]
 
 @dataclass(frozen=True)
 class WholeFolder:
-    """A folder below output_dir that counts once its manifest is there: a checkpoint, or an exported pipeline."""
+    """A folder of output_dir that counts once its manifest is there: a checkpoint, or a pipeline."""
 
     name: str
     manifest: str
@@ -75,8 +75,8 @@ class WholeFolder:
 
 
 def whole_folders(output: Path) -> dict[WholeFolder, Stamp]:
-    """Return the checkpoints and pipelines on disk that have a manifest, in upload order, and the stamp of each
-    manifest."""
+    """Return the checkpoints and pipelines on disk that have a manifest, in upload order, and the stamp of
+    each manifest."""
     checkpoints = [WholeFolder(f"{CHECKPOINTS}/{path.name}", STATE) for path in list_checkpoints(output / CHECKPOINTS)]
     exported = [WholeFolder(path.parent.name, FINISHED) for path in output.glob(f"[!.]*/{FINISHED}")]
     found = {each: stamp_of(output / each.manifest_name) for each in in_order([*checkpoints, *exported])}
@@ -144,7 +144,7 @@ def parse_manifest(content: bytes, where: str) -> dict[str, Any]:
 
 
 def linked(output: Path, whole: WholeFolder) -> tuple[Path, bytes]:
-    """Return a folder with the same files, which stay when those are removed, and the manifest. Raises OSError.
+    """Folder with the same files, which stay when those are removed, and the manifest. Raises OSError.
 
     Where the file system has no hard links it is the folder itself.
     """

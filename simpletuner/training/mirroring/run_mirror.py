@@ -1,4 +1,4 @@
-"""Mirror output_dir in a bucket: a thread uploads what is finished while the run trains, and the rest at its end.
+"""Mirror output_dir in a bucket: a thread uploads what is finished during training, the rest at its end.
 
 Nothing tells the thread what to upload: it looks at the folder, as a resuming run does. A bucket that does not answer
 delays nothing but the upload, which is tried again until the run ends, and once more at the next start.
@@ -87,8 +87,8 @@ class RunMirror(RunHook):
         self.patience_seconds = PATIENCE_SECONDS
         self.trying: str | WholeFolder = LISTING
         self.failing: dict[str | WholeFolder, float] = {}
-        """The times since which uploads fail. The oldest counts: a log that grows each minute may well be uploaded to a
-        bucket that refuses checkpoints."""
+        """The times since which uploads fail. The oldest counts: a log that grows each minute may well be
+        uploaded to a bucket that refuses checkpoints."""
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
@@ -142,8 +142,8 @@ class RunMirror(RunHook):
     def finish(self, error: BaseException | None) -> None:
         """Upload what is left, until all is there or the bucket has not answered for some time.
 
-        Raises EnvironmentNotReady where something is left, and Stopped where a signal came meanwhile, unless `error` is
-        raised anyway.
+        Raises EnvironmentNotReady where something is left, and Stopped where a signal came meanwhile, unless
+        `error` is raised anyway.
         """
         if error is not None and not isinstance(error, Stopped):
             self.patience_seconds = min(self.patience_seconds, FAILED_SECONDS)
@@ -170,7 +170,7 @@ class RunMirror(RunHook):
             raise self.session.stop.stopped("while it uploaded its results")
 
     def _is_called_away(self) -> bool:
-        """True after a signal whose grace period ended during the upload: the machine may be gone any moment."""
+        """True after a signal if its grace period ended during the upload: the machine may be gone soon."""
         stop, grace = self.session.stop, self.session.settings.launch.preemption_grace_seconds
         return bool(stop.signal_number) and time.monotonic() - stop.requested_at > grace
 
@@ -214,7 +214,7 @@ class RunMirror(RunHook):
                 wait, retry = POLL_SECONDS, RETRY_SECONDS
 
     def _synchronize(self, all_files: bool) -> None:
-        """Upload what is new. Raises what is wrong with the bucket, and OSError for what is wrong with the folder."""
+        """Upload what is new. Raises the bucket's errors, and OSError for the folder's."""
         self.trying = LISTING
         self._acquire()
         self._list()

@@ -1,4 +1,4 @@
-"""Uploading what a run has exported, by the hub's own command line: what failed can be repeated as it is printed."""
+"""Upload of a run's exports by the hub's own command line: a failed command can be repeated as printed."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ OF_A_MACHINE = (
 
 @dataclass(frozen=True)
 class CardSample:
-    """An image in the card's folder, and how it was made; of a clip, `clip` and `moving` are its MP4 and its WebP."""
+    """An image in the card's folder with its metadata; `clip` and `moving` are a clip's MP4 and WebP."""
 
     image: str
     info: ImageInfo | None
@@ -188,7 +188,6 @@ def first_info(images: Iterable[Path]) -> ImageInfo | None:
 
 
 def copy_samples(images: Sequence[Path], folder: Path) -> list[CardSample]:
-    """Copy images, and the clips that some are of."""
     remove(folder)  # also a link
     copied: list[CardSample] = []
     for number, path in enumerate(images):

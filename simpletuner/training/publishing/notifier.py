@@ -1,9 +1,9 @@
-"""Messages to an address: after each round of validation, with images where the service takes them, and at the end.
+"""Messages to an address: after each round of validation, with images if the service takes them, and at the end.
 
-Formats: JSON alone, or with an image as Discord and ntfy take it. Discord: multipart/form-data of `payload_json` and
-`files[0]` (docs.discord.com, "Execute Webhook" and "Uploading Files"). ntfy: the image as body, the message in headers
-(docs.ntfy.sh/publish, "Attach local file"). Slack, Mattermost and Teams take JSON alone: their webhooks show no image
-but one that is at a public address.
+Formats: JSON alone, or with an image as Discord and ntfy take it. Discord: multipart/form-data of
+`payload_json` and `files[0]` (docs.discord.com, "Execute Webhook" and "Uploading Files"). ntfy: the image as
+body, the message in headers (docs.ntfy.sh/publish, "Attach local file"). Slack, Mattermost and Teams take
+JSON alone: their webhooks show no image but one that is at a public address.
 """
 
 from __future__ import annotations

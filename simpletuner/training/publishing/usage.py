@@ -1,4 +1,4 @@
-"""The code of a model card: how diffusers opens what a run has exported, and samples the card's first image or clip."""
+"""The code of a model card: diffusers opens the run's export, and samples the card's first image or clip."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> s
 
 
 def opening_blocks(family: ModelFamily, source: list[str]) -> list[str]:
-    """Return the code that opens a modular pipeline and loads its components, without blocks that rewrite prompts."""
+    """Code that opens a modular pipeline and loads its components, without blocks that rewrite prompts."""
     folder, *loaded = source
     lines = [f"blocks = ModularPipeline.from_pretrained({folder}).blocks"]
     lines += [f"blocks.sub_blocks.pop({quoted(name)})" for name in family.pipeline_class.left_out]
@@ -68,7 +68,7 @@ def opening_blocks(family: ModelFamily, source: list[str]) -> list[str]:
 
 
 def guiding(family: ModelFamily, call: list[str]) -> list[str]:
-    """Return the code that sets the guider's scale, and take that of a pipeline's call out of its arguments."""
+    """Code that sets the guider's scale, and take that of a pipeline's call out of its arguments."""
     known = inspect.signature(family.pipeline_class.__call__).parameters
     scale = next((each for each in call if each.startswith("guidance_scale=")), "")
     if not scale or ("guidance_scale" in known and "true_cfg_scale" not in known):
@@ -89,7 +89,7 @@ def loading(family: ModelFamily, export: Path) -> list[str]:
 
 
 def base_source(family: ModelFamily) -> str:
-    """Return the base model of a LoRA: its hub id or folder; where others read it, no more than the folder's name."""
+    """Base model of a LoRA: its hub id or folder; where others read it, no more than the folder's name."""
     folder = family.folder.name if family.settings.hub.push_to_hub else str(family.folder)
     return quoted(hub_id(family.settings.model) or folder)
 
@@ -117,7 +117,7 @@ def merging_assistants(family: ModelFamily) -> list[str]:
 
 
 def loading_adapter(family: ModelFamily, export: Path) -> str:
-    """Return the line that loads an adapter: diffusers' pipelines do LoRA and DoRA, denoisers LoKr, peft the rest."""
+    """Line that loads an adapter: diffusers' pipelines do LoRA and DoRA, denoisers LoKr, peft the rest."""
     source, name = ", ".join(lora_source(family.settings, export)), family.denoiser_name
     kind = family.settings.lora.lora_type
     if kind in OF_PEFT:

@@ -1,8 +1,8 @@
-"""Refusal of a start in the output_dir of another project's run: its pipeline would be taken for this one's, or its
-weights trained on with other images and overwritten.
+"""Refusal of a start in the output_dir of another project's run: its pipeline would be taken for this one's,
+or its weights trained on with other images and overwritten.
 
-A project is a model family, flavour and kind, and the images. Those may be moved, copied, renamed, added and removed:
-data is another only if none of its images was trained on before.
+A project is a model family, flavour and kind, and the images. Those may be moved, copied, renamed, added and
+removed: data is another only if none of its images was trained on before.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false
@@ -38,7 +38,7 @@ OTHER_FOLDER = "give this run another --output_dir, or --resume_from_checkpoint=
 MOST_READ = 1000
 """Images that are opened, where those of a moved folder are looked for."""
 HUB, HUB_MODEL = "datasets--", "models--"
-"""Beginnings of the folder of a dataset and of a model in the hub's cache, below which each commit has one."""
+"""Prefixes of the folders of datasets and models in the hub's cache, with one folder per commit."""
 
 
 def refuse_other_model(session: Session, checkpoint: Checkpoint | None) -> None:
@@ -66,9 +66,9 @@ def refuse_other_model(session: Session, checkpoint: Checkpoint | None) -> None:
 def refuse_other_base(settings: Settings, before: Mapping[str, object], has_finished: bool) -> None:
     """Raise OtherRunsFolder where the run in output_dir was of another base model than a start names.
 
-    `before` are its settings. A folder may be moved, and a flavour downloaded to one: they keep the last part of the
-    name. A run that has not finished is refused for another flavour alone; of another folder the shapes of the weights
-    are compared, and the table of changes says what goes on.
+    `before` are its settings. A folder may be moved, and a flavour downloaded to one: they keep the last part
+    of the name. A run that has not finished is refused for another flavour alone; of another folder the
+    shapes of the weights are compared, and the table of changes says what goes on.
     """
     output, model = settings.training.output_dir, settings.model
     was, now = BaseModel.of(before), BaseModel.of(model.model_dump())
@@ -90,12 +90,12 @@ class BaseModel:
     value: str
     name: str
     denoiser: str = ""
-    """Component that a flavour names of a pipeline with two denoisers; a folder's is compared with the checkpoint's."""
+    """Component that a flavour names of a pipeline with two denoisers; compared with the checkpoint's."""
 
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> BaseModel:
-        """Read the base model from recorded settings. The flavour is left out beside a folder, file or hub id: it is
-        only a hint."""
+        """Read the base model from recorded settings. The flavour is left out beside a folder, file or hub
+        id: it is only a hint."""
         if value := str(settings.get(BASE) or ""):
             path = Path(value).expanduser()
             path = path.resolve() if path.exists() else path
@@ -117,7 +117,7 @@ def has_results(output: Path) -> bool:
 
 
 def refuse_other_data(session: Session, samples: Samples) -> None:
-    """Raise OtherRunsFolder where the run in output_dir was trained on other images, none of which is among these.
+    """Raise OtherRunsFolder where the run in output_dir was trained on none of these images.
 
     For one process: it may open up to MOST_READ images.
     """

@@ -1,4 +1,4 @@
-"""The output folder of a run: locked, cleaned of what a killed run left, measured for room, filled with pipelines."""
+"""The output folder of a run: locked, cleaned after killed runs, measured for room, filled with pipelines."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ from simpletuner.training.run_folder.other_project import refuse_other_data
 
 
 def open_output_dir(session: Session, stack: ExitStack) -> list[RunHook]:
-    """Lock output_dir and clean it up, on rank 0, which gets the hooks of the run. Collective: all ranks raise what
-    rank 0 raises."""
+    """Lock output_dir and clean it up, on rank 0, which gets the hooks of the run. Collective: all ranks
+    raise what rank 0 raises."""
     output, hooks = session.settings.training.output_dir, list[RunHook]()
 
     def begin() -> None:
@@ -78,7 +78,7 @@ def open_output_dir(session: Session, stack: ExitStack) -> list[RunHook]:
 
 @contextmanager
 def unless_refused(session: Session) -> Iterator[None]:
-    """Leave status, log, commits of the hub and scans as they were before this start, where the folder is another's."""
+    """Restore status, log, commits of the hub and scans where the folder is another run's."""
     settings, is_first = session.settings, session.world.is_first
     record, scans = settings.training.output_dir / HUB_RECORD, default_folder(settings, "scan")
     commits = read_file(record) if is_first and record.is_file() else None
@@ -158,7 +158,7 @@ def config_alone(arguments: Sequence[str]) -> str:
 
 
 def open_log(output: Path, create: bool) -> None:
-    """Keep what is said in this process in a run's log. Raises EnvironmentNotReady where it cannot be written."""
+    """Keep this process's messages in a run's log. Raises EnvironmentNotReady where it cannot be written."""
     path = output / LOG
     refuse_special(path)
     command = shlex.join(["simpletuner", *mask_arguments(sys.argv[1:])])
@@ -177,14 +177,14 @@ def remove_leftovers(output: Path) -> None:
 
 
 def pipelines_of(settings: Settings) -> list[Path]:
-    """Return the folders that a run exports to: for the trained weights, and with EMA for the average, too."""
+    """Folders that a run exports to: for the trained weights, and with EMA for the average, too."""
     name = EXPORTS[settings.model.model_type]
     names = (name, f"{name}-ema") if settings.ema.use_ema else (name,)
     return [settings.training.output_dir / name for name in names]
 
 
 def exported_steps(settings: Settings, world: World) -> int:
-    """Return the steps behind the exported pipeline that this run would continue; 0 where there is none. Collective.
+    """Steps behind the exported pipeline that this run would continue; 0 where there is none. Collective.
 
     A run that goes back to an earlier checkpoint, or to the start, trains even though a pipeline is there.
     """
@@ -243,7 +243,7 @@ def export(
 
 
 def check_room(session: Session, plan: Plan, family: ModelFamily, step: int, steps: int) -> None:
-    """Raise EnvironmentNotReady where checkpoints and pipelines do not fit; warn where caches may not fit beside them.
+    """Raise EnvironmentNotReady where checkpoints and pipelines do not fit; warn where caches may not.
 
     For one process.
     """
@@ -255,8 +255,8 @@ def check_room(session: Session, plan: Plan, family: ModelFamily, step: int, ste
     if room.free_bytes is None:
         return
     left, channels = room.free_bytes - room.need_bytes, family.exported_config().get("in_channels", 0)
-    # A latent cell covers a pixel or more. How many is asked for only where one for each would not fit: the classes of
-    # VAEs take 0.2 CPU s to import, and a start with warm caches needs none.
+    # A latent cell covers a pixel or more. How many is asked for only where one for each would not fit: the
+    # classes of VAEs take 0.2 CPU s to import, and a start with warm caches needs none.
     most = bytes_to_encode(session, plan, family, room.output, lambda shape: channels * shape.pixels)
     if channels and most <= left:
         return

@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes from, checks that it fits, and the position in data and schedule that it gives."""
+"""The checkpoint to resume from, checks that it fits, and its position in data and schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHOWN = 3
 
 
 def checkpoint_to_resume(session: Session, damaged: Mapping[Path, str]) -> Checkpoint | None:
-    """Return the checkpoint that the settings ask for, or the newest that is complete and not `damaged`. Collective.
+    """Checkpoint that the settings ask for, or the newest that is complete and not `damaged`. Collective.
 
     Raises OtherRunsFolder when it is of another model.
     """
@@ -75,7 +75,7 @@ def check_fits(checkpoint: Checkpoint, family: ModelFamily, world: World, verifi
 
 
 def refuse_other_adapter(checkpoint: Checkpoint, adapter: Adapter) -> None:
-    """Raise OtherRunsFolder unless a checkpoint's adapter has the rank, alpha and layers that the settings ask for."""
+    """Raise OtherRunsFolder unless a checkpoint's adapter has the settings' rank, alpha and layers."""
     usual = {"lora_type": "lora", "lokr_factor": -1, "assistant_lora": "", "assistant_lora_strength": 1.0}
     held, wants = ({**usual, **each} for each in (checkpoint.state["lora"], adapter.as_settings()))
     for name, wanted in wants.items():
@@ -119,7 +119,7 @@ def base_fingerprints(family: ModelFamily) -> dict[str, str]:
 def warn_of_changed_base(
     report: Report, checkpoint: Checkpoint, state: TrainingState, facts: Mapping[str, str]
 ) -> None:
-    """Warn of files of the base model that changed since the checkpoint was saved, and of another pipeline's call."""
+    """Warn of base model files that changed since the checkpoint, and of another pipeline's call."""
     proven, now = checkpoint.state.get("proven", {}), dict(facts)
     for name in sorted(proven.keys() & now.keys()):
         if proven[name] != now[name]:
@@ -148,7 +148,7 @@ ResumePoint = tuple[Schedule, SamplerState]
 
 
 def resume_point(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) -> ResumePoint:
-    """Return the schedule, and where in the data the run starts: at the beginning, or where a checkpoint stopped.
+    """Schedule, and where in the data the run starts: at the beginning, or where a checkpoint stopped.
 
     With other data than the checkpoint's, that is the start of the next epoch.
     """
@@ -160,7 +160,7 @@ def resume_point(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) 
 
 
 def refuse_other_order(checkpoint: Checkpoint | None) -> None:
-    """Raise EnvironmentNotReady for a checkpoint whose position counts in an order that this version does not have."""
+    """Raise EnvironmentNotReady for a checkpoint's position in an order that this version lacks."""
     if checkpoint is not None and (version := checkpoint.state["data_version"]) != DATA_VERSION:
         raise EnvironmentNotReady(
             f"{checkpoint.folder} was written with data order version {version}; this version reads {DATA_VERSION}",

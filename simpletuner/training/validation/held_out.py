@@ -1,4 +1,4 @@
-"""The loss on images that are not trained on, at fixed noise and noise levels: it tells learning from memorizing."""
+"""Loss on held-out images, at fixed noise and noise levels: it tells learning from memorizing."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NAMES = {"trained": "eval_loss", "ema": "eval_loss_ema"}
 class HeldOutLoss:
     """Measure each held-out image at several timesteps, one from each equal part of their range.
 
-    An image's noise, timesteps and caption depend on the seed and its id alone, so the losses of all steps, and of runs
-    on any number of ranks, are those of the same inputs.
+    An image's noise, timesteps and caption depend on the seed and its id alone, so the losses of all steps,
+    and of runs on any number of ranks, are those of the same inputs.
     """
 
     family: ModelFamily
@@ -88,8 +88,8 @@ class HeldOutLoss:
         return sample_losses(prediction, noised.target, noised.weights, batch.loss_mask)
 
     def _own_batches(self) -> Iterator[tuple[Batch, int]]:
-        """Yield this rank's batches with their weight, which is 0 for a batch that only keeps the other ranks company:
-        each call of the denoiser gathers shards from all."""
+        """Yield this rank's batches with their weight, which is 0 for a batch that only keeps the other ranks
+        company: each call of the denoiser gathers shards from all."""
         tasks = [(batch, part) for batch in self.batches for part in range(self.timesteps)]
         for first in range(0, len(tasks), self.mesh.data_size):
             index = first + self.mesh.data_rank

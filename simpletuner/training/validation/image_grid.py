@@ -21,7 +21,7 @@ BITMAP_SIZES_PX = (109, 160, 136)
 """Sizes of the bitmaps in colour fonts, which have no other: Noto's, Apple's, and older ones of Noto's."""
 
 BREAKABLE = re.compile(r"\s+|[\u2e80-\u9fff\uac00-\ud7af\uff00-\uffef]|[^\s\u2e80-\u9fff\uac00-\ud7af\uff00-\uffef]+")
-"""Blanks, words, and the characters of scripts that are written without blanks, between which lines may break."""
+"""Blanks, words, and characters of scripts without blanks, between which lines may break."""
 
 MAX_LINES = 100
 EMOJI = 0x1F000
@@ -80,7 +80,7 @@ class Typesetter:
 
 
 def visible(text: str) -> str:
-    """Return a text on one line, without characters that only change others (joiners, variation selectors)."""
+    """Text on one line, without characters that only change others (joiners, variation selectors)."""
     kept = (" " if character.isspace() else character for character in text)
     return "".join(
         each for each in kept if unicodedata.category(each) not in ("Cc", "Cf") and each not in "\ufe0e\ufe0f"
@@ -99,7 +99,7 @@ def open_face(path: Path, size_px: int) -> ImageFont.FreeTypeFont:
 
 @cache
 def fonts_for(characters: frozenset[str]) -> list[tuple[Path, frozenset[int]]]:
-    """Return fonts that have these characters together, and which each has; what no font has is left to the first."""
+    """Fonts that have these characters together, with those of each; the first has the missing ones."""
     import matplotlib
 
     default = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
@@ -154,7 +154,7 @@ Cell = tuple[Path, ImageInfo]
 
 @dataclass(frozen=True)
 class Column:
-    """The images of one prompt, and the lines above and under them, which have the width of its widest image."""
+    """Images of one prompt, and the lines above and under them, as wide as its widest image."""
 
     cells: Sequence[Cell]
     width: int
@@ -180,7 +180,6 @@ def grid(columns: Sequence[Sequence[Cell]]) -> Image.Image:
 
 
 def split_columns(columns: Sequence[Sequence[Cell]]) -> list[list[Sequence[Cell]]]:
-    """Split columns into bands that are not too wide."""
     bands: list[list[Sequence[Cell]]] = []
     width = MAX_WIDTH_PX
     for column in columns:
@@ -225,7 +224,7 @@ def draw_band(bands: Sequence[Sequence[Cell]]) -> Image.Image:
 
 
 def typesetters(columns: Sequence[Sequence[Cell]]) -> tuple[Typesetter, Typesetter]:
-    """Return the typesetters of prompts and notes. Letters grow with the images: a large grid is shown smaller."""
+    """Typesetters of prompts and notes. Letters grow with the images: a large grid is shown smaller."""
     infos = [info for column in columns for _, info in column]
     size = max(13, min(map(column_width, columns)) // 40)
     notes = [line for info in infos for line in info.captions()]

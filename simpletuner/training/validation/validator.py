@@ -167,7 +167,7 @@ class Validator:
         return [group for group in groups if group]
 
     def _copied_base(self, step: int) -> str:
-        """Copy the base model's images from another round, on rank 0; return an empty text where none has them.
+        """Copy the base model's images from another round, on rank 0; empty text where none has them.
 
         They never change, neither by training nor when the run is started again.
         """
@@ -190,7 +190,6 @@ class Validator:
         return folder / f"{variant}-{planned.prompt.name}.png"
 
     def _references(self, step: int) -> Iterator[tuple[PlannedImage, Path, Image, ImageInfo]]:
-        """Yield the references of each image with their files."""
         for planned in self.images:
             several = len(planned.sampling.references) > 1
             for place, image in enumerate(planned.sampling.references):
@@ -228,7 +227,6 @@ class Validator:
                 advance(min(self.mesh.data_size, len(images) - first))
 
     def _sample(self, planned: PlannedImage) -> Tensor:
-        """Run the pipeline for one image."""
         positive, negative = (
             {name: self._as_batch(value) for name, value in conditioning.items()}
             for conditioning in (planned.prompt.positive, planned.prompt.negative)
@@ -301,7 +299,7 @@ class RoundEnd:
 
 
 def at_round_ends(settings: Settings, actions: Sequence[Callable[[int], None]]) -> RoundEnd:
-    """Return a callback that calls `actions` after each round of validation images; without prompts, after each
-    checkpoint."""
+    """Return a callback that calls `actions` after each round of validation images; without prompts, after
+    each checkpoint."""
     every = settings.validation.validation_step_interval if settings.validation.samples_images else 0
     return RoundEnd(actions, every or settings.checkpoints.checkpoint_step_interval)
