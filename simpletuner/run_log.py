@@ -1,4 +1,4 @@
-"""`output_dir/log.txt`: all that a run says, with times, and what libraries say, which goes nowhere else.
+"""`output_dir/log.txt`: a run's messages with times, and those of libraries, which go nowhere else.
 
 It is a handler of Python's logging, since that is where libraries log. Each record is one append to the file,
 so several processes can write to it: the ranks and their launcher.

@@ -242,7 +242,7 @@ def open_write_through(
     made.
 
     The model is loaded before the engine is built, so that it is known at once if memory does not suffice;
-    unless all records are known to be there, which a start that filled the cache has noted.
+    unless an earlier start has noted that all records are there.
     """
     listed, _, place, reader, broken = open_known(job, world, stop)
     if broken is None:

@@ -183,8 +183,8 @@ def files_to_copy(family: ModelFamily) -> list[tuple[str, Path]]:
 
 
 def base_files(family: ModelFamily) -> dict[str, Path]:
-    """Return the files that a run leaves as they are in the base model, by name: those that an exported
-    pipeline has, and the weights that a LoRA is trained on."""
+    """Files of the base model that a run does not change, by name: those of an exported pipeline, and the
+    weights below a LoRA."""
     copied = {name: path for name, path in files_to_copy(family) if name != SCHEDULER}
     denoiser = family.folder / family.denoiser_name
     frozen = weights_files(denoiser, family.settings.model.variant) if family.adapter else []

@@ -1,7 +1,7 @@
-"""Folders for what DeepSpeed offloads to NVMe: who created each, and whether that process is still running.
+"""Folders for DeepSpeed's offloading to NVMe, each with its creator, who may be dead.
 
-Each process creates its own folder under `offload_param_path`, with a file `owner.json` that says who it is
-and that it keeps locked. The kernel releases the lock when the process ends, however it ends. Locks always
+Each process creates its own folder under `offload_param_path`, with a file `owner.json` about itself, which
+it keeps locked. The kernel releases the lock when the process ends, however it ends. Locks always
 work within one machine, but not over every shared file system, so only the machine that created a folder may
 judge it dead. (Heartbeats would need synchronized clocks, and a process that is suspended for long would look
 dead.)

@@ -199,8 +199,8 @@ SD1 = re.compile(r"v1|1[._-][45]|sd-?1|sd_?1")
 
 
 def drop_silent(given: dict[str, Any], found: TranslatedFile) -> None:
-    """Take names out that ask for nothing: an alpha of 0 is the rank, SDXL skips the layers that it was
-    trained without anyway, and datasets that are silent take the sizes of the training file."""
+    """Take names out that ask for nothing: an alpha of 0 is the rank, SDXL skips those layers anyway, and
+    silent datasets take the sizes of the training file."""
     if given.get("network_alpha") == 0:
         del given["network_alpha"]
         found.their_defaults["lora_alpha"] = None

@@ -1,7 +1,7 @@
 """Sort the values of the original's files: those that become settings, and the others with a reason.
 
-A run refuses a file of the original; an import leaves out what it cannot take, with a remark, and knows which
-of it decides what is trained.
+A run refuses a file of the original; an import leaves out what it cannot take, with a remark, and knows what
+of it changes the result.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ SECRET = "SIMPLETUNER_RUN_SECRET"
 SECRET_CHARACTERS = 16
 """Least length of a secret: shorter ones can be guessed."""
 ATTEMPTS = 10
-"""Attempts to rewrite a key that somebody else overwrites; who does that all the time can prevent the run."""
+"""Attempts to rewrite a key that somebody else overwrites; doing so all the time prevents the run."""
 
 
 class Store(Protocol):

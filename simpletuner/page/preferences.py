@@ -55,7 +55,7 @@ def show(request: Request) -> Response:
 
 
 def chosen(request: Request) -> tuple[str, dict[str, Any]]:
-    """Return the file whose caches are shown, and what there is; a file that cannot be read says why."""
+    """File whose caches are shown, and their rows, or the error of a file that cannot be read."""
     file = field(request, "file")
     try:
         return file, {"rows": rows_of(settings_of(request, file)), "error": None}

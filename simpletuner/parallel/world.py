@@ -33,7 +33,7 @@ ABORT_SECONDS = 5
 """Longest time in which a failed rank aborts its communicators. Peers that wait in a kernel of NCCL over
 NVLink or shared memory do not notice: the launcher, or torchrun's agent, ends them."""
 LAUNCHER_SECONDS = 10
-"""Longest wait of a rank that lost another one for the launcher, which knows what happened, to end it."""
+"""Longest wait of a rank that lost another one for the launcher, which knows the reason, to end it."""
 LOOK_SECONDS = 5.0
 """Between two looks of a waiting rank at whether others have ended."""
 MOST_ASKED = 64

@@ -86,7 +86,7 @@ def chosen_attention_kernel(query: Tensor) -> int:
 
 
 def run_backward(loss: Tensor) -> None:
-    """Do as `loss.backward()`, which leaves a TorchFunctionMode: that would miss what is recomputed."""
+    """Do as `loss.backward()`, but within a TorchFunctionMode, which then sees the recomputation, too."""
     engine: Any = torch.autograd.graph._engine_run_backward
     engine((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 

@@ -80,7 +80,7 @@ class Recipe(RecipePart):
     model_family: Text
     model_flavour: Text
     data: Text
-    """Images or clips that it is for: how many, of what, with which captions."""
+    """Its images or clips: number, subject and captions."""
     expect: Text
     """Signs that it works, and when to stop."""
     memory_gib: float | None = None

@@ -67,7 +67,7 @@ class RunFacts:
 
     @property
     def lead(self) -> Rows:
-        """Rows that a reader looks for first: what is trained, on which data, by what."""
+        """Rows that a reader looks for first: model, data, engine and device."""
         rows = dict(self.rows)
         trained, held_out = sum(images for _, images, _ in self.buckets), f", {self.held_out:,} held out"
         names = ", ".join(each.id for each in self.datasets)

@@ -89,8 +89,7 @@ def parse(line: bytes) -> Iterator[tuple[int, str, list[str], list[float], list[
 
 
 def score_samples(rows: LossRows) -> list[SampleScore]:
-    """Return the samples that were seen after the first quarter, those first whose loss is the furthest above
-    that of others."""
+    """Samples that were seen after the first quarter, those of the loss furthest above others first."""
     if not len(rows.steps):
         return []
     relative, last = relative_losses(rows), rows.steps.max()

@@ -60,11 +60,11 @@ def own_output_dir(target: str, taken: Collection[str] = (), root: Path = Path()
 
 
 def new_config(given: Mapping[str, Any], recipe: str = "", target: str = "config/config.toml") -> NewConfig:
-    """Config file to start from, which will be `target`: flags that were typed, then the recipe of that name.
+    """New config file, for `target`: the typed flags, then those of the recipe.
 
     Raises what `train` would for the settings, the model and, where they are named, the images; SettingsError
-    for a recipe that is not known or not for them, for a folder beside a recipe that lists datasets, and for
-    a target that is read as no TOML.
+    for an unknown or unfit recipe, a folder beside a recipe with datasets of its own, and a target that is no
+    TOML.
     """
     refuse_other_format(target)
     found = without_rivals(find_recipe(recipe), given) if recipe else None

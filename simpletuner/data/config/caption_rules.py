@@ -43,8 +43,7 @@ BLANK = (
     "\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\U000e0000-\U000e0fff"
 )
 """Letters that show nothing, as within brackets of a regular expression of Python or Arrow: spaces,
-control characters, and what Unicode calls default ignorable, such as the zero-width space that web pages
-leave."""
+control characters, and Unicode's default ignorable ones, such as the zero-width space of web pages."""
 BLANK_TEXT = re.compile(f"^[{BLANK}]*$")
 
 

@@ -182,7 +182,7 @@ NO_EFFECT: dict[str, str] = {
     **dict.fromkeys(("hash_filenames", "cache_file_suffix"), "caches are keyed by content"),
     "disable_validation": "validation draws from text alone",
 }
-"""Keys that ask for what happens anyway, or for what nobody misses."""
+"""Keys that ask for the default, or for something that nobody misses."""
 MISSED: dict[str, str] = {
     "vae_cache_clear_each_epoch": "random crops are chosen once per image",
 }

@@ -1,6 +1,6 @@
 """Sentences about files among the images: formats that are read, and what other programs put there.
 
-Each says what is trained, and the entries of a dataset file that would say what the files do.
+Each says what is trained, and the entries of a dataset file for what the files mean.
 """
 
 from __future__ import annotations

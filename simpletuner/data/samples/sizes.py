@@ -27,7 +27,7 @@ LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that occur among images, what each is brought to, and which one each image has.
+    """The distinct sizes of images, the target of each, and the size of each image.
 
     `originals`, `resized` and `targets` are (sizes, 2), `index` is (images,), all int32. A video's size also
     has the length of the video and of the clip, and the distance of frames (`strides`, float64; 1 for an

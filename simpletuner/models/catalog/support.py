@@ -293,7 +293,7 @@ def family_defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
 
 
 def check_path(model: Model) -> None:
-    """Raise SettingsError for a path that does not exist, or that is a file which cannot be read."""
+    """Raise SettingsError for a missing path, and for an unreadable file."""
     name = model.pretrained_model_name_or_path
     path = Path(name).expanduser()
     if not name or path.is_dir():

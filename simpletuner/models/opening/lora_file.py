@@ -85,8 +85,7 @@ class LoraLayer:
 def read_layers(file: LoraFile, family: ModelFamily, unit: float = 1) -> dict[str, Tensor]:
     """Return a LoRA's or DoRA's tensors by our names, with each layer's scale, in units of `unit`, in lora_B.
 
-    Raises SettingsError for a file that adapts what is no layer of the denoiser, or whose alpha is 0 in all
-    layers.
+    Raises SettingsError for a file that adapts no layer of the denoiser, or has an alpha of 0 in all.
     """
     layers = layers_of(file)
     used: set[str] = set()
@@ -209,7 +208,7 @@ def base_name(model: Model, folder: Path) -> str:
 
 
 def check_lora_init(family: ModelFamily) -> str | None:
-    """Check that the adapter that is trained can begin as the file lora_init; return what begins as new, in
+    """Check that the trained adapter can begin as the file lora_init; return the parts that begin as new, in
     words.
 
     Raises SettingsError with the setting that would fit, EnvironmentNotReady for a file that cannot be read.

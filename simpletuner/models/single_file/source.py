@@ -10,7 +10,7 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.sections import Model
 
-# In the folder that was made of a file: which file that was.
+# In the folder made of a file: the name of that file.
 MARKER = "single_file.json"
 LORA_PARTS = (".lora_", ".lora.", "lora_unet_", "lora_te_", "lora_te1_", ".lokr_", ".hada_", ".oft_")
 # As safetensors calls them; others were rounded to eight bits or less.

@@ -70,7 +70,7 @@ def arguments_for(model: Model) -> list[str]:
 
 
 def chosen(document: Document, found: Detection | None) -> set[str]:
-    """The classes that are ticked: those that the form has, else those that are recommended."""
+    """Ticked classes: the form's, else the recommended ones."""
     typed = document.typed.get(SETTING, str(document.values.get(SETTING, "")))
     named = {name.strip() for name in typed.split(",") if name.strip()}
     return named or set(found.blocks.recommended if found else ())

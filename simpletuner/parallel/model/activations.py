@@ -56,7 +56,7 @@ class CastParameter:
 
 
 def cast_from(tensor: Tensor) -> nn.Parameter | None:
-    """Return the parameter that a tensor is a cast of, if that is what it is."""
+    """Parameter that a tensor is a cast of; None for others."""
     if tensor.grad_fn is None or tensor.grad_fn.name() != "ToCopyBackward0":
         return None
     ((source, _),) = tensor.grad_fn.next_functions

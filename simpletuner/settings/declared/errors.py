@@ -84,7 +84,7 @@ REASONS = {
 """Values that users of other tools have in their files, and why they are refused."""
 
 UNKNOWN = "unknown setting"
-"""The mistake that a list of settings helps with; what is wrong with a value says what to write instead."""
+"""A mistake that a list of settings helps with; the mistake of a value says what to write instead."""
 MAX_LENGTH = 80
 """Characters of a value that are shown."""
 

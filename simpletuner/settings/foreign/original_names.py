@@ -183,7 +183,7 @@ OPTIMIZERS: dict[str, tuple[str, str]] = {
     "bnb_adagrad": ("adagrad", ""),
     "bnb_lion": ("lion", ""),
 }
-"""The original's optimizers that one of ours replaces, and what that costs."""
+"""The original's optimizers with ours in their place, and the cost of that."""
 FEW_BITS = ("8bit", "4bit", "fp8")
 EIGHT_BIT = (
     "optimizer=adamw with state_layout=split has moments of 8 bits (model_type=full); without it adamw takes its place "

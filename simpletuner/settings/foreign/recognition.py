@@ -105,7 +105,7 @@ def is_value_of_original(setting: str, value: Any) -> bool:
 
 
 def import_hint(file: str | Path, trainer: str = "", is_list: bool = False) -> str:
-    """Return the hint that names the command which translates a file, or says that none does."""
+    """Hint with the command that translates a file, or that none does."""
     if trainer in (GUI, MUSUBI, ONETRAINER, AITOOLKIT):
         way = "; its command that prints the training configuration writes sd-scripts' TOML" if trainer == GUI else ""
         return (

@@ -67,7 +67,7 @@ def close_pairs(images: Sequence[Content]) -> Iterator[tuple[list[int], list[int
     most = np.minimum(MAX_DIFFERENCE, MAX_SHARE * np.array([each.contrast for each in images]))
     for part in range(PARTS):
         shift = np.uint64(64 // PARTS * part)
-        # Sorted by that part of the hash first, so that those that share it are neighbours.
+        # Sorted by that part of the hash first: images of equal parts are neighbours.
         turned = (hashes << shift) | (hashes >> (np.uint64(64) - shift) if part else np.uint64(0))
         # By brightness where hashes are equal, as of plain images: only MAX_COMPARED neighbours are compared.
         order = np.lexsort((brightness, turned))

@@ -174,7 +174,7 @@ def check_mount(node: Node, mount: Mount | None, others: Mapping[int, str]) -> F
 
 
 def describe(mount: Mount) -> str:
-    """Describe what is mounted where, from which server, with the options that matter here."""
+    """Mount point, type, server and the options that matter here, in words."""
     source = f" from {mount.source}" if server_of(mount) or mount.source.startswith("/") else ""
     bound = f" (its folder {mount.root})" if mount.root != "/" and mount.source.startswith("/") else ""
     words = ("rw", "ro", "hard", "soft", "softerr", "nolock", "flock", "localflock", "noac", "sync", "nobrl")

@@ -1,8 +1,7 @@
 """Folder of a check: created by any node, removed with the last node, even if that was killed.
 
-Everything that a node writes is in `PATH/.simpletuner-nfs-check/` and begins with the node's rank. A node's
-card (`0-card.json`) is the first file that it writes and the last that it removes; files whose rank has no
-card are stale.
+Everything that a node writes is in `PATH/.simpletuner-nfs-check/` and begins with the node's rank. A node
+writes its card (`0-card.json`) first and removes it last; files of a rank without a card are stale.
 """
 
 from __future__ import annotations

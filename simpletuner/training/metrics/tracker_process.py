@@ -1,8 +1,8 @@
 """The process that sends metrics and validation images to wandb, trackio or swanlab.
 
 Not in the process that trains: wandb 0.27 waits without end for a server that does not answer, whatever
-`init_timeout` says, and neither its threads nor its exit handlers may delay a run. It reads what the run
-writes anyway, so what was missed while it could not send is just what it reads next. It ends when its input
+`init_timeout` says, and neither its threads nor its exit handlers may delay a run. It reads the run's own
+files, so a time without connection only means reading on from there later. It ends when its input
 does: when the run closes it, or dies.
 """
 
