@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from simpletuner.errors import SimpleTunerError
 
 
+# Width of tables where there is no terminal: cells are not wrapped, so that scripts can parse them.
 UNFOLDED = 10_000
-"""Width of tables where there is no terminal: cells are not wrapped, so that scripts can parse them."""
 
 
 def printable(text: str) -> str:

@@ -34,8 +34,8 @@ from simpletuner.system.numbers import count_noun
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # More of them wait for one another: each holds the GIL for a part of its work, and an image in memory.
 MOST_DECODING_THREADS = 16
+# Memory of a rank for clips that wait for the VAE: one of 81 frames of 832x480 px is 0.4 GB of float32.
 CLIP_BYTES = 2 << 30
-"""Memory of a rank for clips that wait for the VAE: one of 81 frames of 832x480 px is 0.4 GB of float32."""
 
 
 class LatentsSource(RecordSource[Sample, Tensor | str]):

@@ -19,8 +19,8 @@ from simpletuner.system.processes.threads import map_in_daemons
 
 T = TypeVar("T")
 
+# Files read at once: XXH3 releases the GIL, and one stream rarely saturates a disk.
 THREADS = 4
-"""Files read at once: XXH3 releases the GIL, and one stream rarely saturates a disk."""
 
 
 class Checksums:

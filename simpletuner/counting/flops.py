@@ -25,8 +25,8 @@ from simpletuner.private_api.of_torch import tree_flatten, tree_map_only
 
 META = torch.device("meta")
 
+# Captions without padding have any length: rounded up to this, the shapes of a run are few.
 TEXT_MULTIPLE = 32
-"""Captions without padding have any length: rounded up to this, the shapes of a run are few."""
 
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 """Name, shape without batch axis, and dtype of the latents and of all conditioning."""

@@ -132,8 +132,8 @@ def accumulation_bytes(config: Mapping[str, object]) -> int:
 OFFLOAD_PLACES = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme"))
 """Places of optimizer state and weights, from no offloading to everything."""
 
+# The share of a GPU that a choice must leave for activations and for CUDA itself.
 FREE_SHARE = 0.1
-"""The share of a GPU that a choice must leave for activations and for CUDA itself."""
 
 
 @dataclass(frozen=True)

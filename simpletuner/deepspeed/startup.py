@@ -27,10 +27,10 @@ from simpletuner.system.files.locks import exclusive_lock
 COMPILE_WAIT_SECONDS = 1800
 """Longest wait for another rank that compiles."""
 
+# A compilation counts as killed if no process of this machine has its lock open and it has written nothing
+# for so long: it could belong to another machine or container that shares the home folder. One source takes 20
+# to 40 s.
 STALE_LOCK_SECONDS = 120
-"""A compilation counts as killed if no process of this machine has its lock open and it has written nothing
-for so long: it could belong to another machine or container that shares the home folder. One source takes 20
-to 40 s."""
 
 
 def start_deepspeed(

@@ -21,8 +21,8 @@ from simpletuner.launch.termination import Termination, machine_silent, parse_te
 HEARTBEAT_SECONDS = 1.0
 ANSWER_SECONDS = 3.0
 """Longest wait for the thread to write a message."""
+# Longest silence of a machine after a rank lost contact to another: no slow network then.
 SUSPECT_SECONDS = 5.0
-"""Longest silence of a machine after a rank lost contact to another: no slow network then."""
 
 TERMINATION_KEY = "launchers/ending"
 

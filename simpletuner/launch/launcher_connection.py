@@ -26,12 +26,12 @@ from simpletuner.system.processes.signals import StopRequest
 SOCKET_VARIABLE = "_SIMPLETUNER_LAUNCHER_SOCKET"
 """Environment variable with the descriptor of the rank's end of the socket pair."""
 HEARTBEAT_SECONDS = 1.0
+# Longest time that sending may block when the launcher is stopped, as by Ctrl-Z.
 SEND_SECONDS = 2.0
-"""Longest time that sending may block when the launcher is stopped, as by Ctrl-Z."""
+# Longest time until a rank without a launcher exits when it has nothing to save, or once it has.
 ORPHAN_SECONDS = 8.0
-"""Longest time until a rank without a launcher exits when it has nothing to save, or once it has."""
+# Seconds for the last save of a rank without a launcher.
 SAVE_SECONDS = 900.0
-"""Seconds for the last save of a rank without a launcher."""
 
 
 class LauncherConnection:

@@ -177,8 +177,8 @@ def parse_rejection(values: Mapping[str, Any]) -> RemoteFailure | None:
 
 STORE_SECONDS = 30
 """Longest wait for an answer from the store once its machine has been reached."""
+# Seconds for machine 0 to reach itself at the address that the others use.
 OWN_ADDRESS_SECONDS = 5
-"""Seconds for machine 0 to reach itself at the address that the others use."""
 RETRY_SECONDS = 0.5
 
 

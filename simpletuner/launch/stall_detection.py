@@ -27,8 +27,8 @@ from simpletuner.system.files.atomic import write_file
 if TYPE_CHECKING:
     from simpletuner.launch.ranks import Ranks
 
+# A process that waits in a hung call uses less CPU than this: its threads only poll.
 BUSY_SHARE = 0.05
-"""A process that waits in a hung call uses less CPU than this: its threads only poll."""
 SAMPLE_SECONDS = 5.0
 PAUSE_SECONDS = 10.0
 """Silence that means this process was stopped itself, as by Ctrl-Z, probably with the others."""
@@ -40,10 +40,10 @@ STATES: dict[str, str] = {
 PAUSED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 WARN_SECONDS = 10.0
 """Seconds of a rank's suspension before a warning."""
+# Longest time to a rank's first heartbeat, if that is longer than stall_timeout. Until then it imports
+# torch and this package, some 10,000 files: on a busy machine or from a network drive it may use next to no
+# CPU for minutes.
 BEGIN_SECONDS = 600.0
-"""Longest time to a rank's first heartbeat, if that is longer than stall_timeout. Until then it imports
-torch and this package, some 10,000 files: on a busy machine or from a network drive it may use next to no
-CPU for minutes."""
 
 
 @dataclass(frozen=True)

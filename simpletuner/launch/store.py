@@ -29,8 +29,8 @@ SECRET = "SIMPLETUNER_RUN_SECRET"
 """Environment variable with the secret itself; the setting run_secret_file names a file with it."""
 SECRET_CHARACTERS = 16
 """Least length of a secret: shorter ones can be guessed."""
+# Attempts to rewrite a key that somebody else overwrites; doing so all the time prevents the run.
 ATTEMPTS = 10
-"""Attempts to rewrite a key that somebody else overwrites; doing so all the time prevents the run."""
 
 
 class Store(Protocol):

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 SAVE_ON_SIGNAL_SECONDS = 900
 """Seconds for ranks to save after a signal, before they are killed."""
+# Seconds that machine 0 keeps serving the store after a disagreement, so that all machines can read why.
 LINGER_SECONDS = 1.0
-"""Seconds that machine 0 keeps serving the store after a disagreement, so that all machines can read why."""
+# Seconds for ranks to exit after another's failure: it may still write its report, and they theirs.
 EXIT_SECONDS = 15
-"""Seconds for ranks to exit after another's failure: it may still write its report, and they theirs."""
+# The same when another one is known to be dead. What a survivor does then needs the dead one, too: a
+# collective, whose wait SIGTERM does not end, or a checkpoint, which all ranks write and which counts only
+# when all have.
 DEAD_PEER_EXIT_SECONDS = 4
-"""The same when another one is known to be dead. What a survivor does then needs the dead one, too: a
-collective, whose wait SIGTERM does not end, or a checkpoint, which all ranks write and which counts only
-when all have."""
 
 
 @dataclass(frozen=True)

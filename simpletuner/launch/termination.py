@@ -111,8 +111,8 @@ def machine_silent(machine: int, name: str, seconds: float) -> Termination:
     return Termination(machine, int(ExitCode.TRAINING), f"{name} has been silent for {seconds:.0f} s", hint)
 
 
+# Polling interval that AWS recommends (two minutes' notice); Google and Azure give 30 s.
 ASK_SECONDS = 5.0
-"""Polling interval that AWS recommends (two minutes' notice); Google and Azure give 30 s."""
 ANSWER_SECONDS = 5.0
 NO_NOTICE = (HTTPStatus.NOT_FOUND, HTTPStatus.NO_CONTENT)
 CANNOT_RUN = (126, 127)

@@ -111,8 +111,8 @@ def device_by_name(name: str, otherwise: str = "") -> Device:
 
 FLOAT32_BYTES, BF16_BYTES = 4, 2
 
+# A moment of state_layout=split: 8 bits, and a float32 scale for each 128 of them (`split_adamw.py`).
 SPLIT_MOMENT_BYTES = 1 + 4 / 128
-"""A moment of state_layout=split: 8 bits, and a float32 scale for each 128 of them (`split_adamw.py`)."""
 
 QUANTIZED_BYTES = {"int8": 1, "float8": 1, "nf4": 0.5 + 1 / 64}
 """Bytes of a frozen weight by base_model_precision: NF4 has 4 bits, and 8 bits of scale for 64 weights."""

@@ -18,8 +18,8 @@ from simpletuner.settings.declared.errors import nearest
 from simpletuner.settings.declared.sections import Parallel
 from simpletuner.system.importing import import_named
 
+# Parameter count above which whole gradients (4 bytes each per rank) cost more than communication.
 SYNC_EACH_BATCH_ABOVE = 2_000_000_000
-"""Parameter count above which whole gradients (4 bytes each per rank) cost more than communication."""
 
 
 def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: torch.dtype, mesh: Mesh) -> None:

@@ -37,8 +37,8 @@ LAUNCHER_SECONDS = 10
 LOOK_SECONDS = 5.0
 """Between two looks of a waiting rank at whether others have ended."""
 MOST_ASKED = 64
+# Longest time without progress of the others that a waiting rank tolerates.
 STALL_SECONDS = 1800
-"""Longest time without progress of the others that a waiting rank tolerates."""
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 LISTINGS = "data_listings"
 # The oldest are removed: of 100,000 images, with captions of 30 random words, one has 6 MB, and takes 0.5 s to make.
 KEPT = 10
+# Images of a local dataset whose content is kept: a copy has another time, others may have its name.
 WITNESSES = 200
-"""Images of a local dataset whose content is kept: a copy has another time, others may have its name."""
 SHOWN_LETTERS = 120
 """Letters of a caption that are shown; whether it changed is known by its digest."""
 ROWS_AT_ONCE = 10_000

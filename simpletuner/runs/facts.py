@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 # Of a table of names and values.
 Rows = list[tuple[str, Any]]
 
+# Largest number of steps that the first and the last loss are means of; they never overlap.
 LOSS_STEPS = 20
-"""Largest number of steps that the first and the last loss are means of; they never overlap."""
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

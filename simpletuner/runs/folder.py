@@ -22,8 +22,8 @@ from simpletuner.system.files.regular_files import read_end
 from simpletuner.system.processes.run_status import STATUS
 
 HINT = "start the page with --folder to open others"
+# Levels of folders that a search for configurations or runs goes down: it may begin in a home folder.
 MAX_DEPTH = 4
-"""Levels of folders that a search for configurations or runs goes down: it may begin in a home folder."""
 SKIPPED = {"node_modules", "site-packages", "checkpoints", "cache", "__pycache__", "venv"}
 """Names of folders that such a search does not enter."""
 

@@ -119,8 +119,8 @@ def opened(path: Path) -> Iterator[Image.Image]:
         raise OSError(errno.EINVAL, f"cannot be decoded: {error}", str(path)) from None
 
 
+# Most pixels of an image that is decoded to be shown: 8192x8192 px take 200 MB.
 SHOWN_PIXELS = 1 << 26
-"""Most pixels of an image that is decoded to be shown: 8192x8192 px take 200 MB."""
 
 
 def read_rgb(path: Path, max_pixels: int | None = None) -> Image.Image:
@@ -145,8 +145,8 @@ def read_info(path: Path) -> tuple[tuple[int, int], ImageInfo | None]:
         return size, None
 
 
+# Quality of the WebP, from 0 to 100: what is lost of a frame is hardly seen while it moves.
 QUALITY = 80
-"""Quality of the WebP, from 0 to 100: what is lost of a frame is hardly seen while it moves."""
 # All GIFs of a run are in TensorBoard's event file, and none is compressed as a video is.
 GIF_EDGE_PX = 384
 MP4, WEBP = ".mp4", ".webp"

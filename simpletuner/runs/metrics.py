@@ -63,8 +63,8 @@ LOSSES = ("loss", "eval_loss", "eval_loss_ema")
 """Every row of the metrics has a step, and at least one of these."""
 
 TAIL_BYTES = 64 << 10
+# The largest file of metrics that is read: 15 million rows of 280 bytes.
 MAX_BYTES = 4 << 30
-"""The largest file of metrics that is read: 15 million rows of 280 bytes."""
 NUMBERS = {int, float, bool}
 # Up to which float64 has all integers.
 LARGEST_INTEGER = 1 << 53

@@ -20,15 +20,15 @@ from simpletuner.errors import SettingsError
 from simpletuner.system.files.regular_files import open_regular
 
 SAMPLE_LOSSES = "sample_losses.jsonl"
+# The largest file that is read: 300 million losses.
 MAX_BYTES = 16 << 30
-"""The largest file that is read: 300 million losses."""
 
 # Rows in a cell of window and bin: the mean of ln L, whose spread within a bin is about 0.5, is known to 0.1.
 CELL_ROWS = 32
 SKIPPED = 0.25
 BINS, MAX_WINDOWS = 10, 50
+# z from which a sample counts as one to look at: of 1,000 that are alike 1 has it by chance.
 LOOKS_WRONG = 3.0
-"""z from which a sample counts as one to look at: of 1,000 that are alike 1 has it by chance."""
 
 
 @dataclass(frozen=True)

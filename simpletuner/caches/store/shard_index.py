@@ -104,8 +104,8 @@ def parse_index_line(line: Mapping[str, Any], shard: Path) -> IndexEntry:
 
 
 FORMAT = 1
+# Checksum of all that follows it (16), length of the JSON header (8).
 PREFIX_BYTES = 24
-"""Checksum of all that follows it (16), length of the JSON header (8)."""
 
 ROW = np.dtype(
     [

@@ -40,8 +40,8 @@ from simpletuner.system.files.regular_files import read_file
 if TYPE_CHECKING:
     from simpletuner.caches.store.mirror import Mirror
 
+# Shards that a reader keeps mapped: page tables take 2 MiB each, and 65,530 maps are allowed.
 MAPS = 256
-"""Shards that a reader keeps mapped: page tables take 2 MiB each, and 65,530 maps are allowed."""
 SHARD_BYTES = 1 << 30
 # In the name of shards that hold only retractions: readers do not know their rank.
 RETRACTING_RANK = 999

@@ -68,8 +68,8 @@ class CropKeys(DatasetSettings):
 
 
 VIDEO = "video"
+# 5 s at LTX-Video's 25 frames per second, as in other trainers; Wan's 4n + 1 and LTX's 8n + 1 round it.
 DEFAULT_FRAMES = 125
-"""5 s at LTX-Video's 25 frames per second, as in other trainers; Wan's 4n + 1 and LTX's 8n + 1 round it."""
 
 
 def parse_lengths(value: Any) -> Any:

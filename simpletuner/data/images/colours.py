@@ -45,8 +45,8 @@ GAMMAS: Final = {4: 2.2, 5: 2.8, 8: 1.0}
 HDR_CURVES: Final = (16, 18)
 SRGB_GAMMA: Final = 1 / 2.2
 UNSAID: Final = (0, 2, 3)
+# Difference of gammas and coordinates that rounding makes: PNGs of sRGB have 0.45455, 0.4545 or 0.45.
 SAME: Final = 0.0025
-"""Difference of gammas and coordinates that rounding makes: PNGs of sRGB have 0.45455, 0.4545 or 0.45."""
 
 EXIF_IFD, INTEROPERABILITY_IFD, COLOUR_SPACE, INDEX = 0x8769, 0xA005, 0xA001, 1
 ADOBE_INDEX: Final = b"R03"
@@ -93,8 +93,8 @@ def of_exif(exif: bytes | FileBytes) -> Colours:
 
 WHITE_POINT, PRIMARY_CHROMATICITIES, TRANSFER_FUNCTION = 318, 319, 301
 CLASSIC_TIFF: Final = (b"II*\0", b"MM\0*")
+# Entries of a curve that are kept, of the 65,536 that images of 16 bits have.
 TABLE_SIZE: Final = 256
-"""Entries of a curve that are kept, of the 65,536 that images of 16 bits have."""
 
 
 class FileBytes:

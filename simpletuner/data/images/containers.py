@@ -40,10 +40,10 @@ TEXTS: Final = {
 TEXT_KINDS: Final = (b"tEXt", b"zTXt", b"iTXt")
 NOTE_MARKS: Final = {b"eXIf": 0, b"XML:com.adobe.xmp\0": 4, b"Raw profile type ": 4}
 """Marks of chunks to look for behind the pixels, and the bytes from the chunk's type to them."""
+# Bytes read from the end of a PNG, the place of EXIF and XMP written by exiftool and editors. Walking all
+# chunks would read most of the file, since libpng writes 8 KiB of pixels per chunk. In a bucket this is a
+# second request per PNG.
 TAIL_BYTES: Final = 32 << 10
-"""Bytes read from the end of a PNG, the place of EXIF and XMP written by exiftool and editors. Walking all
-chunks would read most of the file, since libpng writes 8 KiB of pixels per chunk. In a bucket this is a
-second request per PNG."""
 KEY_BYTES, MAX_NOTE_BYTES, MAX_PROFILE_BYTES = 80, 4 << 20, 32 << 20
 EXIF_FLAG, XMP_FLAG, ANIMATION_FLAG = 0x08, 0x04, 0x02
 

@@ -23,8 +23,8 @@ from simpletuner.data.images.orientation import TAG, UPRIGHT, turned_upright
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image.DecompressionBombError)
 """Exceptions of Pillow and its plugins for a file that is no image, cut short or absurdly large."""
 
+# 1.6 GB while it is decoded; JPEGs are decoded at an eighth of their sides, and take 25 MB.
 MAX_PIXELS = 400_000_000
-"""1.6 GB while it is decoded; JPEGs are decoded at an eighth of their sides, and take 25 MB."""
 PILLOW_MAX_PIXELS = {"WEBP": 178_956_970}
 """Pixel limits of Pillow decoders with a limit of their own, one for the whole process."""
 LARGE_PIXELS = 1 << 26

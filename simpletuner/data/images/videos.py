@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 UNREADABLE = "is not a video in a known format, or is damaged"
 # Of FFmpeg's enums: matrix coefficients that a file does not name; transfer curves of PQ and HLG.
 UNSPECIFIED, HDR_CURVES = 2, (16, 18)
+# Height from which files without a matrix get BT.709, as in players.
 HD_HEIGHT = 720
-"""Height from which files without a matrix get BT.709, as in players."""
 
 
+# Width of a pixel by its height, or the other way round; DV, DVDs and anamorphic lenses have at most 2.
 MOST_STRETCHED = 16
-"""Width of a pixel by its height, or the other way round; DV, DVDs and anamorphic lenses have at most 2."""
 UNTIMED_MS, UNTIMED_FPS = 10, 10.0
 """Frames that are to be shown no longer are shown ten per second, as browsers and FFmpeg do."""
 

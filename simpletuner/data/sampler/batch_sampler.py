@@ -60,9 +60,9 @@ class BucketSchedule:
         return next((limit for limit in self.epoch_limits if limit > epoch), NO_LIMIT)
 
 
+# Version of what decides buckets and the order of samples (`data_version` in state.json): a position
+# means something only in the order that it was counted in.
 DATA_VERSION = 1
-"""Version of what decides buckets and the order of samples (`data_version` in state.json): a position
-means something only in the order that it was counted in."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from fractions import Fraction
 
 import numpy as np
 
+# Rounds of the Feistel network; even. 7 are enough to be indistinguishable from a random permutation by
+# nearly as many positions as there are (Patarin 2003, "Luby-Rackoff: 7 rounds are enough"). With ideal
+# hashes, the places of two items among more than 4,096 are then within 3e-13 of uniform (total variation),
+# computed exactly; tests see it up to 4.
 ROUNDS = 8
-"""Rounds of the Feistel network; even. 7 are enough to be indistinguishable from a random permutation by
-nearly as many positions as there are (Patarin 2003, "Luby-Rackoff: 7 rounds are enough"). With ideal
-hashes, the places of two items among more than 4,096 are then within 3e-13 of uniform (total variation),
-computed exactly; tests see it up to 4."""
 
 # Up to this size, hashes are sorted instead: that is exactly uniform, where the orders of 6 items in a
 # network of 12 rounds are 2 % off, and no more work, since blocks of the order are as long.

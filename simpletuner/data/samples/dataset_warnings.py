@@ -247,8 +247,8 @@ def scan_of(dataset: ImageDataset, outputs: Sequence[Path]) -> Scan:
 # pyarrow comes without types.
 
 
+# Relative tolerance of frame rates: 29.97 counts as 30, and 23.976 as 24.
 TOLERANCE = 0.02
-"""Relative tolerance of frame rates: 29.97 counts as 30, and 23.976 as 24."""
 MAX_RATES = 4
 
 

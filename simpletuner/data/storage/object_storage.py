@@ -37,8 +37,8 @@ from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.report import Report
 from simpletuner.system.files.regular_files import RangeReader
 
+# First range read of an image; headers are longer only where cameras write large thumbnails into them.
 HEADER_BYTES = 64 << 10
-"""First range read of an image; headers are longer only where cameras write large thumbnails into them."""
 PART_BYTES, MOST_PARTS = 8 << 20, 9_000
 """Part size and number of a multipart upload: S3 allows 10,000 parts of at least 5 MiB."""
 PARTS_AT_ONCE = 6

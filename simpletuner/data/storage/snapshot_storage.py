@@ -30,8 +30,8 @@ from simpletuner.data.storage.storage import CAPTION_SUFFIX, Listing, StoredFile
 from simpletuner.errors import DataError
 from simpletuner.settings.declared.errors import did_you_mean
 
+# Row groups in memory, of most datasets 50 to 200 MB each.
 GROUPS = 4
-"""Row groups in memory, of most datasets 50 to 200 MB each."""
 READ_ERRORS = (pa.ArrowException, OSError, ValueError)
 
 

@@ -34,8 +34,8 @@ from simpletuner.system.files.regular_files import check_regular
 from simpletuner.system.processes.threads import map_in_threads
 
 ROWS = 65_536
+# A longer line is refused; pyarrow's own limit is 1 MiB.
 JSON_BLOCK_BYTES = 16 << 20
-"""A longer line is refused; pyarrow's own limit is 1 MiB."""
 # Of what pyarrow says.
 MAX_LETTERS = 200
 MAX_COLUMNS = 20

@@ -21,8 +21,8 @@ from simpletuner.settings.values.shape import Shape
 
 Denoise = Callable[[dict[str, Any]], Any]
 
+# Base of element indices in a pipeline: two numbers below it survive float32 and scales.
 DIGIT = 1024
-"""Base of element indices in a pipeline: two numbers below it survive float32 and scales."""
 
 
 class Stepped(tuple[Tensor]):

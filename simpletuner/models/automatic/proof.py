@@ -26,8 +26,8 @@ from simpletuner.settings.values.shape import Shape
 STEPS = 4
 CLOSE = 1e-3
 """Largest difference of two predictions, relative to the largest element: kernels differ."""
+# Largest mean difference of two images in 0..1, one of them through a VAE in bf16.
 ALIKE = 2e-2
-"""Largest mean difference of two images in 0..1, one of them through a VAE in bf16."""
 
 
 @dataclass

@@ -179,5 +179,5 @@ class WanImageToVideo(Wan):
         return super().conditioning_shapes() | image
 
 
+# Tokens of an image of 224 x 224 px in patches of 14, and the one of the whole.
 CLIP_PATCHES = 257
-"""Tokens of an image of 224 x 224 px in patches of 14, and the one of the whole."""

@@ -94,8 +94,8 @@ def interpolated(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
     return (1 - s) * latents + s * noise
 
 
+# Smallest sum of a mask, in cells: the loss of an image with a black mask is 0, not 0 / 0.
 LEAST_MASK = 1e-3
-"""Smallest sum of a mask, in cells: the loss of an image with a black mask is 0, not 0 / 0."""
 
 
 def sample_losses(prediction: Tensor, target: Tensor, weights: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -101,8 +101,8 @@ def describe_shift(family: ModelFamily, shift: float | ShiftOfShape, shapes: Seq
     return f"shifted by {' to '.join(ends)}{origin}"
 
 
+# Largest distance from latents of variance 1 at which a loop may end.
 REACHED = 2e-2
-"""Largest distance from latents of variance 1 at which a loop may end."""
 STEPS = 8
 
 

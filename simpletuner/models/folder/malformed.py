@@ -25,14 +25,14 @@ RAISED = (
 MODULE_COUNT = re.compile(r"(^|_)(layers?|blocks|depth)(_|$)")
 """Keys of a config that say how many modules are built."""
 
+# The deepest published models have some hundreds of layers; a loop over 1e9 would never end.
 MAX_MODULES = 10_000
-"""The deepest published models have some hundreds of layers; a loop over 1e9 would never end."""
 
 WIDTH = re.compile(r"(^|_)(dims?|axes|channels|heads|size|width)(_|$)")
 """Keys of a config that say how large something is that is built, such as axes_dims_rope."""
 
+# The largest vocabularies have some 100,000 entries; tables of 1e9 take minutes and all memory.
 MAX_WIDTH = 2_000_000
-"""The largest vocabularies have some 100,000 entries; tables of 1e9 take minutes and all memory."""
 
 MAX_REASON_LENGTH = 300
 CHECK_COPY = "copy or download the model again, or check pretrained_model_name_or_path"

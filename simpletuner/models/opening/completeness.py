@@ -246,8 +246,8 @@ def check_tokenizer(folder: Path, cls: Any) -> None:
 NOTES = "base_models"
 HEADER_LENGTH_BYTES = 8
 """Bytes of the header length at the start of a safetensors file."""
+# The largest header that safetensors reads; the largest published tokenizers have 33 MB.
 MOST_READ_BYTES = 100 << 20
-"""The largest header that safetensors reads; the largest published tokenizers have 33 MB."""
 
 CHECKS = 2
 """Version of the checks, raised with each that is added: earlier notes do not say that it was passed."""

@@ -54,10 +54,10 @@ WITHOUT_EFFECT = {
 }
 """Keys of peft's configs without an effect on saved matrices: how they were found and trained."""
 
+# Values of peft's init_lora_weights that leave the base model as it is. PiSSA, OLoRA, CorDA, LoftQ and
+# LoRA-GA subtract the first matrices from its weights, so that what they save is no difference to the
+# published ones.
 KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-"""Values of peft's init_lora_weights that leave the base model as it is. PiSSA, OLoRA, CorDA, LoftQ and
-LoRA-GA subtract the first matrices from its weights, so that what they save is no difference to the
-published ones."""
 
 
 @dataclass(frozen=True)

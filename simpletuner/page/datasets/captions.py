@@ -31,8 +31,8 @@ from simpletuner.system.files.paths import ENVIRONMENT
 from simpletuner.system.files.regular_files import read_end, read_file
 from simpletuner.system.files.unread import MALFORMED
 
+# Bytes read from the end of the journal: 10,000 edits of captions of 300 letters.
 READ_BYTES = 8 << 20
-"""Bytes read from the end of the journal: 10,000 edits of captions of 300 letters."""
 
 
 @dataclass(frozen=True)

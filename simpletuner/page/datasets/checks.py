@@ -34,8 +34,8 @@ from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus
 LISTING = "datasets.json"
 """Name of the file that `tools/dataset/listing.py` writes, which takes half a second to import."""
 EXIT_SECONDS = 5.0
+# Configurations whose results are kept; 100,000 images take 20 MB.
 MAX_KEPT = 12
-"""Configurations whose results are kept; 100,000 images take 20 MB."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from simpletuner.settings.showing.export import as_flags
 
 SETTING = "fsdp_transformer_layer_cls_to_wrap"
 NAMES_MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path", "revision", "model_families")
+# The largest published denoiser takes 20 s on two cores, most of it the import of torch and diffusers.
 SECONDS = 300
-"""The largest published denoiser takes 20 s on two cores, most of it the import of torch and diffusers."""
 
 
 def open_dialog(request: Request) -> Response:

@@ -30,8 +30,8 @@ from simpletuner.system.processes.signals import REPEAT_SECONDS
 if TYPE_CHECKING:  # `simpletuner status` has no server
     from starlette.requests import Request
 
+# Longest wait, before leaving, for a run to handle the first signal; one that hangs never does.
 HANDLED_SECONDS = 10.0
-"""Longest wait, before leaving, for a run to handle the first signal; one that hangs never does."""
 
 
 @dataclass

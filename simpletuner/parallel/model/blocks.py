@@ -91,10 +91,10 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+# Upper bounds for the share of one unit: the weights of one all-gather need memory in addition to
+# everything else, twice when the next unit is prefetched. Published transformers have blocks of 1 to 5 %.
+# The first bound is used under which the units hold ENOUGH of the model.
 LARGEST_SHARES = (1 / 20, 1 / 10, 1 / 5, 1)
-"""Upper bounds for the share of one unit: the weights of one all-gather need memory in addition to
-everything else, twice when the next unit is prefetched. Published transformers have blocks of 1 to 5 %.
-The first bound is used under which the units hold ENOUGH of the model."""
 
 ENOUGH = 0.95
 """Share of the model to cover by units; the rest is gathered with the root and kept all pass."""

@@ -14,12 +14,12 @@ from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zer
 from simpletuner.parallel.torch_engine import ShardedParameter
 
 MOMENTUM, ITERATIONS = 0.95, 5
+# Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: of the polynomial that is steepest at 0.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: of the polynomial that is steepest at 0."""
 
+# Root mean square of an update, so that learning rate and weight decay of AdamW serve (Liu et al. 2025,
+# arXiv:2502.16982, section 2.2).
 UPDATE_RMS = 0.2
-"""Root mean square of an update, so that learning rate and weight decay of AdamW serve (Liu et al. 2025,
-arXiv:2502.16982, section 2.2)."""
 
 
 class Muon(ShardOptimizer):

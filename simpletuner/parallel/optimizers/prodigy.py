@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
 from simpletuner.parallel.torch_engine import ShardedParameter
 
+# d_0 of the paper, which says that any small value will do: it grows within some hundred steps.
 FIRST_DISTANCE = 1e-6
-"""d_0 of the paper, which says that any small value will do: it grows within some hundred steps."""
 
 
 class Prodigy(ShardOptimizer):

@@ -19,11 +19,11 @@ from simpletuner.parallel.precision.split_engine import SplitEngine, hold_in_bf1
 from simpletuner.parallel.torch_engine import TorchEngine, local_tensor
 from simpletuner.settings.declared.sections import Settings
 
+# CUDA compute capability of Ada; Hopper is 9.0. Older GPUs multiply no 8-bit floating-point numbers.
 FIRST_CAPABILITY = (8, 9)
-"""CUDA compute capability of Ada; Hopper is 9.0. Older GPUs multiply no 8-bit floating-point numbers."""
 
+# Divisor of both sides of a float8 matrix (torch._scaled_mm).
 MULTIPLE = 16
-"""Divisor of both sides of a float8 matrix (torch._scaled_mm)."""
 
 
 def check_float8(device: torch.device) -> None:

@@ -28,8 +28,8 @@ NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
 """Values that share a scale, and scales that share one of theirs (Dettmers et al. 2023, arXiv:2305.14314)."""
 
 
+# Before, int8 and NF4 were other classes, of other parts (tried: 0.15, 0.16 and 0.17).
 FIRST_TORCHAO = (0, 18)
-"""Before, int8 and NF4 were other classes, of other parts (tried: 0.15, 0.16 and 0.17)."""
 
 
 def check_torchao(setting: str) -> None:
@@ -161,8 +161,8 @@ def trace_as_one(product: type[torch.autograd.Function]) -> None:
         torch.compiler.allow_in_graph(product)
 
 
+# Smallest number of input rows for cuBLAS's int8 product. Modulations have fewer, and little work.
 FEWEST_ROWS = 17
-"""Smallest number of input rows for cuBLAS's int8 product. Modulations have fewer, and little work."""
 
 
 class QuantizedLinear(nn.Module):

@@ -17,11 +17,11 @@ from torch import Tensor
 from simpletuner.data.sampler.epoch_order import hash_key
 from simpletuner.parallel.optimizer_state import NewMoments, ShardAdamW, zero_moments
 
+# Values that share a scale: 4 / 128 bytes per value, and an outlier costs its neighbours alone precision.
 BLOCK = 128
-"""Values that share a scale: 4 / 128 bytes per value, and an outlier costs its neighbours alone precision."""
 
+# The lowest code of it, scale / 255 ** 4, is still a normal float32 number.
 SMALLEST_SCALE = 1e-28
-"""The lowest code of it, scale / 255 ** 4, is still a normal float32 number."""
 
 
 def write_float32(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
@@ -130,8 +130,8 @@ def _in_blocks(values: Tensor) -> Tensor:
     return F.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
 
 
+# Values that are float32 at once on a CPU: each temporary tensor has 16 MiB at most. A multiple of BLOCK.
 CHUNK = 32768 * 128
-"""Values that are float32 at once on a CPU: each temporary tensor has 16 MiB at most. A multiple of BLOCK."""
 
 
 class SplitAdamW(ShardAdamW):

@@ -13,8 +13,8 @@ from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.precision.split_adamw import SplitAdamW, join_float32, write_float32
 from simpletuner.parallel.torch_engine import ShardedParameter, ShardUpdate, TorchEngine, local_tensor
 
+# Float32 weights that are read at once, over all ranks, before they are split.
 LOAD_BYTES = 2**30
-"""Float32 weights that are read at once, over all ranks, before they are split."""
 
 
 def hold_in_bf16(model: nn.Module) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from simpletuner.parallel.precision.split_adamw import BLOCK, SMALLEST_SCALE, QuantizedMoment
 
+# Blocks of one program, 1,024 values: 8 for each of 128 threads.
 ROWS = 8
-"""Blocks of one program, 1,024 values: 8 for each of 128 threads."""
 
 CONSTANTS = {"num_rows": ROWS, "block": BLOCK, "smallest": SMALLEST_SCALE}
 

@@ -153,8 +153,8 @@ def reason_of(error: Exception) -> str:
 
 
 TOO_DEEP = "its brackets are nested too deeply"
+# Levels of tables and lists. Real files have five; Python's own readers give up between 500 and 1,000.
 MAX_DEPTH = 100
-"""Levels of tables and lists. Real files have five; Python's own readers give up between 500 and 1,000."""
 
 
 def check_depth(value: Any) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.mounts import find_mount, read_mounts
 
+# Longest wait for a file of known name: NFS clients may keep attributes for 60 s (acdirmax), sshfs 20 s.
 LATE_SECONDS = 90.0
-"""Longest wait for a file of known name: NFS clients may keep attributes for 60 s (acdirmax), sshfs 20 s."""
 POLL_SECONDS = 0.1
 
 SHORTER_CACHES = {

@@ -30,11 +30,10 @@ from simpletuner.system.files.mounts import FileSystem
 HANDOVER_SECONDS = 30
 """Longest wait for a run whose launcher has died: its ranks save their last step and exit."""
 POLL_SECONDS = 0.2
+# Longest time that a write is on its way, where two may create one file: who still reads his own then has
+# it, which is Fischer's algorithm (Lamport, A Fast Mutual Exclusion Algorithm, 1987). Slower writes are waited
+# for four times as long.
 SETTLE_SECONDS = 5.0
-"""Longest time that a write is on its way, where two may create one file: who still reads his own then has
-it, which is Fischer's algorithm (Lamport, A Fast Mutual Exclusion Algorithm, 1987). Slower writes are waited
-for four times as long.
-"""
 READS, REREAD_SECONDS = 3, 0.1
 """Reads of a record that may be in the middle of an overwrite, and the seconds between them."""
 RELEASE_SECONDS = 5.0

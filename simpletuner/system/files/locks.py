@@ -18,8 +18,8 @@ from pathlib import Path
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.mounts import NO_LOCKS
 
+# Longest wait for a lock that is only held while something is cleared or written.
 WAIT_SECONDS = 30
-"""Longest wait for a lock that is only held while something is cleared or written."""
 
 POLL_SECONDS = 0.02
 

@@ -23,14 +23,14 @@ from simpletuner.system.files.paths import descriptor_of
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
+# The largest file read whole if the caller names no other limit; state.json of 12B weights takes 2 MiB.
 MAX_BYTES = 256 << 20
-"""The largest file read whole if the caller names no other limit; state.json of 12B weights takes 2 MiB."""
 
+# Seconds of retries for a file that is just being replaced: GlusterFS answers ESTALE for up to 1 s.
 REPLACED_SECONDS = 2.0
-"""Seconds of retries for a file that is just being replaced: GlusterFS answers ESTALE for up to 1 s."""
 RETRY_SECONDS = 0.001
+# Attempts after which a file that stat(2) does not find, either, is missing.
 MISSES = 5
-"""Attempts after which a file that stat(2) does not find, either, is missing."""
 
 T = TypeVar("T")
 

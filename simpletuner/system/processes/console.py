@@ -17,8 +17,8 @@ from simpletuner.run_log import LOG, LOGGER, logs_of
 PASSES = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 """Errors after which a later line may be written: Python keeps the last 8 KiB until then. A pipe without a
 reader, or a terminal that was closed, does not come back."""
+# Characters written at once: 4 bytes each fit into what poll(2) calls a writable pipe, 4 KiB.
 CHUNK = 1024
-"""Characters written at once: 4 bytes each fit into what poll(2) calls a writable pipe, 4 KiB."""
 PATIENCE_SECONDS = 10.0
 """Longest wait for a full pipe's reader, such as an unscrolled `less`, or a terminal after Ctrl-S."""
 

@@ -19,8 +19,8 @@ from simpletuner.system.processes.threads import run_bounded
 # Images are decoded no larger than needed for this, where their format allows.
 SMALL_PX = 128
 COLOURS_PX = 16
+# Levels by which compression may change the mean brightness of a part.
 NOISE = 2
-"""Levels by which compression may change the mean brightness of a part."""
 
 
 @dataclass(frozen=True)

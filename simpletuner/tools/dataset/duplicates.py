@@ -16,8 +16,8 @@ MAX_BITS = 8
 PARTS = 4
 
 
+# Mean difference of their colours, of 255; another size and JPEG of quality 30 make up to 2.
 MAX_DIFFERENCE = 4.0
-"""Mean difference of their colours, of 255; another size and JPEG of quality 30 make up to 2."""
 
 
 # Of their contrast: two photographs of gravel have the same mean colours, and differ by about their contrast.

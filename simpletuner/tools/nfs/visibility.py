@@ -36,8 +36,8 @@ from simpletuner.tools.nfs.workspace import GONE, invalidate_dir_cache, read_byt
 LATE_SECONDS = 5.0
 """Time for which the client's caches are relied on; then they are invalidated, with a warning."""
 ROUNDS = 2
+# Longest wait for a change in a folder that was listed before: sshfs keeps a listing for 20 s.
 LISTED_SECONDS = 30.0
-"""Longest wait for a change in a folder that was listed before: sshfs keeps a listing for 20 s."""
 CLOCK_WARN_SECONDS, CLOCK_FAIL_SECONDS = 1.0, 60.0
 CLOCK_FIX = "on every node: sudo timedatectl set-ntp true; timedatectl timesync-status"
 

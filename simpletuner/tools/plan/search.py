@@ -31,8 +31,8 @@ BATCH = ("train_batch_size", "gradient_accumulation_steps")
 SAME_SPEED = 0.01
 ROUNDED = "bf16"
 """The `state_layout` whose weights are rounded at each step: `split` keeps float32 ones."""
+# Share of a step's seconds that coarser weights must not exceed where finer ones fit, too.
 ROUNDED_SHARE = 0.5
-"""Share of a step's seconds that coarser weights must not exceed where finer ones fit, too."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ from simpletuner.training.mirroring.run_files import (
 if TYPE_CHECKING:
     from simpletuner.data.storage.object_storage import ObjectStorage
 
+# Each in parts, sent side by side; more would take memory and bandwidth from the run.
 FILES_AT_ONCE = 2
-"""Each in parts, sent side by side; more would take memory and bandwidth from the run."""
 SMALL_BYTES = 8 << 20
 BLOCK_BYTES = 1 << 20
 

@@ -46,12 +46,12 @@ RETRY_SECONDS, LONGEST_RETRY_SECONDS = 2.0, 60.0
 """Waits after an upload that failed: obstore has tried it for 30 s by then."""
 PRUNE_RETRY_SECONDS = 600.0
 """Time until old checkpoints are removed again after the bucket refused it."""
+# Longest wait of the end of a run for a bucket that does not answer. Uploads that go on may take longer.
 PATIENCE_SECONDS = 60.0
-"""Longest wait of the end of a run for a bucket that does not answer. Uploads that go on may take longer."""
 LISTING = ""
 """Stands for what concerns no single file: listing, the lease, pruning."""
+# The same where the run has failed: its launcher kills the ranks 15 s later.
 FAILED_SECONDS = 10.0
-"""The same where the run has failed: its launcher kills the ranks 15 s later."""
 HINT = "check mirror_output, and its credentials in the environment (docs/many-machines.md)"
 DOWN = "training goes on; what is missing there is uploaded when the bucket answers"
 

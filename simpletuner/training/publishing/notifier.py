@@ -37,8 +37,8 @@ IMAGE = "validation.jpg"
 # Longer sides of the image: the first at which it is within MAX_BYTES. ntfy.sh takes 15 MB, Discord 10.
 EDGES_PX = (1600, 1000, 600, 300)
 MAX_BYTES = 1 << 20
+# Discord refuses a longer `content`; a header of ntfy becomes a file beyond 4,096 bytes.
 TEXT_LETTERS = 2000
-"""Discord refuses a longer `content`; a header of ntfy becomes a file beyond 4,096 bytes."""
 
 
 def format_of(url: str, wanted: Wanted) -> Format:
