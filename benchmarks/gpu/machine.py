@@ -50,11 +50,14 @@ def environment(tiny: bool) -> None:
     found["host GiB"] = {name: int(memory[name].split()[0]) / MIB for name in ("MemTotal", "MemAvailable")}
     found |= {"cores": os.cpu_count(), "locked memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)}
     if on_gpu(tiny):
+        from simpletuner.commands.plan import device_of_this_machine
         from simpletuner.parallel.gpu import describe_device
+        from simpletuner.settings import load
 
         began = time.monotonic()
         torch.zeros(1, device="cuda")
         found |= {"first kernel, s": time.monotonic() - began, "device": describe_device(torch.device("cuda", 0))}
+        found["as plan knows it"] = repr(device_of_this_machine(load({}, complete=False, environment={})))
     tell(**found)
 
 
@@ -88,6 +91,7 @@ def rates(tiny: bool) -> None:
         tell(what=f"attention {backend}", **found)
     if on_gpu(tiny):
         measure_host_buffer()
+        exhaust_memory()
 
 
 def measure_rates(edge: int, size: int, seconds: float) -> Record:
@@ -149,6 +153,19 @@ def measure_host_buffer() -> None:
     is_pinned = buffer.block.is_pinned()
     tell(what="HostBuffer of 2 GiB", locking=locked, is_pinned=is_pinned, GB_per_s=rate, asynchronous=waited > 0.01)
     buffer.release()
+
+
+def exhaust_memory() -> None:
+    """Tell what a run would say whose memory is used up."""
+    from simpletuner.errors import TrainingError
+    from simpletuner.parallel.gpu import explain_out_of_memory
+
+    device = torch.device("cuda", 0)
+    try:
+        with explain_out_of_memory(settings_of(TINY_STEP), device):
+            torch.empty(2 * torch.cuda.mem_get_info(device)[1], dtype=torch.uint8, device=device)
+    except TrainingError as error:
+        tell(what="out of memory", said=f"{error.message}; {error.hint}")
 
 
 def waits(tiny: bool) -> None:

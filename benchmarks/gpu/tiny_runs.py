@@ -94,6 +94,13 @@ OTHER_UPDATES = {"muon", "adafactor", "schedule-free", "prodigy", "lion"}
 SDXL = {
     name: FLUX[name] for name in (CPU, CPU_LORA, "fp32", "bf16", "split", "fsdp2", "compiled", "lora", "zero 2 cpu")
 }
+TWO_DENOISERS: dict[str, tuple[Flags, float]] = {
+    "two denoisers": (
+        IMAGES | {"model_flavour": "t2v-14b-2.2-high", "pretrained_model_name_or_path": "two-denoisers"},
+        0,
+    )
+}
+"""As of Wan 2.2: the one that is not trained is copied to the GPU block by block, on a stream of its own."""
 RESUMED = {"fp32", "split", "fsdp2", "fsdp2 split", "lora", "zero 2 cpu"}
 """Those that are killed in their ninth step or later and started again; a checkpoint is there of every fifth."""
 AT_ONCE = 12
@@ -144,7 +151,9 @@ class TinyRun:
         self.began = time.monotonic()
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", "simpletuner", "train", *words]
-            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=os.environ | threads)
+            return subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, env=os.environ | threads, cwd=self.folder
+            )
 
     def rows(self) -> list[Record]:
         """The rows of metrics.jsonl by step, of a step taken twice the later one."""
@@ -184,10 +193,12 @@ def smoke(tiny: bool) -> None:
 
 def matrix(tiny: bool) -> None:
     """Train in every way that has code of its own on CUDA, beside float32 on the CPU."""
-    families = {"flux": FLUX, "sdxl": SDXL}
+    families = {"flux": FLUX, "sdxl": SDXL, "wan": TWO_DENOISERS}
     if tiny:  # what a CPU can show of it in seconds
         families = {"flux": {name: FLUX[name] for name in (CPU, "split")}}
     with pictures(tiny) as folder:
+        if "wan" in families:
+            write_two_denoisers(folder / "two-denoisers")
         runs = [
             TinyRun(folder, family, name, flags, tiny, "killed" if name in RESUMED else "")
             for family, own in families.items()
@@ -196,6 +207,22 @@ def matrix(tiny: bool) -> None:
         runs.sort(key=lambda run: run.name not in (CPU, CPU_LORA))  # others are held against them
         tolerances = {f"{family}, {name}": each for family, own in families.items() for name, (_, each) in own.items()}
         run_all(runs, tolerances, max(1, min(AT_ONCE, (os.cpu_count() or 2) - 2)))
+
+
+def write_two_denoisers(folder: Path) -> None:
+    """Write a tiny pipeline with a second denoiser, of other weights, below a boundary."""
+    import torch
+    from diffusers import WanPipeline
+
+    from simpletuner.models.catalog.registry import load_preset
+    from simpletuner.models.tiny.build import build_preset
+
+    preset = load_preset("wan")
+    assert preset is not None and preset.tiny is not None
+    torch.manual_seed(1)
+    second = build_preset(preset.tiny).transformer
+    build_preset(preset.tiny).save_pretrained(folder)
+    WanPipeline.from_pretrained(folder, transformer_2=second, boundary_ratio=0.875).save_pretrained(folder)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,8 @@ def test_planted_defects_are_found(rehearsed):
 
 def test_a_step_follows_where_the_system_refuses_to_lock_pages(rehearsed):
     assert rehearsed["refused"]["launches"] > 500
+
+
+def test_functions_that_are_said_to_be_rehearsed_ran(rehearsed):
+    listed = tomllib.loads((ROOT / "benchmarks" / "gpu" / "cuda_functions.toml").read_text())["rehearsed"]
+    assert set(listed) - set(rehearsed["called"]) == set()

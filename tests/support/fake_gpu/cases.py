@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import gc
 import importlib.util
 import json
@@ -18,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch.distributed.fsdp import fully_shard
 
+import simpletuner
 from fake_gpu.device import RUNTIME, Stream
 from fake_gpu.rehearsal import Known, Rehearsal, rehearsed
 from simpletuner.models.catalog.registry import load_preset
@@ -39,6 +41,8 @@ FSDP2: Flags = {"fsdp_enable": True}
 LORA: Flags = {"model_type": "lora"}
 RELEASED: Flags = {"optimizer_release_gradients": True, "max_grad_norm": 0, "use_ema": True}
 VALIDATED: Flags = {"validation_prompt": "a", "validation_num_inference_steps": 3}
+PROFILED = ("plain", "fsdp2", "split", "activations")
+"""Cases of which the functions that ran are noted: together they have those that all have, at a fifth of the time."""
 RANKS = 8
 CASES: dict[str, tuple[int, Flags]] = {
     "plain": (1, {"use_ema": True, "optimizer": "adam"}),
@@ -204,7 +208,7 @@ def refuse_page_locking(model: Flags, known: Known) -> dict[str, Any]:
         RUNTIME.code = 0
 
 
-def rehearse_all(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def rehearse_all(names: list[str], calls: cProfile.Profile) -> Iterator[tuple[str, dict[str, Any]]]:
     known = Known()
     skipped = NEEDS_TORCHAO if importlib.util.find_spec("torchao") is None else ()
     with tiny_pipeline(num_layers=0) as small, tiny_pipeline() as whole, tiny_pipeline("qwen_image") as unused:
@@ -213,10 +217,12 @@ def rehearse_all(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         gc.freeze()
         for name in names or CASES:
             if name not in skipped:
+                calls.enable() if name in PROFILED else calls.disable()
                 model = unused if name == UNUSED else whole if name in WHOLE else small
                 yield from rehearse_case(name, model, known)
         if not names:
             yield "defect: shards", rehearse_wrong_shards(small, known)
+            calls.enable()
             yield "refused", refuse_page_locking(small, known)
 
 
@@ -232,11 +238,20 @@ def tiny_pipeline(family: str = "flux", **changes: int) -> Iterator[Flags]:
 
 def main(file: Path, names: list[str]) -> None:
     found: dict[str, Any] = {}
-    began = time.process_time()
-    for name, each in rehearse_all(names):
+    began, calls = time.process_time(), cProfile.Profile()
+    for name, each in rehearse_all(names, calls):
         found[name] = each | {"seconds": time.process_time() - began}
         file.write_text(json.dumps(found))
         began = time.process_time()
+    calls.disable()
+    file.write_text(json.dumps(found | {"called": called_functions(calls)}))
+
+
+def called_functions(calls: cProfile.Profile) -> list[str]:
+    """Return the functions of the package that this thread has called, as `parallel/gpu.py::describe_device`."""
+    package = f"{Path(simpletuner.__file__).parent}/"
+    places = [(each.code.co_filename, each.code.co_name) for each in calls.getstats() if not isinstance(each.code, str)]
+    return sorted({f"{path.removeprefix(package)}::{name}" for path, name in places if path.startswith(package)})
 
 
 if __name__ == "__main__":
