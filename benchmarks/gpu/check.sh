@@ -24,7 +24,7 @@ import importlib, sys, warnings
 warnings.simplefilter("ignore")
 missing = []
 for name in """torch accelerate diffusers transformers peft safetensors tokenizers huggingface_hub typer rich pydantic yaml
-platformdirs filelock psutil tomli_w numpy pyarrow PIL imagesize xxhash matplotlib jinja2 sentencepiece google.protobuf
+platformdirs filelock psutil numpy pyarrow PIL imagesize xxhash matplotlib jinja2 sentencepiece google.protobuf
 simpletuner.app simpletuner.worker""".split():
     try:
         importlib.import_module(name)
