@@ -9,22 +9,25 @@ from end_to_end.test_resuming import assert_same_bits
 from PIL import Image
 from safetensors.torch import load_file
 
-NEEDING_WHOLE_WEIGHTS = ("adafactor", "muon", "adamw_schedulefree", "prodigy")
 CLOSE = {"muon": 4e-3}
 """Relative, otherwise 1e-3. Muon orthogonalizes in bf16, whose rounding is 4e-3, and depends on the kind of CPU: the
 gradient norm after a step was 1.3e-3 off on one, and within 1e-3 on another."""
 
 
 @pytest.mark.long
-def test_steps_are_those_of_one_rank_and_checkpoints_go_on_anywhere(run_on, arguments_of):
-    arguments = arguments_of("sdxl", learning_rate=1e-2)
-    alone = [f"{name} whole" for name in NEEDING_WHOLE_WEIGHTS]
-    shared = [f"{name} fsdp2" for name in NEEDING_WHOLE_WEIGHTS]
+@pytest.mark.parametrize(
+    ("family", "optimizers"), [("sdxl", ["adafactor"]), ("flux2", ["muon", "adamw_schedulefree", "prodigy"])]
+)
+def test_steps_are_those_of_one_rank_and_checkpoints_go_on_anywhere(family, optimizers, run_on, arguments_of):
+    """Adafactor's factors have the shape of what they belong to, so it takes the U-Net, which has convolutions."""
+    arguments = arguments_of(family, learning_rate=1e-2)
+    alone = [f"{name} whole" for name in optimizers]
+    shared = [f"{name} fsdp2" for name in optimizers]
     taken = run_on(engines.save_in_turn, 1, arguments, alone)
     taken |= run_on(engines.save_in_turn, 2, arguments, alone + shared)
-    sources = {f"{name} fsdp2": [f"{name} whole-x1", f"{name} fsdp2-x2"] for name in NEEDING_WHOLE_WEIGHTS}
+    sources = {f"{name} fsdp2": [f"{name} whole-x1", f"{name} fsdp2-x2"] for name in optimizers}
     resumed = run_on(engines.resume_in_turn, 2, arguments, sources)
-    for name in NEEDING_WHOLE_WEIGHTS:
+    for name in optimizers:
         expected, steps = taken[f"{name} whole-x1"], [taken[f"{name} whole-x2"], taken[f"{name} fsdp2-x2"]]
         assert resumed.pop(f"{name} fsdp2-x2 from {name} fsdp2-x2") == [[], steps[1]], "resumed bit for bit"
         different, after = resumed.pop(f"{name} fsdp2-x2 from {name} whole-x1")
@@ -36,7 +39,7 @@ def test_steps_are_those_of_one_rank_and_checkpoints_go_on_anywhere(run_on, argu
 
 @pytest.mark.long
 def test_muon_takes_the_same_steps_under_zero_and_goes_on_from_any_engine(run_on, arguments_of):
-    arguments = arguments_of("sdxl", learning_rate=1e-2)
+    arguments = arguments_of("flux2", learning_rate=1e-2)
     stages = ["muon zero1", "muon zero2", "muon zero3"]
     taken = run_on(engines.save_in_turn, 2, arguments, ["muon fsdp2", *stages])
     expected = taken["muon fsdp2-x2"]
@@ -53,6 +56,14 @@ def test_muon_takes_the_same_steps_under_zero_and_goes_on_from_any_engine(run_on
         for pair, wanted in zip(steps, expected, strict=True):
             assert pair == pytest.approx(wanted, rel=CLOSE["muon"]), name
         assert not exactly or steps == taken[name.split(" from ")[1]]
+
+
+def test_muon_takes_the_same_steps_of_convolutions_under_zero(run_on, arguments_of):
+    names = ["muon fsdp2", "muon zero2", "muon zero3"]
+    expected, *others = run_on(engines.losses_in_turn, 2, arguments_of("sdxl", learning_rate=1e-2), names, 2).values()
+    for steps in others:
+        for pair, wanted in zip(steps, expected, strict=True):
+            assert pair == pytest.approx(wanted, rel=CLOSE["muon"])
 
 
 def test_gradients_are_released_in_the_backward_pass_and_nothing_else_changes(run_on, arguments_of):
