@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,7 @@ def test_each_kind_gives_the_losses_of_one_rank_on_all_engines_and_resumes_on_th
     losses = [steps[0][0] for steps in first.values()]
     assert losses == pytest.approx([losses[0]] * 5, rel=1e-6), "none changes the base before the first step"
     one = run_on(engines.save_in_turn, 1, arguments, [f"{word} whole" for word in words])
-    two = run_on(
-        engines.save_in_turn, 2, arguments, [f"{word} {name}" for word in words for name in ("whole", "fsdp2")]
-    )
+    two = run_on(engines.save_in_turn, 2, arguments, ["dora lora whole", *(f"{word} fsdp2" for word in words)])
     assert len({tuple(numbers(steps)) for steps in one.values()}) == len(KINDS)
     for name, steps in two.items():
         expected = one[f"{' '.join(name.split()[:2])} whole-x1"]
@@ -93,10 +92,12 @@ def test_a_run_of_each_kind_resumes_bit_for_bit_and_other_programs_open_what_it_
     lora = ("--model_type=lora", f"--lora_type={kind}", "--lora_rank=4", "--learning_rate=1e-2", *own)
     drawn = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")
     flags = (*base("flux", flux, shapes), *lora, *drawn, "--train_batch_size=2", "--mixed_precision=bf16")
-    flags = (*flags, "--gradient_checkpointing", "--use_ema")
+    flags = (*flags, "--gradient_checkpointing", "--use_ema", "--checkpoint_step_interval=2")
     run = train(tmp_path / "four", *flags, "--max_train_steps=4")
-    for steps in (2, 4):
-        halves = train(tmp_path / "halves", *flags, f"--max_train_steps={steps}")
+    shutil.copytree(run.output, tmp_path / "halves")
+    again = "--resume_from_checkpoint=checkpoint-000002"
+    halves = train(tmp_path / "halves", *flags, again, "--max_train_steps=4")
+    assert "resuming from" in halves.said
     assert halves.losses == run.losses and run.losses[-1] < run.losses[0]
     assert f"{engines.LABELS[kind]} of " in " ".join(run.said.split())
     weights = checkpoint(run.output, 4, "model")

@@ -28,30 +28,32 @@ from video_files import write_films
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["fsdp2", "split", "lora", "one", "clips", "resumes"])
-def test_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(kind, starter, tmp_path):
-    # Launchers and their ranks would import torch first, for 15 CPU seconds: one of the thirteen kills has them.
-    victims = {"group": 0.7, "one rank": 0.3} if kind == "fsdp2" else {"group": 1.0}
-    base = FIXTURES[RUNS[kind].media](tmp_path, starter)
+@pytest.mark.parametrize("kind", ["fsdp2", "lora", "one", "clips", "resumes"])
+def test_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(kind, sdxl_flags, starter, tmp_path):
+    """Of warm ranks: launchers and ranks that import torch first cost six times as much; `test_ending.py` kills either.
+
+    That each layout of state is what it was after a kill is what `test_state_layouts.py` compares bit for bit.
+    """
+    base = sdxl_flags if RUNS[kind].media == "images" else FIXTURES[RUNS[kind].media](tmp_path, starter)
+    victims = {"stop": 0.7, "group": 0.3} if kind == "resumes" else {"group": 1.0}
     campaign = Campaign(starter, base, tmp_path, RUNS[kind], seed=4, steps=4, victims=victims)
     campaign.run(kills := max(2, RUNS[kind].least))
     assert campaign.problems == [] and campaign.killed.total() == kills
-    assert kind != "fsdp2" or campaign.killed["group"] < kills
 
 
-@pytest.mark.parametrize("condition", ["full disk", "no inodes", "no shared memory", "locked home"])
-def test_runs_on_poor_machines_say_what_is_missing_and_go_on_where_they_are(condition, starter, tmpfs, tmp_path):
+def test_runs_on_poor_machines_say_what_is_missing_and_go_on_where_they_are(sdxl_flags, starter, tmpfs, tmp_path):
     tmpfs("size=1m")  # skips where nothing can be mounted
-    trial = Conditions(Campaign(starter, FIXTURES["images"](tmp_path, starter), tmp_path, RUNS["one"], steps=2))
-    trial.run(condition, seed=1)
-    assert trial.problems == [] and trial.answers.total() == 1
+    trial = Conditions(Campaign(starter, sdxl_flags, tmp_path, RUNS["one"], steps=2))
+    for condition in ("full disk", "no inodes", "no shared memory", "locked home"):
+        trial.run(condition, seed=1)
+    assert trial.problems == [] and trial.answers.total() == 4
 
 
 @pytest.mark.long
-def test_runs_that_a_bucket_alone_remembers_lose_nothing_by_kills(starter, tmp_path):
+def test_runs_that_a_bucket_alone_remembers_lose_nothing_by_kills(sdxl_flags, starter, tmp_path):
     with bucket_server(tmp_path) as (proxy, config):
-        base = (f"--config={config}", *FIXTURES["images"](tmp_path, starter))
-        campaign = BucketCampaign(starter, base, tmp_path, BUCKET_KINDS["one"], seed=4, steps=8, proxy=proxy)
+        base = (f"--config={config}", *sdxl_flags)
+        campaign = BucketCampaign(starter, base, tmp_path, BUCKET_KINDS["one"], seed=4, steps=4, proxy=proxy)
         campaign.run(2)
     assert campaign.problems == [] and campaign.killed.total() == 2
 
@@ -72,8 +74,8 @@ def test_damaged_files_are_answered_rightly_or_by_a_sentence(scene, starter, sha
         damage.prepare(scene, pipelines("wan"), write_films(tmp_path / "films", videos=6, folders=6))
     else:
         damage.prepare(scene, pipelines(FAMILIES.get(scene, "sdxl")), shapes)
-    damage.run(range(8))
-    assert damage.problems == [] and damage.answers.total() == 8
+    damage.run(range(4))
+    assert damage.problems == [] and damage.answers.total() == 4
 
 
 def test_damaged_files_of_the_page_are_answered_in_sentences_and_what_was_typed_is_kept(tmp_path):
@@ -92,10 +94,10 @@ def test_mutants_change_a_text_that_stands_in_its_file_once_and_name_tests_that_
 
 def test_mutated_settings_files_are_answered_in_sentences_with_a_place_and_exported_unchanged():
     fuzz = Fuzz(seed=13)
-    fuzz.run(range(200))
+    fuzz.run(range(100))
     assert fuzz.problems == []
     assert {kind for kind, _ in fuzz.codes} == set(KINDS)
-    assert sum(count for (_, code), count in fuzz.codes.items() if code == 0) > 30  # files of the original end with 2
+    assert sum(count for (_, code), count in fuzz.codes.items() if code == 0) > 15  # files of the original end with 2
 
 
 def test_damaged_tables_give_samples_with_captions_or_a_sentence():

@@ -142,9 +142,7 @@ def test_epochs_are_counted_on_with_another_effective_batch(sdxl_flags, train, t
     output = tmp_path / "run"  # 36 images in 3 buckets of 12
     flags = (*sdxl_flags, "--lr_scheduler=linear", "--num_train_epochs=4")
     stop = (*flags, "--train_batch_size=2", "--checkpoint_step_interval=10")
-    straight = train(tmp_path / "straight", *stop)
-    assert len(straight.rows) == 72
-    train(output, *stop, "--num_train_epochs=2")  # 36 steps; what it would have done in 4 is below
+    assert len(train(output, *stop, "--num_train_epochs=2").rows) == 36
     rest = train(output, *flags, "--train_batch_size=4")
     assert [row["epoch"] for row in rest.rows][36:] == [2] * 9 + [3] * 9 and len(rest.rows) == 54
     back = train(output, *flags, "--train_batch_size=2", "--num_train_epochs=5")

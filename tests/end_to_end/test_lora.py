@@ -118,9 +118,9 @@ def test_a_sharded_base_gives_the_losses_of_one_rank_and_each_layout_goes_on_fro
     for name, steps in two.items():
         assert numbers(steps) == pytest.approx(expected, rel=1e-5), name
     sources = ["lora whole-x1", "lora fsdp2-x2"]
-    resumed = run_on(engines.resume_in_turn, 4, arguments, {"lora hybrid-cp2": sources})
+    resumed = run_on(engines.resume_in_turn, 4, arguments, {"lora hybrid-cp2": sources[1:]})
     resumed |= run_on(engines.resume_in_turn, 2, arguments, {"lora whole": sources[1:], "lora fsdp2": sources})
-    assert len(resumed) == 5
+    assert len(resumed) == 4
     for pair, (different, steps) in resumed.items():
         assert different == [], pair
         assert numbers(steps) == pytest.approx(expected, rel=1e-5), pair

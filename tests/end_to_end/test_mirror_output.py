@@ -57,16 +57,16 @@ def steps_of(storage: ObjectStorage) -> list[str]:
 @pytest.mark.long
 def test_a_fresh_machine_goes_on_from_the_bucket_alone(sdxl_flags, train, config, tmp_path):
     prompts = ("--validation_prompt=a red circle", "--validation_step_interval=2", "--validation_num_inference_steps=1")
-    flags = (config, *sdxl_flags, *MIRROR, *HELD_OUT, *prompts, "--train_batch_size=2", "--use_ema")
-    whole = train(tmp_path / "whole", *flags, "--mirror_output=", "--max_train_steps=8", world=2)
-    first = train(tmp_path / "first", *flags, "--max_train_steps=4", world=2)
+    flags = (config, *sdxl_flags, *MIRROR, *HELD_OUT, *prompts, "--train_batch_size=4", "--use_ema")
+    whole = train(tmp_path / "whole", *flags, "--mirror_output=", "--max_train_steps=8")
+    first = train(tmp_path / "first", *flags, "--max_train_steps=4")
     assert names(bucket()) == kept(first.output) and steps_of(bucket()) == ["checkpoint-000002", "checkpoint-000004"]
     for name in sorted(kept(first.output)):
         assert bucket().read(name, 1 << 30) == (first.output / name).read_bytes(), name
     assert b'"state": "finished"' in bucket().read("status.json", 1 << 20)
     shutil.rmtree(first.output)
 
-    second = train(tmp_path / "second", *flags, "--max_train_steps=8", world=2)
+    second = train(tmp_path / "second", *flags, "--max_train_steps=8")
     assert f"downloading {ADDRESS}/checkpoints/checkpoint-000004" in second.said
     assert second.losses == whole.losses and len(second.losses) == 8
     assert names(bucket()) == kept(second.output) | {
@@ -79,6 +79,7 @@ def test_a_fresh_machine_goes_on_from_the_bucket_alone(sdxl_flags, train, config
     assert started == 2, "the log goes on"
     shutil.rmtree(second.output)
 
+    flags = (*flags, "--train_batch_size=2")  # on two ranks from here on
     third = train(tmp_path / "third", *flags, "--max_train_steps=8", world=2)
     assert "finished already, after 8 steps" in third.said
     shutil.rmtree(third.output)
@@ -87,7 +88,7 @@ def test_a_fresh_machine_goes_on_from_the_bucket_alone(sdxl_flags, train, config
         tmp_path / "back", *flags, "--max_train_steps=8", "--resume_from_checkpoint=checkpoint-000006", world=2
     )
     assert f"downloading {ADDRESS}/checkpoints/checkpoint-000006" in back.said
-    assert back.losses == whole.losses
+    assert back.losses == pytest.approx(whole.losses, rel=1e-5)
     assert f"later checkpoints are set aside in {ADDRESS}: checkpoints/checkpoint-000008" in back.said
     assert "checkpoints/set-aside/checkpoint-000008/state.json" in names(bucket())
     assert steps_of(bucket()) == ["checkpoint-000006", "checkpoint-000008"]

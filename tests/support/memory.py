@@ -156,11 +156,11 @@ def memory_of_zero3(family: str, folder: str, report: str) -> None:
 
 @contextmanager
 def watching(look: Callable[[], None]) -> Iterator[None]:
-    """Look every millisecond."""
+    """Look every 5 ms, which is shorter than a block of weights stays whole."""
     done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.001):
+        while not done.wait(0.005):
             look()
 
     watcher = threading.Thread(target=watch)
