@@ -29,7 +29,7 @@ from simpletuner.errors import SimpleTunerError
 GIB = 2**30
 PACKAGES = [
     "torch", "triton", "transformers", "accelerate", "diffusers", "huggingface_hub", "safetensors", "numpy",
-    "tokenizers", "peft", "typer", "rich", "pydantic", "pillow", "pyarrow", "platformdirs", "psutil", "tomli_w",
+    "tokenizers", "peft", "typer", "rich", "pydantic", "pillow", "pyarrow", "platformdirs", "psutil",
     "imagesize", "xxhash", "filelock", "protobuf", "sentencepiece", "matplotlib", "jinja2", "markupsafe",
     "pyyaml", "deepspeed", "torchao", "tensorboard", "av", "obstore",
 ]  # fmt: skip
