@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,3 +54,48 @@ def test_the_package_has_one_place_for_it():
 )
 def test_another_place_would_be_found(source):
     assert len(list(private_uses(source))) == 1
+
+
+LEFT_OUT = """
+import sys
+from simpletuner.private_api import of_diffusers, of_torch
+
+of_torch.leave_out_compiler()
+of_diffusers.leave_out(["peft", "torchao", "deepspeed"])
+of_diffusers.import_without_transformers()
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.loaders import lora_base, single_file_utils
+
+layer = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(layer.parameters())
+for is_early in (True, False):
+    with torch.utils.checkpoint.set_checkpoint_early_stop(is_early):
+        torch.utils.checkpoint.checkpoint(layer, torch.ones(1, 2), use_reentrant=False).sum().backward()
+optimizer.step()
+assert not {"transformers", "sympy", "torch.distributed.tensor", "torch._dynamo.eval_frame"} & sys.modules.keys()
+assert type(torch._dynamo).__name__ == "LeftOut"
+assert not issubclass(UNet2DConditionModel, lora_base.PreTrainedModel), "and asks nobody"
+assert "transformers" not in sys.modules
+
+import transformers
+from transformers import CLIPTextModel
+
+assert issubclass(CLIPTextModel, (torch.Tensor, lora_base.PreTrainedModel))
+assert single_file_utils.AutoImageProcessor.from_pretrained == transformers.AutoImageProcessor.from_pretrained
+assert transformers.PreTrainedModel.__module__ == "transformers.modeling_utils"
+from diffusers import StableDiffusionXLPipeline
+assert StableDiffusionXLPipeline.load_lora_weights
+assert type(sys.modules["torch._dynamo"]).__name__ == "LeftOut", "transformers and pipelines need no compiler either"
+
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+assert compiled(torch.zeros(1)).item() == 1
+assert torch._inductor.config is sys.modules["torch._inductor.config"]
+assert sys.modules["torch._dynamo"] is torch._dynamo and "torch._dynamo.eval_frame" in sys.modules
+assert torch._dynamo._trace_wrapped_higher_order_op
+"""
+
+
+def test_what_is_left_out_at_a_start_is_there_when_it_is_asked_for():
+    done = subprocess.run([sys.executable, "-c", LEFT_OUT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

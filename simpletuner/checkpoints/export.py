@@ -8,10 +8,9 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, Field
-from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import FINISHED, file_sizes
 from simpletuner.checkpoints.saving import make_empty_folder, publish, run_on_all_ranks, run_on_first_rank, write_group
@@ -35,6 +34,7 @@ from simpletuner.models.folder.weights import (
 from simpletuner.models.opening.lora_config import write_formats
 from simpletuner.models.opening.lora_file import write_lora
 from simpletuner.models.single_file.conversion import original_reads
+from simpletuner.parallel.mesh import mesh_of
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World
 from simpletuner.system.files.atomic import flush_to_disk, unfinished_path, write_json
@@ -93,7 +93,7 @@ def export_lora(
     write_card: Callable[[Path], None],
 ) -> None:
     """Collective: write a LoRA, as diffusers' `load_lora_weights` opens it, and as export_format asks for."""
-    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in weights.items()}
+    whole = {name: each if mesh_of(each) is None else cast(Any, each).full_tensor() for name, each in weights.items()}
 
     def write(hidden: Path) -> None:
         write_lora(hidden, family, adapter, whole)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from simpletuner.checkpoints.layout import SET_ASIDE, STATE, checkpoint_folder, file_sizes, prune_checkpoints
-from simpletuner.checkpoints.tensors import FILE_ERRORS, TensorGroup, first_failure
+from simpletuner.checkpoints.tensors import FILE_ERRORS, TensorGroup, first_line
 from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.checkpoints.writing import write_full, write_sharded
 from simpletuner.errors import EnvironmentNotReady, hint_for
@@ -107,8 +107,7 @@ def run_on_all_ranks(world: World, hidden: Path, action: Callable[[], None]) -> 
     try:
         action()
     except FILE_ERRORS as error:
-        problem, cause = first_failure(error)
-        hint = hint_for(cause)
+        problem, hint = first_line(error), hint_for(error)
     except LeaseLost as error:
         problem, lost = error.message, error
     # Equal texts of many ranks (a full shared disk) are one sentence.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simpletuner.checkpoints.tensors import TensorGroup, WrittenShard, WrittenTensor
+from simpletuner.checkpoints.tensors import OFFSETS, SHARDING_INFO, TensorGroup, WrittenShard, WrittenTensor
 from simpletuner.models.folder.safetensors_dtypes import DTYPES
 from simpletuner.parallel.world import World
 from simpletuner.system.files.atomic import write_json
@@ -35,9 +35,9 @@ def write_sharded(folder: Path, group: TensorGroup, world: World) -> dict[str, s
         return {}
     shards = {name: group.plan[name].shard_of(world.rank) for name in group.local}
     contents = {name: (group.plan[name].dtype, shards[name].shape) for name in file_order(group.plan, shards)}
-    offsets = {name: {"saved_offsets": saved_offsets(shard)} for name, shard in shards.items()}
-    # Keys and file names of torch/distributed/checkpoint/_hf_utils.py (2.13).
-    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    offsets = {name: {OFFSETS: saved_offsets(shard)} for name, shard in shards.items()}
+    # As torch/distributed/checkpoint/_hf_utils.py (2.13) names files, and its version.
+    metadata = {SHARDING_INFO: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     name = f"shard-{world.rank + 1:05d}-model-00001-of-00001.safetensors"
     tensors = (as_bytes(group.local[name]) for name in contents)
     return {name: write_safetensors(folder / name, contents, metadata, tensors)}

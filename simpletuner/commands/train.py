@@ -72,14 +72,26 @@ def train_rank(loaded: Loaded) -> None:
     read_checkpoint_ahead(loaded.settings)
     # torch is imported from here on: launchers and --dry_run answer without it.
     with Report(quiet=os.environ.get("RANK", "0") != "0").phase("importing torch"), exit_on_interrupt():
-        run_rank = import_rank()
+        run_rank = import_rank(loaded.settings)
     run_rank(loaded)
 
 
-def import_rank() -> Callable[[Loaded], None]:
+def import_rank(settings: Settings) -> Callable[[Loaded], None]:
     with no_collection():
+        from simpletuner.private_api.of_torch import leave_out_compiler
+
+        if not may_compile(settings):
+            leave_out_compiler()
         from simpletuner.worker import run_rank
     return run_rank
+
+
+def may_compile(settings: Settings) -> bool:
+    """True if the compiler may be needed: `auto` compiles on GPUs alone."""
+    from torch import cuda
+
+    is_auto = settings.compile.dynamo_backend == "auto"
+    return settings.compile.is_on or (is_auto and not settings.launch.use_cpu and cuda.is_available())
 
 
 def source_of(launch: Launch, launches: bool) -> str:

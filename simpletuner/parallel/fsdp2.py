@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.mesh import Mesh
@@ -27,6 +26,9 @@ def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: 
 
     They are gathered in `dtype`; as they are, if that is float32.
     """
+    # 0.4 CPU s, with DTensor and sympy, which a run without shards does without.
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     # cast_forward_inputs would round rotary tables, timesteps and SDXL's time ids to bf16, where 999 becomes
     # 1000. Gradients are reduced in float32: in bf16 a sum over many ranks loses what each of them adds.
     policy = MixedPrecisionPolicy(
@@ -147,6 +149,8 @@ def fsdp2_engine(
 
     They are gathered in the compute dtype; with an `adapter` as they are, and autocast computes in `dtype`.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     assert isinstance(model, FSDPModule)
     trained = model.parameters() if adapter is None else adapter.values()
     sync_each_batch = is_synced_each_batch(parallel, sum(map(Tensor.numel, trained)))

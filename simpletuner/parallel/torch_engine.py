@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from simpletuner.parallel.mesh import SHARDS, Mesh
+from simpletuner.parallel.mesh import SHARDS, Mesh, mesh_of
 from simpletuner.parallel.optimizer_state import NamedTensors, NewMoments, OptimizerState, new_moments
 from simpletuner.private_api import of_torch
 from simpletuner.settings.declared.sections import Optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 CPU = torch.device("cpu")
 
@@ -37,8 +40,8 @@ class ShardedParameter:
     @property
     def ranks(self) -> dist.ProcessGroup | None:
         """The ranks that share its rows; None where each holds all of them."""
-        weight = self.parameter
-        return weight.device_mesh.get_group(SHARDS) if isinstance(weight, DTensor) else None
+        mesh = mesh_of(self.parameter)
+        return None if mesh is None else mesh.get_group(SHARDS)
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
@@ -51,8 +54,7 @@ MakeOptimizer = Callable[[Mapping[str, ShardedParameter]], torch.optim.Optimizer
 
 def sharded_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, ShardedParameter]:
     def with_shard(parameter: nn.Parameter) -> ShardedParameter:
-        is_sharded = isinstance(parameter, DTensor)
-        shard = nn.Parameter(local_tensor(parameter.detach())) if is_sharded else parameter
+        shard = parameter if mesh_of(parameter) is None else nn.Parameter(local_tensor(parameter.detach()))
         return ShardedParameter(parameter, shard)
 
     return {name: with_shard(each) for name, each in parameters if each.requires_grad}
@@ -60,7 +62,7 @@ def sharded_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[s
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor: of a DTensor sharded on dim 0 its rows, else the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor if mesh_of(tensor) is None else cast("DTensor", tensor).to_local()
 
 
 def autocast(mesh: Mesh, dtype: torch.dtype) -> torch.autocast:
@@ -96,7 +98,7 @@ class TorchEngine:
         self.weights: dict[str, Tensor] = (
             module.state_dict() if adapter is None else {name: each.detach() for name, each in adapter.items()}
         )
-        self.is_sharded = any(isinstance(weight, DTensor) for weight in self.weights.values())
+        self.is_sharded = any(mesh_of(weight) is not None for weight in self.weights.values())
         self.num_parameters = sum(map(Tensor.numel, module.parameters() if adapter is None else adapter.values()))
         self.optimizer = make_optimizer(self.parameters)
         self.released_norms: list[Tensor] = []
@@ -182,12 +184,16 @@ class TorchEngine:
 
     def to_checkpoint(self, name: str, shard: Tensor) -> Tensor:
         weight = self.weights[name]
-        if not isinstance(weight, DTensor):
+        if mesh_of(weight) is None:
             return shard
+        from torch.distributed.tensor import DTensor  # which the sharded weights have imported
+
         # EMA and moments may be in host memory with the weight on a GPU, so the shard's device has the mesh.
         mesh, shape = self.mesh.shard_mesh(shard.device.type), torch.Size((len(weight), *shard.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(shard, mesh, weight.placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            shard, mesh, cast("DTensor", weight).placements, run_check=False, shape=shape, stride=stride
+        )
 
     def from_checkpoint(self, name: str, tensor: Tensor) -> Tensor:
         return local_tensor(tensor)

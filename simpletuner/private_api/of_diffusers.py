@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 
@@ -30,6 +33,42 @@ def leave_out(packages: Iterable[str]) -> None:
             modules: Any = (utils, utils.constants, utils.peft_utils)
             for module in modules:
                 module.USE_PEFT_BACKEND = False
+
+
+class Later:
+    """A class of transformers that is imported when it is used; whether a class is one of it needs no import before
+    transformers has one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(import_module("transformers"), self.name), name)
+
+    def __subclasscheck__(self, other: type) -> bool:
+        return "transformers" in sys.modules and issubclass(other, getattr(import_module("transformers"), self.name))
+
+
+def import_without_transformers() -> None:
+    """Import what all denoisers of diffusers import, but for transformers, which a run with encoded data needs only for
+    its pipeline. With the modules of transformers come DTensor, sympy and torch.distributed.checkpoint: 0.9 CPU s."""
+    if "transformers" in sys.modules:
+        return
+    from diffusers import utils  # looks for transformers, which is there
+
+    if utils.is_peft_available():  # which needs classes of transformers for its own
+        return
+    spec = find_spec("transformers")
+    try:
+        sys.modules["transformers"] = None  # type: ignore[assignment]
+        import_module("diffusers.quantizers.pipe_quant_config")  # for type hints, which it does without
+        sys.modules["transformers"] = there = ModuleType("transformers")
+        there.__spec__ = spec
+        vars(there).update({name: Later(name) for name in ("PreTrainedModel", "AutoImageProcessor")})
+        for module in ("lora_base", "single_file_utils"):
+            import_module(f"diffusers.loaders.{module}")
+    finally:
+        del sys.modules["transformers"]
 
 
 def blocks_by_name(model: Any) -> list[set[str]]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -117,3 +123,86 @@ def operator_build_folder(name: str) -> str:
     from torch.utils import cpp_extension  # 0.1 s
 
     return cpp_extension._get_build_directory(name, verbose=False)
+
+
+COMPILER, KERNELS = "torch._dynamo", "torch._inductor"
+ALONE = [f"{COMPILER}.config", f"{COMPILER}._trace_wrapped_higher_order_op"]
+"""Modules of it that do without the others. Recomputation reads the first, transformers imports the second."""
+
+
+class LeftOut(ModuleType):
+    """Stand-in for a module of the compiler, with what is asked of it where nothing is compiled. Asked for more, it
+    loads the compiler, which takes its place."""
+
+    def __init__(self, name: str, answers: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self.__dict__.update(answers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # inspect asks all modules for such
+            raise AttributeError(f"module {self.__name__} has no {name}")
+        load_compiler()
+        return getattr(import_module(self.__name__), name)
+
+
+class LoadsCompiler:
+    """Finder that loads the compiler in place of its stand-in before another module of it is imported, and before
+    torch._inductor, whose modules import one another in an order that only works after it."""
+
+    def find_spec(self, name: str, path: Any = None, _: Any = None) -> ModuleSpec | None:
+        if name in ALONE:
+            return PathFinder.find_spec(name, [f"{folder}/_dynamo" for folder in torch.__path__])
+        if name != KERNELS and not name.startswith(f"{COMPILER}."):
+            return None
+        load_compiler()
+        loaded = sys.modules.get(name)
+        if loaded is None:
+            return PathFinder.find_spec(name, sys.modules[name.rpartition(".")[0]].__path__)
+        # importlib takes the spec of a module that is there by now, and would run its code again by that.
+        spec = loaded.__spec__ = ModuleSpec(name, cast(Any, AlreadyLoaded(loaded)))
+        return spec
+
+
+class AlreadyLoaded:
+    """Loader of a module that was imported while it was looked for."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module, self.spec = module, module.__spec__
+
+    def create_module(self, _: ModuleSpec) -> ModuleType:
+        return self.module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec
+
+
+def load_compiler() -> None:
+    if not isinstance(sys.modules.get(COMPILER), LeftOut):
+        return
+    sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, LoadsCompiler)]
+    del sys.modules[COMPILER]
+    compiler = import_module(COMPILER)
+    for name in ALONE:  # one that was imported before is no attribute of it yet
+        setattr(compiler, name.rpartition(".")[2], import_module(name))
+
+
+def leave_out_compiler() -> None:
+    """Keep torch, diffusers and transformers from importing torch._dynamo, and sympy with it, in a process that
+    compiles nothing: 0.7 of 3.5 CPU s before the first step, and torch's decorators return what they decorate."""
+    if COMPILER in sys.modules or KERNELS in sys.modules:
+        return
+
+    def same(decorated: Any = None, *_: Any, **__: Any) -> Any:
+        return same if decorated is None else decorated
+
+    answers: dict[str, Any] = dict.fromkeys(
+        ("allow_in_graph", "assume_constant_result", "disable", "graph_break"), same
+    )
+    # distributed_c10d.py asks for the first of each new group, DDP for the second, diffusers for the last.
+    answers["trace_rules"] = LeftOut(f"{COMPILER}.trace_rules", {"clear_lru_cache": same})
+    answers["utils"] = LeftOut(f"{COMPILER}.utils", {"get_optimize_ddp_mode": lambda: "ddp_optimizer"})
+    answers["eval_frame"] = LeftOut(f"{COMPILER}.eval_frame", {"OptimizedModule": type("OptimizedModule", (), {})})
+    answers |= {"__spec__": find_spec(COMPILER), "__path__": []}
+    sys.modules[COMPILER] = torch._dynamo = LeftOut(COMPILER, answers)
+    sys.meta_path.insert(0, LoadsCompiler())
+    import_module(ALONE[0])

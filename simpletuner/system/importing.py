@@ -6,9 +6,9 @@ import gc
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -43,3 +43,33 @@ def no_collection() -> Iterator[None]:
     finally:
         gc.enable()
     gc.freeze()
+
+
+class AfterImport:
+    """Finder that does something with a module as soon as it has been imported."""
+
+    def __init__(self, module: str, action: Callable[[ModuleType], None]) -> None:
+        self.module, self.action = module, action
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, _: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                self.action(module)
+
+            spec.loader.exec_module = execute_and_act
+        return spec
+
+
+def when_imported(module: str, action: Callable[[ModuleType], None]) -> None:
+    """Do something with a module now, or as soon as it is imported."""
+    if module in sys.modules:
+        action(sys.modules[module])
+    else:
+        sys.meta_path.insert(0, AfterImport(module, action))

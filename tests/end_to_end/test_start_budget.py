@@ -13,13 +13,18 @@ import start_budget
 
 from simpletuner.training.hooks import HOOKS
 
-UNUSED = {"torchao", "deepspeed", "peft", "boto3", "matplotlib", "pandas", "scipy", "datasets"}
-"""Packages that a run does without which quantizes and shards nothing, trains all weights and reads files."""
+UNUSED = {"torchao", "deepspeed", "peft", "boto3", "botocore", "matplotlib", "pandas", "scipy", "datasets"}
+UNUSED |= {"sympy", "transformers"}
+"""Packages that a run does without which quantizes, compiles and shards nothing, trains all weights, reads files, and
+whose captions have been encoded."""
 
 LATER = {
     "diffusers.models.autoencoders.autoencoder_kl",
     "diffusers.pipelines.pipeline_utils",
-    "transformers.models.clip.modeling_clip",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo.eval_frame",
 }
 """Modules that nothing needs before the first step where everything has been encoded."""
 
@@ -27,7 +32,7 @@ SWITCHED_OFF = {f"simpletuner.training.{place.rpartition('.')[0]}" for place in 
 SWITCHED_OFF |= {"simpletuner.training.profiling", "simpletuner.training.metrics.sample_losses"}
 """Modules of what a plain run has not switched on."""
 
-MOST_OF_OURS, MOST_MODULES = 309, 3310
+MOST_OF_OURS, MOST_MODULES = 309, 2256
 MOST_OF_OURS_FOR_HELP, MOST_MODULES_FOR_HELP = 98, 410
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import diffusers.utils.import_utils as diffusers_imports
 import torch
 from torch import Tensor
 
@@ -32,7 +31,9 @@ def refused(pipeline: Any, why: str) -> SettingsError:
 def without_package(pipeline: str, error: NameError) -> SimpleTunerError:
     """Error for a name that a pipeline's call does not find: diffusers imports some packages if it can."""
     package = "torchvision" if error.name == "transforms" else error.name  # of it, for Anima's transformer
-    if hasattr(diffusers_imports, f"is_{package}_available"):
+    from diffusers.utils import import_utils  # 0.3 CPU s, and a family that has a class asks nothing here
+
+    if hasattr(import_utils, f"is_{package}_available"):
         return EnvironmentNotReady(f"{pipeline} needs the package {package}", f"pip install {package}")
     return refused(pipeline, f"its own call fails with NameError: {first_line(error)}")
 

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.folder.malformed import CHECK_COPY
 from simpletuner.models.folder.weights import index_file
 from simpletuner.run_log import start_run_log, stop_run_log, take_over
+from simpletuner.system.importing import when_imported
 
 TEXT_PARTS = ("tokenizer", "text_encoder", "t5_tokenizer", "text_conditioner", "processor", "connectors")
 """Prefixes of the components that turn captions into tensors."""
@@ -40,16 +42,17 @@ def choose_accelerator() -> None:
 
 def silence_libraries() -> None:
     """Keep progress bars of libraries off the terminal, and their remarks in the log."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    for library in (diffusers_logging, transformers_logging):
-        library.set_verbosity_warning()
-        library.disable_progress_bar()
     for name in ("diffusers", "transformers"):
-        take_over(name)
+        # transformers may not be imported before the run has to encode something.
+        when_imported(f"{name}.utils.logging", partial(silence_library, name))
     # Flux returns a view, which FSDP2 warns about at each forward; nothing here writes into it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+def silence_library(name: str, library: Any) -> None:
+    library.set_verbosity_warning()
+    library.disable_progress_bar()
+    take_over(name)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from simpletuner.models.opening.loading import folder_at_hand
-from simpletuner.private_api.of_diffusers import leave_out
+from simpletuner.private_api.of_diffusers import import_without_transformers, leave_out
 from simpletuner.settings import Settings
 from simpletuner.system.files.regular_files import read_file
 
@@ -27,6 +27,7 @@ def leave_out_unused(settings: Settings) -> None:
             import_module("accelerate")
         finally:
             del sys.modules["boto3"]
+    import_without_transformers()
 
 
 def unused_packages(settings: Settings) -> Iterator[str]:

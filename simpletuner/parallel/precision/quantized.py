@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.extras import install_command
+from simpletuner.parallel.mesh import mesh_of
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.private_api import of_torch
 
@@ -216,9 +216,9 @@ class QuantizedLinear(nn.Module):
 
 def rows_of(whole: Tensor, like: Tensor) -> Tensor:
     """Rows of a whole tensor that belong to this rank's shard of `like`."""
-    if not isinstance(like, DTensor):
+    if (mesh := mesh_of(like)) is None:
         return whole
-    chunks, rank = whole.chunk(like.device_mesh.size(-1)), like.device_mesh.get_local_rank(-1)
+    chunks, rank = whole.chunk(mesh.size(-1)), mesh.get_local_rank(-1)
     return chunks[rank] if rank < len(chunks) else whole[:0]
 
 

@@ -84,7 +84,9 @@ class Section(BaseModel):
     """A group of settings that one part of the program is given; frozen, and strict about unknown names."""
 
     # JSON has neither infinity nor NaN, and settings.json is JSON.
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -111,7 +111,7 @@ def render(
         average=pipeline.name.endswith("-ema"),
         samples=[(each.moving or each.image, each.clip, escaped(each.prompt) or "(empty prompt)") for each in samples],
         noun="clip" if samples and samples[0].clip else "image",
-        sampler=f"{family.pipeline_class.__name__} with {type(family.scheduler()).__name__}",
+        sampler=f"{family.pipeline_name} with {type(family.scheduler()).__name__}",
         code=code,
         of_other=sampled is not None and not samples,
         numbers=table(measured_rows(settings.training.output_dir, facts)),
