@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import typer
@@ -94,10 +95,12 @@ def build_app(only: str = "") -> typer.Typer:
     return app
 
 
+@cache
 def command_of(program: str, first_word: str = "") -> TyperGroup | TyperCommand:
     """Return the command that a program runs: the root command, or the subcommand named on the command line.
 
-    Where its arguments begin with the name of a command, the others are left out.
+    Where its arguments begin with the name of a command, the others are left out. Built once in a process: that was a
+    third of what tests of commands took.
     """
     command = get_command(build_app([*PROGRAMS[program], first_word][0]))
     for name in PROGRAMS[program]:

@@ -11,7 +11,6 @@ import gc
 import os
 import warnings
 from contextlib import suppress
-from functools import cache
 
 gc.disable()  # until all is imported: 1.1 of 5.9 CPU seconds
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -75,7 +74,6 @@ for scheduler in [name for name in dir(schedulers) if name.endswith("Scheduler")
 PIL.Image.init()
 simpletuner.runs.report.template("page.html.jinja").environment.get_template("parts.html.jinja")
 # `train` with its 170 options, whose types Typer keeps: 8 ms to build and 50 to read a first command line by
-simpletuner.app.command_of = cache(simpletuner.app.command_of)
 simpletuner.app.command_of("simpletuner", "train").commands["train"].make_context("train", [])
 registry.presets()
 simpletuner.training.validation.image_grid.fonts_for(frozenset("plain"))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, get_origin
 
@@ -20,11 +19,8 @@ from simpletuner.settings.values.spelling import normalize_value
 EVERY_FLAVOUR = dict.fromkeys(flavour for key in presets() for flavour in flavours_of(key))
 
 
-command = cache(command_of)  # the 20 commands with all their settings, which take 0.1 s
-
-
 def offered(line: str, program: str = "simpletuner") -> list[str]:
-    return [candidate.word for candidate in completions_for(command(program), line, PROGRAMS)]
+    return [candidate.word for candidate in completions_for(command_of(program), line, PROGRAMS)]
 
 
 class Colour(StrEnum):
@@ -84,7 +80,7 @@ def test_commands_are_read_from_typer(other, line, words):
 def test_meanings_are_whole_and_on_one_line(other):
     [group] = completions_for(other, "st wall", PROGRAMS)
     [finish] = completions_for(other, "st wall paint --fin", PROGRAMS)
-    [batch] = completions_for(command("simpletuner"), "simpletuner train --train_b", PROGRAMS)
+    [batch] = completions_for(command_of("simpletuner"), "simpletuner train --train_b", PROGRAMS)
     assert (group.help, finish.help) == ("Look after walls.", "The last coat.")
     assert batch.help == "Samples per rank in one forward pass. [default: 4]"
 
