@@ -25,19 +25,20 @@ def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipeli
     steps = ("--train_batch_size=2", "--max_train_steps=3", "--flow_schedule_shift=3")
     caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
     drawn = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_resolution=64")
-    flags = (*base("auto", pipelines("sd3"), shapes), "--aspect_bucket_alignment=32", *caches, *drawn, *steps)
-    plain = train(tmp_path / "plain", *flags)
+    flags = (*base("auto", pipelines("sd3"), shapes), "--aspect_bucket_alignment=32", *caches, *steps)
+    plain = train(tmp_path / "plain", *flags, *drawn)
     said = " ".join(plain.said.split())
     assert "StableDiffusion3Pipeline by its own call, proven with diffusers" in said
     assert "flow, one call for all samples, sampled with guidance" in said
     assert (plain.output / "pipeline" / "model_index.json").is_file()
-    by_class = train(tmp_path / "class", *flags, "--model_family=sd3", "--caption_dropout_probability=0.2")
+    by_class = train(tmp_path / "class", *flags, *drawn, "--model_family=sd3", "--caption_dropout_probability=0.2")
     assert plain.losses == pytest.approx(by_class.losses, rel=1e-5)
     grids = [(run.output / "validation" / "grid-000003.png").read_bytes() for run in (plain, by_class)]
     assert grids[0] == grids[1]
-    for number, engine in enumerate(("--fsdp_enable", "--zero_stage=2", "--zero_stage=3"), 1):
+    engines = (("--fsdp_enable", *drawn), ("--zero_stage=2",), ("--zero_stage=3", *drawn))
+    for number, engine in enumerate(engines, 1):
         steps = ("--train_batch_size=1", f"--max_train_steps={number}")
-        sharded = train(tmp_path / "sharded", *flags, *steps, engine, world=2)
+        sharded = train(tmp_path / "sharded", *flags, *steps, *engine, world=2)
     assert "resuming from" in sharded.said and sharded.losses == pytest.approx(plain.losses, rel=1e-5)
     lora = train(tmp_path / "lora", *flags, "--model_type=lora", "--use_ema", world=2)
     state = json.loads((lora.output / "checkpoints" / "checkpoint-000003" / "state.json").read_text())

@@ -35,11 +35,11 @@ ALONE = {
 }
 SHARED = {
     "data-parallel": RECOMPUTED | OFFLOADED,
-    "data-parallel, budget 0": budget(0.0, fuse_qkv_projections=True),
     "fsdp2, budget 0.5": {"engine": "fsdp2", **budget(0.5, **ALL_LEVERS)},
     "streamed": STREAMED,
     "cp2": {"engine": "cp2", **RECOMPUTED | OFFLOADED},
 }
+"""Compiled blocks of data-parallel ranks are in `end_to_end/test_compiling.py`."""
 
 
 @pytest.mark.long
