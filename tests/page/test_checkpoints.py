@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from conftest import SMALL
-from page_server import PageServer
+from page_server import PageServer, page_server
 from playwright.sync_api import Page, expect
 
 FLAGS = (
@@ -28,6 +29,12 @@ def folder(folder: Path, shapes: Path) -> Path:
     (folder / "shapes").symlink_to(shapes)
     (folder / "run.toml").write_text(CONFIG)
     return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, fork_server) -> Iterator[PageServer]:
+    with page_server(folder, fork_server=fork_server) as started:
+        yield started
 
 
 @pytest.mark.long

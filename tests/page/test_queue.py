@@ -75,8 +75,7 @@ def is_finished(folder: Path, name: str) -> bool:
 
 def devices(folder: Path, name: str) -> str:
     """Return the GPUs that the process of a run was given."""
-    environment = Path(f"/proc/{status_of(folder, name)['pid']}/environ").read_bytes().split(b"\0")
-    return dict(each.split(b"=", 1) for each in environment if each)[b"CUDA_VISIBLE_DEVICES"].decode()
+    return json.loads((folder.parent / f"{status_of(folder, name)['pid']}.json").read_text())["CUDA_VISIBLE_DEVICES"]
 
 
 def entries(folder: Path) -> list[dict[str, Any]]:
@@ -209,7 +208,7 @@ def rows_of(page: Page):
 
 
 @pytest.mark.long
-def test_runs_share_the_gpus_of_a_machine_and_none_is_given_to_two(work: Path):
+def test_runs_share_the_gpus_of_a_machine_and_none_is_given_to_two(work: Path, fork_server):
     for name in ("one", "two", "outside"):
         write(work, name, LONG)
     write(work, "both", LONG, num_processes=2)
@@ -225,7 +224,7 @@ def test_runs_share_the_gpus_of_a_machine_and_none_is_given_to_two(work: Path):
     try:
         wait_for(lambda: is_running(work, "outside"), "it trains")
         pause(work, "outside")
-        with page_server(work, environment=TWO_GPUS) as server:
+        with page_server(work, environment=TWO_GPUS, fork_server=fork_server) as server:
             assert "1 of 2 GPUs of this machine is free" in server.get("/runs").text
             assert server.post("/runs/start", {"file": "one.toml"}).headers.get("hx-redirect"), "on the other GPU"
             wait_for(lambda: is_running(work, "one"), "one is started")

@@ -2,8 +2,8 @@
 
 Command lines, parents, sessions, signals, sockets, environments, namespaces and exit codes are those of
 `simpletuner train`; what is left out is the start of interpreters with their imports: 1.5 CPU seconds of each launcher,
-3.7 of each rank. Launchers that start ranks cold are those of `end_to_end/test_ending.py`, and some in
-`launch/test_machines.py`.
+3.7 of each rank. The page forks the runs that it starts in the same way. Launchers that start ranks cold are those of
+`end_to_end/test_ending.py`, and some in `launch/test_machines.py`; pages that start runs cold those of `test_runs.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from simpletuner.run_log import stop_run_log
 
 MODULE = ["-m", "simpletuner"]
 """How the command of a rank goes on after the interpreter and its flags."""
+FORKED = ("train", "net")
+"""Commands that are forked; a page's exports, for one, would end before a browser shows that they run."""
 
 
-class ForkedPopen(subprocess.Popen):
+class ForkedPopen(subprocess.Popen[Any]):
     """A Popen that forks where the command is a rank's, instead of starting an interpreter."""
 
     folder = Path()
@@ -39,16 +41,26 @@ class ForkedPopen(subprocess.Popen):
 
     def _execute_child(self, args: Any, *others: Any) -> None:
         args = args if isinstance(args, str) else list(args)
-        if MODULE not in (args[2:4], args[3:5]):
+        if MODULE not in (args[2:4], args[3:5]) or args[args.index(MODULE[1]) + 1] not in FORKED:
             super()._execute_child(args, *others)  # pyright: ignore[reportAttributeAccessIssue]
             return
+        ends = others[9:15]
+        """Of pipes and files for stdin, stdout and stderr: of each what the child has, or reads, and then the other."""
         self.pid = os.fork()
         if not self.pid:
-            if self.options.get("start_new_session"):
-                os.setsid()
-            arguments = args[args.index(MODULE[1]) + 1 :]
-            end_as(lambda: become_rank(arguments, self.options.get("pass_fds", ()), self.options["env"], self.folder))
+            end_as(lambda: self.become(args[args.index(MODULE[1]) + 1 :], (ends[0], ends[3], ends[5])))
         self._child_created = True
+        self._close_pipe_fds(*ends)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def become(self, arguments: Sequence[str], streams: Sequence[int]) -> None:
+        """Run a command line of simpletuner, in this process, with the options of the Popen."""
+        if self.options.get("start_new_session"):
+            os.setsid()
+        os.chdir(self.options.get("cwd") or ".")
+        for number, descriptor in enumerate(streams):
+            if descriptor != -1:
+                os.dup2(descriptor, number)
+        become_rank(arguments, self.options.get("pass_fds", ()), self.options["env"], self.folder)
 
 
 def become_rank(arguments: Sequence[str], kept: Sequence[int], variables: Mapping[str, str], folder: Path) -> None:
@@ -64,6 +76,7 @@ def become_rank(arguments: Sequence[str], kept: Sequence[int], variables: Mappin
         first = descriptor + 1
     os.environ.clear()
     os.environ.update(variables)
+    sys.argv = ["simpletuner", *arguments]
     stop_run_log()
     open_streams()
     (folder / f"{os.getpid()}.json").write_text(json.dumps(dict(variables)))
@@ -109,6 +122,20 @@ def launch(folder: str, variables: Mapping[str, str], arguments: list[str]) -> N
     ranks.command_line(arguments)
 
 
+def serve(said: str, log: str, place: str, variables: Mapping[str, str], arguments: list[str]) -> None:
+    """Run `simpletuner page`, whose runs are forked, in a folder; its stdout is a FIFO, its stderr a file."""
+    from simpletuner.page import child_processes
+
+    os.dup2(os.open(said, os.O_WRONLY), 1)
+    os.dup2(os.open(log, os.O_WRONLY), 2)
+    open_streams()
+    os.chdir(place)
+    os.environ.update(variables)
+    ForkedPopen.folder = Path(log).parent
+    child_processes.Popen = ForkedPopen
+    ranks.command_line(["page", *arguments])
+
+
 def launch_with_torchrun(folder: str, arguments: list[str]) -> None:
     """Run torchrun, whose agent starts ranks that are forked."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -128,11 +155,14 @@ class ForkedProcess:
     def poll(self) -> int | None:
         return self.process.exitcode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         self.process.join(timeout)
         if self.process.exitcode is None:
-            raise subprocess.TimeoutExpired("simpletuner", timeout)
+            raise subprocess.TimeoutExpired("simpletuner", timeout or 0)
         return self.process.exitcode
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()

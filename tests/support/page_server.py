@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any, TextIO, cast
 from urllib.parse import urlencode, urlsplit
 
+from forked_launcher import ForkedProcess, serve
 from patience import PATIENCE
 
 
@@ -31,7 +33,8 @@ class Answer:
 class PageServer:
     """A started page: `address` is the one with a token that was printed last."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedProcess
+    stdout: TextIO
     folder: Path
     address: str
     wait_seconds: float = PATIENCE
@@ -69,8 +72,7 @@ class PageServer:
 
     def next_address(self) -> str:
         """Return the address that is printed once the one before has been used."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        return self.stdout.readline().strip()
 
     def get(self, path: str, **query: str) -> Answer:
         """Ask for a page as a browser that has entered."""
@@ -88,15 +90,38 @@ class PageServer:
 
 
 @contextmanager
-def page_server(folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[PageServer]:
-    """Start a page in a folder, and stop it with Ctrl-C."""
+def page_server(
+    folder: Path, *flags: str, environment: Mapping[str, str] | None = None, fork_server: Any = None
+) -> Iterator[PageServer]:
+    """Start a page in a folder, and stop it with Ctrl-C. With a fork server it is forked, as are the runs it starts."""
+    said = (folder.parent / f"{folder.name}-page.log").open("w+")
+    arguments = ["--no_browser", "--port=0", *flags]
+    own = {"SIMPLETUNER_HOME": str(folder.parent / "home"), **(environment or {})}
+    start = partial(forked_page, fork_server) if fork_server else cold_page
+    process, stdout = start(folder, said, own, arguments)
+    try:
+        address = stdout.readline().strip()
+        said.seek(0)
+        assert address, said.read()
+        yield PageServer(process, stdout, folder, address)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) in (130, -signal.SIGKILL), "SIGKILL is a campaign's"
+        said.seek(0)
+        assert "Traceback" not in said.read(), "nothing that a test asks for is a bug"
+    finally:
+        process.kill()
+        process.wait()
+        stdout.close()
+        said.close()
+
+
+def cold_page(
+    folder: Path, said: TextIO, own: Mapping[str, str], arguments: list[str]
+) -> tuple[subprocess.Popen[str], TextIO]:
     # The script, since `python -m` imports from the folder, too.
     program = str(Path(sys.executable).with_name("simpletuner"))
-    command = [program, "page", "--no_browser", "--port=0", *flags]
-    said = (folder.parent / f"{folder.name}-page.log").open("w+")
-    own = {"SIMPLETUNER_HOME": str(folder.parent / "home"), **(environment or {})}
     process = subprocess.Popen(
-        command,
+        [program, "page", *arguments],
         cwd=folder,
         env={**os.environ, **own},
         stdout=subprocess.PIPE,
@@ -106,17 +131,15 @@ def page_server(folder: Path, *flags: str, environment: Mapping[str, str] | None
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     assert process.stdout is not None
-    try:
-        address = process.stdout.readline().strip()
-        said.seek(0)
-        assert address, said.read()
-        yield PageServer(process, folder, address)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) in (130, -signal.SIGKILL), "SIGKILL is a campaign's"
-        said.seek(0)
-        assert "Traceback" not in said.read(), "nothing that a test asks for is a bug"
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        said.close()
+    return process, cast(TextIO, process.stdout)
+
+
+def forked_page(
+    fork_server: Any, folder: Path, said: TextIO, own: Mapping[str, str], arguments: list[str]
+) -> tuple[ForkedProcess, TextIO]:
+    pipe = Path(f"{said.name}.pipe")
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    process = fork_server.Process(target=serve, args=(str(pipe), said.name, str(folder), dict(own), arguments))
+    process.start()
+    return ForkedProcess(process), pipe.open()
