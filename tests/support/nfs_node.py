@@ -1,4 +1,4 @@
-"""One node of an nfs check, as a real process: `python nfs_node.py '{"path": ..., "rank": 0, "nodes": 2}'`.
+"""One node of an nfs check, as a real process, started or forked: `python nfs_node.py '{"path": ..., "rank": 0}'`.
 
 Beyond what a node is asked, it can be given another user, a wrong clock, locks as some mounts have them, or an end in
 the midst of the check. Prints its outcome as JSON.
@@ -58,6 +58,16 @@ def main(wish: dict[str, Any]) -> None:
     with handle_stop_signals() as stop:
         outcome = check(node, stop, lambda text: print(text, file=sys.stderr, flush=True))
     print(json.dumps(outcome.as_json()))
+
+
+def forked(wish: dict[str, Any], out: str, err: str) -> None:
+    """Check as one node in a forked process, which writes into files."""
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    os.chdir("/")
+    main(wish)
 
 
 if __name__ == "__main__":

@@ -147,6 +147,10 @@ def test_training_flags_and_values(line, words):
         ("detect-blocks --re", ["--refresh", "--revision"]),
         ("detect-blocks --apply ", []),
         ("models --", ["--json", "--check", "--class", "--help"]),
+        ("recipes wan", ["wan-video"]),
+        ("config init --recipe=wan", ["--recipe=wan-video"]),
+        ("config s", ["show", "schema"]),
+        ("train --model_flavour=b", [f"--model_flavour={name}" for name in EVERY_FLAVOUR if name.startswith("b")]),
     ],
 )
 def test_block_detection_is_completed_as_well(line, words):
