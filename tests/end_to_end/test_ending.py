@@ -14,22 +14,26 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import Any, TypeVar
 
 import psutil
 import pytest
 import ranks
 from conftest import SMALL
 from flags import last_wins
+from forked_launcher import ForkedProcess, launch, run_elsewhere
 from patience import PATIENCE
 
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint, parse_step
 from simpletuner.system.processes.run_status import STATUS, read_status
 
-LAUNCHED: list[subprocess.Popen] = []
+LAUNCHED: list[subprocess.Popen | ForkedProcess] = []
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +42,11 @@ def nothing_stays():
     yield
     while LAUNCHED:
         launcher = LAUNCHED.pop()
-        for process in psutil.Process(launcher.pid).children(recursive=True) if launcher.poll() is None else ():
-            process.kill()
-        launcher.kill()
-        launcher.wait()
+        if launcher.poll() is None:
+            for process in psutil.Process(launcher.pid).children(recursive=True):
+                process.kill()
+            launcher.send_signal(signal.SIGKILL)
+            launcher.wait(PATIENCE)
 
 
 def launched(program: str, output: Path, *flags: str, log: int | None = None) -> subprocess.Popen:
@@ -60,7 +65,7 @@ def said(output: Path) -> str:
     return (output.parent / f"{output.name}.log").read_text(errors="replace")
 
 
-def wait_for_step(output: Path, process: subprocess.Popen, step: int) -> None:
+def wait_for_step(output: Path, process: subprocess.Popen | ForkedProcess, step: int) -> None:
     metrics, end = output / "metrics.jsonl", time.monotonic() + PATIENCE
     while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
         assert process.poll() is None and time.monotonic() < end, said(output)
@@ -71,8 +76,9 @@ def last_step(output: Path) -> int:
     return json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])["step"]
 
 
-def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
-    return [rank for rank in psutil.Process(process.pid).children() if "RANK" in rank.environ()]
+def ranks_of(process: subprocess.Popen | ForkedProcess) -> list[psutil.Process]:
+    is_forked = isinstance(process, ForkedProcess)  # then the environment is that of the fork server
+    return [rank for rank in psutil.Process(process.pid).children() if is_forked or "RANK" in rank.environ()]
 
 
 def ended(output: Path) -> tuple[str, str]:
@@ -97,27 +103,48 @@ def expect_nothing_left(output: Path, ranks: list[psutil.Process], within_second
     assert is_free(output)
 
 
+Started = TypeVar("Started", subprocess.Popen, ForkedProcess)
+
+
 @dataclass
 class Endless:
     """A sharded run on two ranks that trains until something ends it."""
 
     output: Path
     flags: tuple[str, ...]
+    context: Any
+    """Of the fork server."""
 
     def trained(self, steps: int, *more: str, program: str = "simpletuner", log: int | None = None) -> subprocess.Popen:
         """Start or resume the run, and return once it has trained some steps."""
         (self.output.parent / f"{self.output.name}.log").unlink(missing_ok=True)
+        return self.has_trained(steps, lambda: launched(program, self.output, *self.flags, *more, log=log))
+
+    def trained_forked(self, steps: int, *more: str) -> ForkedProcess:
+        """As `trained`, without the imports of four programs."""
+        return self.has_trained(steps, lambda: self.forked(f"--output_dir={self.output}", *self.flags, *more))
+
+    def forked(self, *flags: str, **variables: str) -> ForkedProcess:
+        folder = str(self.output.parent)
+        launching = (launch, folder, variables, ["train", *last_wins((*SMALL, *flags))])
+        arguments = (partial(os.chdir, folder), f"{self.output}.log", *launching)
+        process = self.context.Process(target=run_elsewhere, args=arguments)
+        process.start()
+        LAUNCHED.append(launcher := ForkedProcess(process))
+        return launcher
+
+    def has_trained(self, steps: int, start: Callable[[], Started]) -> Started:
         checkpoints = list_checkpoints(self.output / "checkpoints")
         (self.output / "metrics.jsonl").unlink(missing_ok=True)  # it may tell of steps that were not saved
-        process = launched(program, self.output, *self.flags, *more, log=log)
+        process = start()
         wait_for_step(self.output, process, (load_checkpoint(checkpoints[0]).step if checkpoints else 0) + steps)
         return process
 
 
 @pytest.fixture
-def endless(sdxl_flags, tmp_path) -> Endless:
+def endless(fork_server, sdxl_flags, tmp_path) -> Endless:
     flags = (*sdxl_flags, "--num_processes=2", "--train_batch_size=2", "--fsdp_enable", "--max_train_steps=100000")
-    return Endless(tmp_path / "größe", flags)
+    return Endless(tmp_path / "größe", flags, fork_server)
 
 
 @pytest.mark.long
@@ -160,7 +187,7 @@ def test_a_closed_terminal_and_ctrl_c_save_and_leave(endless, monkeypatch):
 
 @pytest.mark.long
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(endless):
-    output, trained = endless.output, endless.trained
+    output, trained = endless.output, endless.trained_forked
     # a rank that is killed, while checkpoints are written in the background
     process = trained(2, "--checkpoint_step_interval=1")
     victim, ranks = ranks_of(process)[1], ranks_of(process)
@@ -178,7 +205,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(endless):
 
 @pytest.mark.long
 def test_a_rank_that_is_stopped_ends_the_others_by_a_second_ctrl_c_or_when_it_stalls(endless):
-    output, trained = endless.output, endless.trained
+    output, trained = endless.output, endless.trained_forked
     # a rank that is stopped: Ctrl-C has no effect, as nothing can be saved, and a second one ends all
     process = trained(2)
     victim, ranks = ranks_of(process)[1], ranks_of(process)
@@ -215,12 +242,12 @@ def test_a_rank_that_is_stopped_ends_the_others_by_a_second_ctrl_c_or_when_it_st
 
 @pytest.mark.long
 def test_ranks_of_a_launcher_that_is_killed_save_and_end(endless):
-    output, trained = endless.output, endless.trained
+    output, trained = endless.output, endless.trained_forked
     # a launcher that is killed: no time to ask its ranks, which save; while they start they have nothing to save
     process = trained(2)
     ranks = ranks_of(process)
-    process.kill()
-    process.wait()
+    process.send_signal(signal.SIGKILL)
+    process.wait(PATIENCE)
     expect_nothing_left(output, ranks, 30)  # saving takes its time on a loaded machine
     assert load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step >= 2
     assert ended(output)[0] == "stopped" and "its checkpoint is saved" in ended(output)[1]
@@ -246,27 +273,27 @@ class Own(SDXL):
 
 
 @pytest.mark.long
-def test_a_rank_that_hangs_while_caching_is_named_and_nothing_is_imported_by_accident(sdxl, shapes, tmp_path):
+def test_a_rank_that_hangs_while_caching_is_named_and_nothing_is_imported_by_accident(
+    sdxl, shapes, fork_server, tmp_path
+):
     """The module that a setting names is found in the current folder, by one rank and by many; others are not."""
     (tmp_path / "own.py").write_text(OWN_FAMILY)
     for library in ("queue", "xxhash"):
         (tmp_path / f"{library}.py").write_text("raise SystemExit('imported by accident')")
     family = ("--model_families=own=own:Own", "--model_family=own", f"--pretrained_model_name_or_path={sdxl}")
     flags = (*family, f"--instance_data_dir={shapes}", "--text_encoder_batch_size=2", "--max_train_steps=1")
+    flags = (*flags, "--stall_timeout=3")
+    two = Endless(tmp_path / "2", (), fork_server)
+    assert two.forked(*flags, "--num_processes=2", "--output_dir=2", HANG="1").wait(PATIENCE) == 5, said(two.output)
+    stalled = r"error: rank 1 \(pid \d+\) has made no progress for [3-6] s \(.*\), at encoding captions"
+    assert re.search(stalled, said(two.output)), said(two.output)
+    assert said(two.output).count("error:") == 1 and is_free(two.output)
+
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HANG": "1", "OMP_NUM_THREADS": "1"}
-    command = [str(Path(sys.executable).with_name("simpletuner")), "train", *SMALL, *flags]
-    for world, code in ((2, 5), (1, 0)):
-        arguments = [*command, f"--num_processes={world}", f"--output_dir={world}", "--stall_timeout=3"]
-        options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
-        done = subprocess.run(arguments, timeout=PATIENCE, **options)
-        assert done.returncode == code, done.stderr
-        assert "imported by accident" not in done.stderr
-        if world == 2:
-            assert re.search(
-                r"error: rank 1 \(pid \d+\) has made no progress for [3-6] s \(.*\), at encoding captions", done.stderr
-            )
-            assert done.stderr.count("error:") == 1 and is_free(tmp_path / "2")
+    command = [str(Path(sys.executable).with_name("simpletuner")), "train", *SMALL, *flags, "--output_dir=1"]
+    options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment | {"OMP_NUM_THREADS": "1"}}
+    done = subprocess.run(command, timeout=PATIENCE, **options)
+    assert done.returncode == 0 and "imported by accident" not in done.stderr + said(two.output), done.stderr
 
 
 def catches(pid: int, number: int) -> bool:

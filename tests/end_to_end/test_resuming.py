@@ -117,7 +117,7 @@ def test_killed_in_caching_training_and_saving_it_goes_on_and_nothing_is_corrupt
     moments = {
         "caching": lambda: any(output.glob("cache/latents/*/*.index.jsonl")),
         "first save": lambda: any(output.glob("checkpoints/.checkpoint-000002.*unfinished/model/*")),
-        "second save": lambda: any(output.glob("checkpoints/.checkpoint-000004.*unfinished/exp_avg/*")),
+        "later save": lambda: any(output.glob("checkpoints/.checkpoint-00000[46].*unfinished/exp_avg/*")),
         "just saved": lambda: (output / "checkpoints" / "checkpoint-000006").exists(),
         "training": lambda: any(line.startswith('{"step": 7') for line in lines(output / "metrics.jsonl")),
         "last save": lambda: any(output.glob("checkpoints/.checkpoint-000008.*unfinished/ema/*")),
