@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+# `user:password@` of an address. A user alone may be a token, as in `https://ghp_...@host`.
 USERINFO = re.compile(r"(?<=://)[^\s/?#\\'\"<>]*@")
-"""`user:password@` of an address. A user alone may be a token, as in `https://ghp_...@host`."""
 SIGNED = re.compile(
     r"""([?&;](?:[\w.-]*(?:token|signature|secret|passw|credential|api[_-]?key|access[_-]?key)[\w.-]*|sig|key|auth|pwd)=)
     [^\s&;\#\\'"<>]+""",

@@ -175,6 +175,7 @@ class RemoteFailure(SimpleTunerError):
         self.exit_code = exit_code
 
 
+# Sentences for system errors whose own words ("Stale file handle") tell nobody what has happened.
 REASONS = {
     errno.EFBIG: "the file would be larger than a limit allows",
     errno.EIO: "the disk or the file server answers with an error",
@@ -182,7 +183,6 @@ REASONS = {
     errno.ENXIO: "it is a pipe that nobody reads, or a device that is not there",
     errno.ESTALE: "the file server has removed or replaced it since it was opened",
 }
-"""Sentences for system errors whose own words ("Stale file handle") tell nobody what has happened."""
 HINTS = {
     errno.EFBIG: "see `ulimit -f`, and what the file system allows (4 GiB on FAT32); then run the same command again",
     errno.EIO: "see `sudo dmesg | tail`, and the health of the disk or file server; then run the same command again",
@@ -208,8 +208,8 @@ OUT_OF_MEMORY = re.compile(
 )
 """Messages of torch's CPU allocator, C++, NumPy, torch's storages, Rust, Python's threads, each of which has
 a stack, and oneDNN when the machine's memory is used up."""
+# Errno in exceptions of safetensors and tokenizers, which do not raise OSError.
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
-"""Errno in exceptions of safetensors and tokenizers, which do not raise OSError."""
 
 
 def without_errno(error: BaseException, *said: Path) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from simpletuner.credentials import mask_credentials
 
+# The logger of `Report`. Not propagated: a library's root logger would print it again.
 LOGGER = logging.getLogger("simpletuner")
-"""The logger of `Report`. Not propagated: a library's root logger would print it again."""
 
 MOST_KEPT = 1000
 """Records that are kept before it is known where to write."""
@@ -25,14 +25,14 @@ CONSOLE = "console.txt"
 """Output of the run that has the folder, where a page has started it."""
 STARTED = "started: "
 """Beginning of the first entry of a start: what is above is of earlier ones."""
+# Output of a start from a page until it has the folder: a mistake in its settings is nowhere else.
 START_CONSOLE = "console.start.txt"
-"""Output of a start from a page until it has the folder: a mistake in its settings is nowhere else."""
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags for appending to a run's own files: symbolic links are not followed, and a FIFO is not waited for."""
 
+# Characters that move the cursor, reverse text or cannot be printed: C0 and C1 controls except tab and
+# newline, bidirectional marks, and the surrogates that stand for bytes of a file name that are not UTF-8.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that move the cursor, reverse text or cannot be printed: C0 and C1 controls except tab and
-newline, bidirectional marks, and the surrogates that stand for bytes of a file name that are not UTF-8."""
 
 
 def escape_controls(text: str) -> str:

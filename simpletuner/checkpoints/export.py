@@ -57,7 +57,7 @@ class MarkerFields(BaseModel):
 def export_pipeline(
     family: ModelFamily,
     target: Path,
-    config: dict[str, Any],
+    config: Mapping[str, object],
     weights: NamedTensors,
     world: World,
     steps: int,

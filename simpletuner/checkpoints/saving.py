@@ -130,7 +130,7 @@ def make_empty_folder(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def write_state(hidden: Path, state: Mapping[str, Any], sums: Mapping[str, str]) -> None:
+def write_state(hidden: Path, state: Mapping[str, object], sums: Mapping[str, str]) -> None:
     """Write state.json, which makes a folder a checkpoint, so it must be written last."""
     # Of the files that ranks have named: the folder may be listed late by a network file system.
     files = file_sizes(hidden, sums)

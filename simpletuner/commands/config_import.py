@@ -80,7 +80,7 @@ def import_their_datasets(path: Path, values: Mapping[str, object], output: Path
 
 
 def their_datasets(
-    path: Path, values: Mapping[str, object], data: Data, training: Mapping[str, Any] | None = None
+    path: Path, values: Mapping[str, object], data: Data, training: Mapping[str, object] | None = None
 ) -> ImportedDatasets:
     lost: list[Lost] = []
     is_kohya = "datasets" in values

@@ -69,7 +69,7 @@ class HostTensorsMoved(TorchFunctionMode):
     Masks have to stay on the CPU until then: their sums are lengths, which become shapes.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: object = None) -> Any:
         given = (args, kwargs or {})
         tensors = [each for each in tree_flatten(given)[0] if isinstance(each, Tensor)]
         if any(each.is_meta for each in tensors) and not all(each.is_meta or each.ndim == 0 for each in tensors):
@@ -147,7 +147,7 @@ def meta_input(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(1, *shape, device=META, requires_grad=True)
 
 
-def backward(outputs: Iterable[Any]) -> None:
+def backward(outputs: Iterable[object]) -> None:
     """Run the backward pass of all tensors among the outputs that have one."""
     tensors = [each for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None]
     torch.autograd.backward(tensors, [torch.empty_like(each) for each in tensors])
@@ -184,7 +184,9 @@ class RepeatedBlocks:
             for block in blocks:
                 del block.forward
 
-    def _counted(self, forward: Callable[..., Any], block: nn.Module, kind: tuple[Any, ...]) -> Callable[..., Any]:
+    def _counted(
+        self, forward: Callable[..., object], block: nn.Module, kind: tuple[object, ...]
+    ) -> Callable[..., Any]:
         def run(*args: object, **kwargs: object) -> Any:
             flat, structure = tree_flatten((args, kwargs))
             key = (*kind, structure, *map(signature, flat))
@@ -201,7 +203,7 @@ class RepeatedBlocks:
         return run
 
 
-def run_alone(forward: Callable[..., Any], args: object, kwargs: object) -> Any:
+def run_alone(forward: Callable[..., object], args: object, kwargs: object) -> Any:
     args, kwargs = tree_map_only(Tensor, cut_off, (args, kwargs))
     outputs = forward(*args, **kwargs)
     backward(tree_flatten(outputs)[0])
@@ -229,7 +231,7 @@ class FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(values)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: object, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         values, weight, _ = ctx.saved_tensors
         return torch.empty_like(values), None if weight is None else torch.empty_like(weight)
 

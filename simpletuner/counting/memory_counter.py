@@ -46,7 +46,7 @@ class MemoryCounter(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: object, types: object, args: Any = (), kwargs: object = None) -> Any:
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
         if func.namespace != "aten":  # such as prim.device, which a fake tensor is asked for all the time
@@ -60,7 +60,7 @@ class MemoryCounter(TorchDispatchMode):
             self.count_work(func.overloadpacket, args, kwargs, outputs, made)
         return outputs
 
-    def count_work(self, operator: Any, args: Any, kwargs: Any, outputs: Any, made: list[Tensor]) -> None:
+    def count_work(self, operator: object, args: Any, kwargs: Any, outputs: object, made: list[Tensor]) -> None:
         self.launches += 1
         if (formula := FLOPS.get(operator)) is not None:
             self.flops[operator] += formula(*args, **kwargs, out_val=outputs)

@@ -144,7 +144,7 @@ class StageChoice:
     reason: str
 
 
-def stage_candidates(with_files: bool, fixed: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+def stage_candidates(with_files: bool, fixed: Mapping[str, object] | None = None) -> Iterator[dict[str, Any]]:
     """Yield combinations of stage and offloading: lowest stage first, then least offloading.
 
     `fixed` are settings that are chosen already. Below stage 3 DeepSpeed offloads no weights, and nothing to files.

@@ -87,7 +87,7 @@ class DeepSpeedBuilder:
         builder.num_parameters = parse_count(parameters, "--parameters") if parameters else counted and counted[0]
         return builder
 
-    def load(self, **more_answers: Any) -> Loaded:
+    def load(self, **more_answers: object) -> Loaded:
         """Resolve the settings so far, with more answers. Raises SettingsError for invalid ones and conflicts."""
         return resolve([*self.sources, from_flags(self.answers | more_answers)], complete=False)
 
@@ -139,7 +139,7 @@ class DeepSpeedBuilder:
         typed = " ".join(f"{flag}={value}" for flag, value in flags.items() if value != "none")
         raise SettingsError(message, f"{describe_stage(fitting)} fits: {typed}")
 
-    def _choose_from_candidates(self, budget: MemoryBudget, fixed: Mapping[str, Any] | None = None) -> StageChoice:
+    def _choose_from_candidates(self, budget: MemoryBudget, fixed: Mapping[str, object] | None = None) -> StageChoice:
         # Offloading to files is proposed only to a user who has named a folder for it.
         with_files = self.load().settings.parallel.offload_param_path is not None
         candidates = stage_candidates(with_files, fixed)

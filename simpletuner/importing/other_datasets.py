@@ -16,7 +16,7 @@ from simpletuner.importing.other_trainers import UNKNOWN
 Lost = tuple[str, Any, str, Effect]
 """A name there, its value, why it has no place here, and what that changes."""
 KOHYA_IDLE = ("batch_size", "enable_bucket", "cache_info", "bucket_reso_steps")
-KOHYA_MEANT: dict[str, tuple[Any, ...]] = {
+KOHYA_MEANT: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(
         ("shuffle_caption", "flip_aug", "color_aug", "random_crop", "is_reg", "bucket_no_upscale"), (False,)
     ),
@@ -41,7 +41,7 @@ VIDEOS = (".mp4", ".mkv", ".mov", ".webm", ".avi", ".m4v")
 
 
 def kohya_entries(
-    values: Mapping[str, Any], lost: list[Lost], training: Mapping[str, Any] | None = None
+    values: Mapping[str, Any], lost: list[Lost], training: Mapping[str, object] | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield an entry for each subset, after adding to `lost` what has no place here.
 
@@ -164,7 +164,7 @@ def subfolders(path: Any) -> Iterator[Lost]:
 
 
 def pipe_entries(
-    values: Mapping[str, Any], lost: list[Lost], training: Mapping[str, Any] | None = None
+    values: Mapping[str, Any], lost: list[Lost], training: Mapping[str, object] | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield entries for each folder and resolution, after adding to `lost` what has no place here."""
     is_middle = (training or {}).get("video_clip_mode") == "single_middle"
@@ -209,7 +209,7 @@ def pipe_kinds(path: object, given: Mapping[str, object], is_middle: bool) -> It
         yield {"dataset_type": "video", "video": {"frame_buckets": lengths, **place}}
 
 
-def clip_lengths(given: Mapping[str, Any]) -> list[Any]:
+def clip_lengths(given: Mapping[str, object]) -> list[Any]:
     lengths = given.get("frame_buckets") or []
     if not isinstance(lengths, list) or not all(type(each) in (int, float) for each in lengths):
         return [lengths]  # which the dataset refuses, with what it takes

@@ -76,7 +76,7 @@ def schedule_here(value: object) -> str:
 def only(*meant: object) -> Callable[[Any], None]:
     """Accept the values with which a name asks for what happens here anyway. Raises ValueError for others."""
 
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if value not in meant:
             raise ValueError(UNKNOWN)
 
@@ -118,7 +118,7 @@ KOHYA_IDLE = (
     *("sample_sampler", "save_state", "log_prefix", "training_comment", "network_train_unet_only", "network_module"),
     *("prior_loss_weight", "console_log_level", "save_last_n_epochs", "metadata_title", "metadata_author"),
 )
-KOHYA_CHECKED: dict[str, Callable[[Any], None]] = {
+KOHYA_CHECKED: dict[str, Callable[[object], None]] = {
     "noise_offset": only(0, 0.0, None),
     "lr_scheduler_type": only("", None),
     "use_8bit_adam": only(True, False),
@@ -266,7 +266,7 @@ PIPE_IDLE = (
     *("eval_before_first_step", "eval_micro_batch_size_per_gpu", "eval_gradient_accumulation_steps", "compile"),
     *("blocks_to_swap", "eval_every_n_steps", "eval_datasets", "video_clip_mode", "monitoring", "x_axis_examples"),
 )
-PIPE_CHECKED: dict[str, Callable[[Any], None]] = {
+PIPE_CHECKED: dict[str, Callable[[object], None]] = {
     "pipeline_stages": only(1),
     "model.timestep_sample_method": only("logit_normal"),
     "model.v_pred": only(False),
@@ -344,7 +344,7 @@ def sort_names(
     found: TranslatedFile,
     names: Mapping[str, tuple[str, SAME | None]],
     idle: Iterable[str],
-    checked: Mapping[str, Callable[[Any], None]],
+    checked: Mapping[str, Callable[[object], None]],
 ) -> None:
     """Add each value to `settings`, `no_effect` or `unsupported`."""
     for name, value in given.items():

@@ -38,8 +38,8 @@ from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG, NOT_SETTIN
 from simpletuner.settings.values.spelling import is_equal
 from simpletuner.system.files.paths import expand_path
 
+# Names whose value cannot be left out, not even with --partial: nothing would be left to train.
 DECISIVE = ("model_family", "model_type", "controlnet", "control", "refiner_training")
-"""Names whose value cannot be left out, not even with --partial: nothing would be left to train."""
 NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args")}
 ASIDE = ("checkpoints", "compile", "hub", "launch", "logging", "validation")
 """Sections that do not change what is trained."""

@@ -126,7 +126,7 @@ def difference(first: NodeInfo, first_name: str, other: NodeInfo, other_name: st
     return None
 
 
-def differing(first: dict[str, Any], other: dict[str, Any], names: tuple[str, str]) -> list[str]:
+def differing(first: Mapping[str, object], other: Mapping[str, object], names: tuple[str, str]) -> list[str]:
     return [
         f"{name} differs: {first.get(name)!r} on {names[0]}, {other.get(name)!r} on {names[1]}"
         for name in [*first, *(name for name in other if name not in first)]

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 # A process that waits in a hung call uses less CPU than this: its threads only poll.
 BUSY_SHARE = 0.05
 SAMPLE_SECONDS = 5.0
+# Silence that means this process was stopped itself, as by Ctrl-Z, probably with the others.
 PAUSE_SECONDS = 10.0
-"""Silence that means this process was stopped itself, as by Ctrl-Z, probably with the others."""
 STATES: dict[str, str] = {
     psutil.STATUS_STOPPED: "the process is stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "the process is held by a debugger",

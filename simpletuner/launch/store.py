@@ -91,7 +91,7 @@ class MessageSigner:
         """Derive a signer for one run, so that messages recorded in another run are rejected."""
         return MessageSigner(hmac.digest(self.secret, nonce.encode(), hashlib.sha256)) if self.secret else self
 
-    def encode(self, key: str, values: Mapping[str, Any]) -> str:
+    def encode(self, key: str, values: Mapping[str, object]) -> str:
         """Encode and sign values. The key is signed too: a message is not valid under another key."""
         text = json.dumps(values)
         return json.dumps({"text": text, "signature": self._signature(key, text)})
@@ -126,7 +126,7 @@ class MessageStore:
         """Use the signer of one run."""
         return MessageStore(self.store, self.signer.for_run(nonce))
 
-    def write(self, key: str, values: Mapping[str, Any]) -> None:
+    def write(self, key: str, values: Mapping[str, object]) -> None:
         self.store.set(key, self.signer.encode(key, values))
 
     def read(self, key: str, parse: Parser[Message]) -> Message | None:
@@ -140,7 +140,7 @@ class MessageStore:
         decoded = {key: self._decode(key, value, parse) for key, value in values.items()}
         return {key: message for key, message in decoded.items() if message is not None}
 
-    def put_first(self, key: str, values: Mapping[str, Any], parse: Parser[Message]) -> Message:
+    def put_first(self, key: str, values: Mapping[str, object], parse: Parser[Message]) -> Message:
         """Write a message unless a valid one exists; return the one in effect. Overwrites invalid ones."""
         mine, present = self.signer.encode(key, values), b""
         for _ in range(ATTEMPTS):

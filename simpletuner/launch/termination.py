@@ -48,11 +48,11 @@ class Termination:
         place = f"{names[self.machine]}: " if self.machine != here else ""
         return RemoteFailure(self.exit_code, place + self.sentence, self.hint)
 
-    def is_explained_by(self, reason: Mapping[str, Any]) -> bool:
+    def is_explained_by(self, reason: Mapping[str, object]) -> bool:
         """True if a rank's last message, sent before it exited, is about the same failure."""
         return bool(reason) and reason["exit_code"] == self.exit_code
 
-    def with_reason(self, reason: Mapping[str, Any]) -> Termination:
+    def with_reason(self, reason: Mapping[str, object]) -> Termination:
         """Use the sentence of the rank that failed, if it sent one."""
         if not self.is_explained_by(reason):
             return self
@@ -62,7 +62,7 @@ class Termination:
         return asdict(self)
 
 
-def parse_termination(values: Mapping[str, Any], machines: int) -> Termination | None:
+def parse_termination(values: Mapping[str, object], machines: int) -> Termination | None:
     match values:
         case {"machine": int(machine), "exit_code": int(code), "sentence": str(sentence), "hint": str(hint)}:
             if not 0 <= machine < machines:

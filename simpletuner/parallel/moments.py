@@ -12,8 +12,8 @@ from math import prod
 
 Shape = tuple[int, ...]
 
+# Moments that are the parameter itself: checkpoints hold them, memory does not hold them twice.
 ALIASES = ("y",)
-"""Moments that are the parameter itself: checkpoints hold them, memory does not hold them twice."""
 
 
 def moment_shapes(optimizer: str, shape: Shape, is_hidden_matrix: bool = False) -> dict[str, Shape]:

@@ -24,14 +24,14 @@ from simpletuner.system.processes.signals import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Timeout of NCCL's collectives, and of joining."""
+# Timeout of gloo's collectives: ranks may wait for one that writes to a slow disk (24 GB at 40 MB/s take 10
+# minutes). A rank that ends breaks them at once; the launcher finds one that hangs.
 DISK_TIMEOUT = timedelta(days=1)
-"""Timeout of gloo's collectives: ranks may wait for one that writes to a slow disk (24 GB at 40 MB/s take 10
-minutes). A rank that ends breaks them at once; the launcher finds one that hangs."""
 JOIN_SECONDS = 300
 """Longest wait of a rank for the others to join."""
+# Longest time in which a failed rank aborts its communicators. Peers that wait in a kernel of NCCL over
+# NVLink or shared memory do not notice: the launcher, or torchrun's agent, ends them.
 ABORT_SECONDS = 5
-"""Longest time in which a failed rank aborts its communicators. Peers that wait in a kernel of NCCL over
-NVLink or shared memory do not notice: the launcher, or torchrun's agent, ends them."""
 LAUNCHER_SECONDS = 10
 """Longest wait of a rank that lost another one for the launcher, which knows the reason, to end it."""
 LOOK_SECONDS = 5.0

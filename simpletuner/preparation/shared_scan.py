@@ -266,5 +266,5 @@ class SharedScan:
         wait_for_files(self.folder, {name: 0}, self.stop)
         return open_table(self.folder / name)
 
-    def _from_first(self, key: str, make: Callable[[], Any]) -> Any:
+    def _from_first(self, key: str, make: Callable[[], object]) -> Any:
         return json.loads(self.world.from_first(f"{self.place}/{key}", lambda: json.dumps(make()), self.stop))

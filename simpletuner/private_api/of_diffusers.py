@@ -71,11 +71,11 @@ def import_without_transformers() -> None:
         del sys.modules["transformers"]
 
 
-def blocks_by_name(model: Any) -> list[set[str]]:
+def blocks_by_name(model: object) -> list[set[str]]:
     """Return the block classes of a model that are never split, and the ones compiled one by one."""
     return [set(getattr(model, name, None) or ()) for name in ("_no_split_modules", "_repeated_blocks")]
 
 
-def modules_in_float32(model: Any) -> tuple[str, ...]:
+def modules_in_float32(model: object) -> tuple[str, ...]:
     """Parts of the names of modules that diffusers keeps in float32 whatever dtype is loaded."""
     return tuple(getattr(model, "_keep_in_fp32_modules", None) or ())

@@ -87,13 +87,13 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 def chosen_attention_kernel(query: Tensor) -> int:
     """Number of the SDPBackend that attention takes; torch only tells whether one can be used at all."""
-    chosen: Any = torch._fused_sdp_choice(query, query, query)
+    chosen: object = torch._fused_sdp_choice(query, query, query)
     return chosen
 
 
 def run_backward(loss: Tensor) -> None:
     """Do as `loss.backward()`, but within a TorchFunctionMode, which then sees the recomputation, too."""
-    engine: Any = torch.autograd.graph._engine_run_backward
+    engine: object = torch.autograd.graph._engine_run_backward
     engine((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 

@@ -89,9 +89,9 @@ the output of the start, which a refused start has alone, and, without a status,
 
 SETTLED = ENDS | {RunState.UNKNOWN}
 """States that only a file can change."""
+# Folders of a run besides SKIPPED. In others there may be runs: `output` is the
+# default folder, and `output/cat` that of cat.toml.
 OF_RUN = re.compile(r"validation|logs|profile|data_listings|pipeline.*|base-.*")
-"""Folders of a run besides SKIPPED. In others there may be runs: `output` is the
-default folder, and `output/cat` that of cat.toml."""
 LIVE_SECONDS = 1.0
 """Lifetime of the summary of a run that has not ended, however many ask."""
 # Within this time of a change, a folder may change again without another time: clocks of file systems are

@@ -129,7 +129,7 @@ class MetricColumn:
 class MetricColumns:
     """The metrics of a run as columns; `update` parses only what was appended to the file."""
 
-    def __init__(self, path: Path, column: Callable[[], Any] = MetricColumn) -> None:
+    def __init__(self, path: Path, column: Callable[[], object] = MetricColumn) -> None:
         self.reader, self.new_column = MetricsReader(path), column
         self.columns: dict[str, Any] = {}
 
@@ -143,7 +143,7 @@ class MetricColumns:
             self._extend(names, list(zip(*(row.values() for row in alike), strict=True)))
         return self
 
-    def _extend(self, names: tuple[str, ...], columns: Sequence[Sequence[Any]]) -> None:
+    def _extend(self, names: tuple[str, ...], columns: Sequence[Sequence[object]]) -> None:
         steps = columns[names.index("step")]
         for name, values in zip(names, columns, strict=True):
             kept = steps

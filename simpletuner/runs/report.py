@@ -173,8 +173,8 @@ def open_html_report(output: Path, facts: RunFacts, max_steps: int, report: Repo
         page.finish(status)
 
 
+# Settings that name a place or a run: they do not change the trained weights.
 WHERE = ("output_dir", "instance_data_dir", "config", "tracker_run_name")
-"""Settings that name a place or a run: they do not change the trained weights."""
 
 
 def render_comparison(runs: Mapping[str, Path], folder: Path) -> str:

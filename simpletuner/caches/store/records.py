@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,7 @@ KeyParts = dict[str, str]
 PROBES, PROBE_BYTES = 64, 4096
 
 
-def short_hash(value: Any) -> str:
+def short_hash(value: object) -> str:
     """Return 16 hex digits for anything that JSON can hold."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 

@@ -96,7 +96,9 @@ class ShardWriter:
         """Declare a damaged record invalid: readers no longer find it, so it is made again."""
         self._append(location.name, location.parts, b"", {"retracts": [location.shard.name, location.offset]})
 
-    def _append(self, name: str, parts: KeyParts, blob: bytes, more: Mapping[str, Any] | None = None) -> RecordLocation:
+    def _append(
+        self, name: str, parts: KeyParts, blob: bytes, more: Mapping[str, object] | None = None
+    ) -> RecordLocation:
         try:
             shard, index = self._files_with_room(len(blob))
             shard.write(bytes(-shard.tell() % ALIGNMENT_BYTES))  # torch.frombuffer needs aligned numbers

@@ -95,8 +95,8 @@ def names_of(option: TyperOption) -> list[str]:
 
 
 CURSOR = "\0"
+# Rare flag -> the one that is meant where only these two are left: a shell would stop at what both begin with.
 RARE_FLAGS = {"model_families": "model_family"}
-"""Rare flag -> the one that is meant where only these two are left: a shell would stop at what both begin with."""
 
 
 @dataclass(frozen=True)

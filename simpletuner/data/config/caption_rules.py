@@ -22,8 +22,8 @@ from simpletuner.system.files.regular_files import read_file
 LINE_ENDS = re.compile(r"\r\n|\n|\r")
 """Not all at which str.splitlines() ends a line: U+2028, U+2029, NEL, VT, FF, FS, GS and RS stand within
 captions that were copied from documents and web pages."""
+# Characters that make a rule a regular expression. A dot alone does not: it ends sentences.
 REGULAR = re.compile(r"[\\^$*+?{}\[\]()|]")
-"""Characters that make a rule a regular expression. A dot alone does not: it ends sentences."""
 SUBSTITUTION = re.compile(r"s/((?:\\.|[^/\\])+)/((?:\\.|[^/\\])*)(?:/([gi]*))?")
 
 
@@ -38,12 +38,12 @@ class CaptionShuffle(Section):
     include_original: bool = True
 
 
+# Letters that show nothing, as within brackets of a regular expression of Python or Arrow: spaces,
+# control characters, and Unicode's default ignorable ones, such as the zero-width space of web pages.
 BLANK = (
     "\x00-\x20\x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f"
     "\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\U000e0000-\U000e0fff"
 )
-"""Letters that show nothing, as within brackets of a regular expression of Python or Arrow: spaces,
-control characters, and Unicode's default ignorable ones, such as the zero-width space of web pages."""
 BLANK_TEXT = re.compile(f"^[{BLANK}]*$")
 
 
@@ -56,7 +56,7 @@ def split_lines(text: str) -> list[str]:
     return LINE_ENDS.split(text)
 
 
-def parse_shuffle(value: Any) -> Any:
+def parse_shuffle(value: object) -> Any:
     """Raises ValueError for what is not a table of these keys."""
     if not isinstance(value, Mapping):
         raise ValueError('use a JSON object such as {"enable": true, "count": 3}')
@@ -70,7 +70,7 @@ def parse_shuffle(value: Any) -> Any:
         raise ValueError(f"{key}: use {allowed(fields[key])}") from None
 
 
-def read_rules(value: Any) -> Any:
+def read_rules(value: object) -> Any:
     """Return the rules of a list, or of a file: JSON, or text with one rule per line.
 
     Raises ValueError for a file that cannot be read, and for a bad rule, with its place.
@@ -105,7 +105,7 @@ def lines_of(path: Path) -> list[Any]:
     return rules
 
 
-def compile_rule(rule: Any) -> Callable[[str], str]:
+def compile_rule(rule: object) -> Callable[[str], str]:
     """Compile a rule to a function of a caption. Raises re.error or ValueError for an invalid one."""
     if not isinstance(rule, str):
         raise ValueError("must be a text")

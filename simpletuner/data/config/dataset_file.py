@@ -47,7 +47,7 @@ class DatasetEntry:
     keys: list[FileEntry]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], file: Path, line: int = 0) -> DatasetEntry:
+    def of(cls, values: Mapping[str, object], file: Path, line: int = 0) -> DatasetEntry:
         return cls(file, line, [FileEntry(key, value) for key, value in values.items()])
 
     @property
@@ -105,7 +105,7 @@ def refuse_foreign(path: Path, text: str) -> None:
     """Raise SettingsError for a TOML or YAML file: datasets of other trainers."""
     if path.suffix.lower() not in (".toml", ".yaml", ".yml"):
         return
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     with suppress(SettingsError):  # a list, or what is none of these either
         values = {each.key: each.value for each in parse_settings(path, text)}
     if trainer := trainer_of(values):

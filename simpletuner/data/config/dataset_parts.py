@@ -24,7 +24,7 @@ ASPECTS = (0.5, 9 / 16, 2 / 3, 0.75, 0.8, 1.0, 1.25, 4 / 3, 1.5, 16 / 9, 2.0)
 """Aspects (width / height) that crop_aspect chooses from by default (crop_aspect_buckets)."""
 
 
-def parse_aspects(value: Any) -> Any:
+def parse_aspects(value: object) -> Any:
     """Raises ValueError for what is not a list of aspects."""
     if not isinstance(value, list | tuple) or not 1 <= len(value) <= 64:
         raise ValueError("use a list of 1 to 64 aspects (width / height), such as [0.5, 1.0, 2.0]")
@@ -196,7 +196,7 @@ TABLE_RULES: dict[str, Rule] = {
 }
 
 
-def as_list(value: Any) -> Any:
+def as_list(value: object) -> Any:
     return [value] if isinstance(value, str) else value
 
 

@@ -34,12 +34,12 @@ LARGEST_PIXELS = 1 << 28
 SMALLEST_PIXELS = 64
 
 
-def as_backend(value: Any) -> Any:
+def as_backend(value: object) -> Any:
     """A table of sizes may be called as one of captions is, by its format."""
     return PARQUET if value == "csv" else value
 
 
-def as_list(value: Any) -> Any:
+def as_list(value: object) -> Any:
     """Return a list of one id for the id alone; the original writes both."""
     return [value] if isinstance(value, str) else value
 

@@ -224,7 +224,7 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
     fields = fields_with_blocks(kind)
     keys = dict.fromkeys(fields, Keeps()) | {key: rule for key, rule in KEEPS_OFF.items() if key in fields}
     table = KeyTable(RULES | TABLE_RULES | keys_of_other_places(kind) | keys, entry.names, is_off=is_off)
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     mistakes: list[Mistake] = []
     for found in interpret(table, entry.keys):
         if found.outcome == "kept" and found.key in fields:
@@ -249,7 +249,7 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
 
 
 def note_without_effect(
-    dataset: ImageDataset, values: Mapping[str, Any], entry: DatasetEntry, parsed: DatasetFile
+    dataset: ImageDataset, values: Mapping[str, object], entry: DatasetEntry, parsed: DatasetFile
 ) -> None:
     """Add each key of an entry that has no effect beside the others."""
     lookup = partial(getattr, dataset)

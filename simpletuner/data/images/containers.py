@@ -25,8 +25,8 @@ ALONE: Final = frozenset({0x01, *range(0xD0, 0xDA)})
 """Markers without a length: TEM, RSTn, SOI, EOI."""
 SOS, APP0, APP1, APP2, APP14, COM = 0xDA, 0xE0, 0xE1, 0xE2, 0xEE, 0xFE
 XMP_MARK, ICC_MARK = b"http://ns.adobe.com/xap/1.0/\0", b"ICC_PROFILE\0"
+# Shortest segments to keep: shorter ones mean nothing to libjpeg, and make Pillow give up (JFIF, Adobe).
 LEAST_BYTES: Final = {APP0: 14, APP14: 12}
-"""Shortest segments to keep: shorter ones mean nothing to libjpeg, and make Pillow give up (JFIF, Adobe)."""
 
 PNG_PIXELS: Final = frozenset({b"IHDR", b"PLTE", b"tRNS"})
 """Chunks before the pixels that decide how these are decoded."""

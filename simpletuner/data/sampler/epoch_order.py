@@ -84,8 +84,8 @@ def feistel_rounds(cells: np.ndarray, rows: int, columns: int, keys: Keys) -> np
     return coordinates[0] * lengths[1] + coordinates[1]
 
 
+# Items of a block. Longer ones cost hardly less per item, and a step at a block's start waits for it.
 BLOCK = 4096
-"""Items of a block. Longer ones cost hardly less per item, and a step at a block's start waits for it."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ MAX_FOLDERS = 4
 REPEATS_AND_PHRASE = re.compile(r"([1-9]\d{0,2})_(.+)")
 RENAME = "the name of the image with .txt is read, so rename them"
 LOOP = 'in their folder by `for f in {}; do mv -n "$f" "${{f%{}}}.txt"; done`'
+# Caption file patterns; not *.*.txt, since a.b.txt is the caption of a.b.jpg.
 IMAGES_TXT = "*.jp*g.txt *.png.txt *.webp.txt"
-"""Caption file patterns; not *.*.txt, since a.b.txt is the caption of a.b.jpg."""
 BESIDE = {
     "second suffix": f"with the suffix of the image as well: {RENAME}, {LOOP.format(IMAGES_TXT, '.*.txt')}",
     "case": f"with other upper and lower case: {RENAME}, for the suffix {LOOP.format('*.TXT', '.TXT')}",
@@ -105,7 +105,7 @@ def entries(scan: Scan, kind: str) -> str:
 
 def entry_of(address: str, kind: str) -> dict[str, Any]:
     name = PurePosixPath(address).name
-    entry: dict[str, Any] = {"id": id_of_folder(name), "instance_data_dir": address}
+    entry: dict[str, object] = {"id": id_of_folder(name), "instance_data_dir": address}
     if kind == MASKS:
         masks = {"dataset_type": "conditioning", "conditioning_type": "mask"}
         return {"id": "masks", **masks, "instance_data_dir": str(PurePosixPath(address).with_name("masks"))}

@@ -38,8 +38,8 @@ CHUNKS = 1024
 BLOCK_BYTES = 4096
 SHOWN_LETTERS = 60
 
+# Dataset settings that may differ: machines may keep the same data under other paths or endpoints.
 LOCAL_KEYS = ("instance_data_dir", "dataset_name", "cache_dir_vae", *sorted(MACHINE_KEYS))
-"""Dataset settings that may differ: machines may keep the same data under other paths or endpoints."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def chunk_digests(datasets: Iterable[DatasetFiles]) -> list[str]:
 
 def collect_facts(datasets: Iterable[DatasetFiles], chunks: Collection[int]) -> dict[int, dict[str, dict[str, Any]]]:
     """Return the facts of every file in these chunks, by chunk and id."""
-    found: dict[int, dict[str, dict[str, Any]]] = {chunk: {} for chunk in chunks}
+    found: dict[int, dict[str, dict[str, object]]] = {chunk: {} for chunk in chunks}
     for files in datasets:
         for sample_id, row in files.ids():
             if (chunk := chunk_index(sample_id)) in found:
@@ -186,7 +186,7 @@ def find_table_difference(first: Mapping[str, str], other: Mapping[str, str], na
 
 
 def find_dataset_difference(
-    first: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]], names: tuple[str, str]
+    first: Mapping[str, Mapping[str, object]], other: Mapping[str, Mapping[str, object]], names: tuple[str, str]
 ) -> str:
     """Return a sentence about the first setting of a dataset that differs; empty where none does."""
     for dataset in [*first, *other]:

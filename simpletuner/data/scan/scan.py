@@ -58,7 +58,7 @@ class Scan:
     """Scans of the datasets in `conditioning_data`."""
 
 
-def scan_files(dataset: ImageDataset, storage: Storage, files: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+def scan_files(dataset: ImageDataset, storage: Storage, files: Sequence[Mapping[str, object]]) -> pa.RecordBatch:
     """Read headers and captions of files (rows of a `FileList`), in their order."""
     read = partial(scan_file, dataset, storage)
     if storage.concurrent_reads == 1:  # a thread costs more than it saves where files are on a disk

@@ -42,7 +42,7 @@ IDENTITY = ("name", "version", CAPTION_VERSION)
 """Files that agree in these columns have the same row in a scan."""
 
 
-def write_table(folder: Path, kind: str, table: pa.Table, meta: Mapping[str, Any] | None = None) -> str:
+def write_table(folder: Path, kind: str, table: pa.Table, meta: Mapping[str, object] | None = None) -> str:
     """Write `kind`-CHECKSUM.arrow, and return that name. Raises EnvironmentNotReady."""
     path = unfinished_path(folder / secrets.token_hex(8))
     schema = table.schema.with_metadata({META: json.dumps(meta or {}).encode()})
@@ -107,12 +107,12 @@ def match_rows(files: pa.Table, known: pa.Table) -> pa.Array:
 
 FEW_FILES = 100_000
 """So many files are listed in less than a second, and then a rewritten one is noticed before training."""
+# File systems whose folders have the time of the last file that was added, renamed or removed. Others may
+# not: FAT, and buckets that are mounted as folders.
 KEEP_TIMES = frozenset(
     {"bcachefs", "beegfs", "btrfs", "ceph", "ext2", "ext3", "ext4", "f2fs", "gfs2", "gpfs", "lustre", "nfs", "nfs4"}
     | {"ocfs2", "overlay", "tmpfs", "xfs", "zfs"}
 )
-"""File systems whose folders have the time of the last file that was added, renamed or removed. Others may
-not: FAT, and buckets that are mounted as folders."""
 
 
 def write_folder_times(folder: Path, storage: Storage, files: FileList, scan: str) -> None:

@@ -27,8 +27,8 @@ MAX_NAMES = 20
 LENGTHS = ("frames", "fps")
 """Columns of videos, in addition to their sizes."""
 
+# All others that an image may have are of 4 letters, the dot included.
 SUFFIXES_OF_FIVE = sorted(suffix for suffix in BY_PILLOW | BY_PLUGIN | VIDEO_SUFFIXES if len(suffix) == 5)
-"""All others that an image may have are of 4 letters, the dot included."""
 
 
 @dataclass(frozen=True)

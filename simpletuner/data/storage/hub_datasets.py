@@ -22,8 +22,8 @@ from simpletuner.system.processes.threads import run_bounded
 # As many as huggingface_hub's snapshot_download takes.
 THREADS = 8
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+# Name in the table of an imagefolder: https://huggingface.co/docs/datasets/image_dataset#imagefolder.
 FILENAME_COLUMN = "file_name"
-"""Name in the table of an imagefolder: https://huggingface.co/docs/datasets/image_dataset#imagefolder."""
 PARQUET_BRANCH = "refs/convert/parquet"
 """The branch on which the hub keeps Parquet files of datasets in other forms."""
 

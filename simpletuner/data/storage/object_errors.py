@@ -58,8 +58,8 @@ REFUSALS = (DENIED, LOCKED)
 IN_WORDS = re.compile(r"object.?lock|retention|immutab|legal hold|\bWORM\b", re.IGNORECASE)
 """Error texts about locked objects: AWS (InvalidRequest, AccessDenied), Google (AccessDenied), Azure's
 batches (409)."""
+# Metadata server of a cloud instance, the last place that obstore asks, which other machines do not have.
 LAST_PLACES = r"Error performing \w+ \S*(/latest/(api|meta-data)/|/computeMetadata/|/metadata/identity/)"
-"""Metadata server of a cloud instance, the last place that obstore asks, which other machines do not have."""
 
 
 class StoreUnavailable(EnvironmentNotReady):

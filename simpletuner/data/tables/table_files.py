@@ -353,7 +353,7 @@ def first_captions(columns: Sequence[pa.LargeListArray], rows: int) -> pa.LargeL
     return chosen
 
 
-def plain_reason(error: Any) -> str:
+def plain_reason(error: object) -> str:
     """pyarrow's message in one line of printable characters."""
     line = " ".join((error.strerror if isinstance(error, OSError) and error.strerror else str(error)).split())
     shown = line if line.isprintable() else json.dumps(line)

@@ -56,7 +56,9 @@ def denoiser_of(folder: Path) -> str:
     return found[0]
 
 
-def open_pipeline(family: AutomaticFamily, device: torch.device, text: torch.dtype | None, vae: Any) -> HookedPipeline:
+def open_pipeline(
+    family: AutomaticFamily, device: torch.device, text: torch.dtype | None, vae: object
+) -> HookedPipeline:
     """Open a pipeline to be hooked: with text encoders in a dtype, or with none; its denoiser is on the meta
     device.
 
@@ -64,7 +66,7 @@ def open_pipeline(family: AutomaticFamily, device: torch.device, text: torch.dty
     """
     denoiser = build_on_meta(family.config)
     index = family.index
-    absent: dict[str, Any] = {}
+    absent: dict[str, object] = {}
     for name, value in index.items():
         is_text = name.startswith(TEXT_PARTS)
         has_weights = any((family.folder / name).glob("*.safetensors"))
@@ -128,7 +130,7 @@ def described(block: nn.Module) -> tuple[str, str]:
 class AutomaticVae(Vae):
     """A VAE with latents normalized as at the end of the pipeline's loop, in the shape of its noise."""
 
-    def __init__(self, family: AutomaticFamily, device: torch.device, predictor: Callable[[Any], Predictor]) -> None:
+    def __init__(self, family: AutomaticFamily, device: torch.device, predictor: Callable[[object], Predictor]) -> None:
         super().__init__(family.folder / "vae", device, family.settings.model)
         # That of HunyuanVideo 1.5 attends over a mask that only a batch of one has the shape of.
         if self.has_frames and hasattr(self.model, "use_slicing"):
@@ -157,7 +159,7 @@ def library_versions() -> Mapping[str, str]:
     return {"diffusers": diffusers.__version__, "transformers": transformers.__version__}
 
 
-def pipeline_class_of(index: Mapping[str, Any]) -> Any:
+def pipeline_class_of(index: Mapping[str, object]) -> Any:
     """Return the class that an index names. Raises SettingsError where it is not a pipeline of diffusers."""
     from diffusers import DiffusionPipeline
 
@@ -180,7 +182,7 @@ FRAMEWORK = PACKAGE + "modular_pipeline"
 class Copies:
     """Copies of blocks whose functions draw noise by one of ours, and leave out torch.no_grad."""
 
-    def __init__(self, draw: Callable[..., Any]) -> None:
+    def __init__(self, draw: Callable[..., object]) -> None:
         self.draw = draw
         self.globals: dict[str, dict[str, Any]] = {}
 
@@ -196,7 +198,7 @@ class Copies:
             return type(value)(self.function(value.__func__))
         return self.function(value)
 
-    def function(self, function: Any) -> Any:
+    def function(self, function: object) -> Any:
         # torch.no_grad leaves the function that it decorates.
         plain = inspect.unwrap(function)
         code, own = plain.__code__, self.globals_of(plain.__globals__)
@@ -204,7 +206,7 @@ class Copies:
         made.__kwdefaults__ = plain.__kwdefaults__
         return made
 
-    def globals_of(self, module: dict[str, Any]) -> dict[str, Any]:
+    def globals_of(self, module: Mapping[str, object]) -> dict[str, Any]:
         """Return a module's names with copies of all functions of modular pipelines among them."""
         name = module["__name__"]
         if name not in self.globals:
@@ -238,7 +240,7 @@ class MetaCalls:
     def predict(self, model: nn.Module, noised: Tensor, conditioning: Conditioning) -> Tensor:
         """Call a denoiser with tensors shaped as in a run on the CPU; return all outputs, flat."""
         rows = {name: len(conditioning[name][0]) for name in self.predictor.found.text.names.values()}
-        outputs: list[Any] = []
+        outputs: list[object] = []
         for given in self.inputs(tuple(noised.shape), rows):
             outputs += tree_leaves(model(**{name: self.without_memory(name, given[name], noised) for name in given}))
         return torch.cat([each.flatten() for each in outputs if isinstance(each, Tensor)])
@@ -247,10 +249,10 @@ class MetaCalls:
         """Return all inputs of the denoiser in the calls for a batch, given the rows of its texts."""
         key = (shape, *rows.items())
         if key not in self.recorded:
-            seen: list[dict[str, Any]] = []
+            seen: list[dict[str, object]] = []
             found = self.predictor.found
 
-            def record(given: dict[str, Any]) -> Any:
+            def record(given: Mapping[str, object]) -> Any:
                 seen.append(given)
                 return self.predictor.blank(given)
 
@@ -261,7 +263,7 @@ class MetaCalls:
             self.recorded[key] = seen
         return self.recorded[key]
 
-    def without_memory(self, name: str, value: Any, noised: Tensor) -> Any:
+    def without_memory(self, name: str, value: object, noised: Tensor) -> Any:
         """Input with its floating-point tensors on the device of `noised`, uninitialized if none is read."""
         # Constants have no gradient: CogVideoX writes into what is multiplied by its rotary table.
         fixed = name in self.predictor.found.float32_inputs

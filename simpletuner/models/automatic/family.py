@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ from simpletuner.private_api.of_torch import FakeTensor
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.values.shape import Shape
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
 OTHER_SHAPE = "change validation_resolution, or validation_num_video_frames"
 ANY_PIPELINE = "DiffusionPipeline"
 SMALLEST = Shape(1, 64, 64)
@@ -64,7 +67,7 @@ class AutomaticFamily(ModelFamily):
         self._predictors: dict[torch.device, Predictor] = {}
 
     @classmethod
-    def opens(cls, pipeline: object) -> bool:
+    def opens(cls, pipeline: DiffusionPipeline) -> bool:
         return ANY_PIPELINE in cls.pipelines or pipeline in cls.pipelines
 
     @classmethod
@@ -173,7 +176,7 @@ class AutomaticFamily(ModelFamily):
         cpu = torch.device("cpu")
         return AutomaticVae(self, device, lambda model: Predictor(open_pipeline(self, cpu, None, model), self.found))
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode captions one by one, as `encode_prompt` does; the empty one as a negative prompt."""
         records = [self.encode_caption(pipeline, caption) for caption in captions]
         return {
@@ -209,7 +212,7 @@ class AutomaticFamily(ModelFamily):
     def has_any_text_length(self) -> bool:
         return self.found.text.has_any_length
 
-    def mu(self, shape: Shape, config: Mapping[str, Any]) -> float:
+    def mu(self, shape: Shape, config: Mapping[str, object]) -> float:
         """Return the shift that the pipeline itself computes, by a shape in latent cells."""
         predictor, layout = self.predictor(torch.device("cpu")), self.found.layout
         text = self.found.text.example(torch.device("cpu"))

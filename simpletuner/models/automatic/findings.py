@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -123,7 +123,7 @@ class Output:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, output: Any, latents: Sequence[Tensor], pipeline: str) -> Output:
+    def of(cls, output: object, latents: Sequence[Tensor], pipeline: str) -> Output:
         numbers, ratios = iter(range(100)), list[tuple[Fraction, ...]]()
 
         def note(tensor: Tensor) -> int:
@@ -151,7 +151,7 @@ class Output:
         return tree_map_only(int, lambda number: one(number, latents[min(number, len(latents) - 1)]), self.template)
 
 
-def latents_among(given: dict[str, Any], name: str) -> list[Tensor]:
+def latents_among(given: Mapping[str, object], name: str) -> list[Tensor]:
     """Return the latents among a denoiser's inputs: one tensor, or a list of one for each sample."""
     tensors = tensors_of(given)
     return [tensor for each, tensor in tensors.items() if each == name or each.startswith(f"{name}[")]

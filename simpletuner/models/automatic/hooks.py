@@ -12,9 +12,9 @@ own, so a thread that encodes captions and one that trains do not meet.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor as draw
@@ -32,6 +32,9 @@ from simpletuner.models.automatic.pipeline_run import (
 from simpletuner.models.automatic.scheduler import one_step
 from simpletuner.private_api.of_torch import tree_map_only
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 ALWAYS = {
     "clean_caption": False,
@@ -68,7 +71,7 @@ class HookedPipeline:
     read, so both are there, if only on the meta device.
     """
 
-    def __init__(self, cls: Any, load: Callable[[Any], Any], denoiser: str, device: torch.device) -> None:
+    def __init__(self, cls: Any, load: Callable[[object], object], denoiser: str, device: torch.device) -> None:
         self.device, self.denoiser, self.current = device, denoiser, PipelineRun()
         self.cls, self.running = cls, False
         if not hasattr(cls, "encode_prompt"):
@@ -88,7 +91,7 @@ class HookedPipeline:
             self.stand_ins["vae"] = StandIn(vae, decode=self._decode)
 
     def run(
-        self, run: PipelineRun, prompts: Sequence[str], shape: Shape, guided: bool = False, **arguments: Any
+        self, run: PipelineRun, prompts: Sequence[str], shape: Shape, guided: bool = False, **arguments: object
     ) -> tuple[Any, ...] | None:
         """Run the pipeline for images of a shape in px, and return its output; None if a hook ended it."""
         given = {"prompt": list(prompts), "width": shape.width, "height": shape.height, "output_type": "latent"}
@@ -126,7 +129,7 @@ class HookedPipeline:
             self.current, self.running = PipelineRun(), False
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str], shape: Shape, guided: bool = False, **arguments: Any) -> list[Any]:
+    def encode(self, prompts: Sequence[str], shape: Shape, guided: bool = False, **arguments: object) -> list[Any]:
         """Results of each call of encode_prompt, for captions."""
         run = PipelineRun(stop_at_noise=True, time=torch.zeros(1, device=self.device), denoise=stop)
         self.run(run, prompts, shape, guided, **arguments)
@@ -135,7 +138,7 @@ class HookedPipeline:
         return run.encoded
 
     @torch.no_grad()
-    def noise_shape(self, text: Any, shape: Shape, **arguments: Any) -> tuple[int, ...]:
+    def noise_shape(self, text: object, shape: Shape, **arguments: object) -> tuple[int, ...]:
         """Return the shape of the noise that is drawn for an image of a shape in px."""
         run = PipelineRun(text=text, stop_at_noise=True, time=torch.zeros(1, device=self.device), denoise=stop)
         self.run(run, ["x"], shape, **arguments)
@@ -145,7 +148,7 @@ class HookedPipeline:
 
     # The hooks.
 
-    def _encode(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _encode(self, real: Callable[..., object], *args: object, **kwargs: object) -> Any:
         run = self.current
         if run.text is not None and len(run.encoded) == len(run.text):
             raise refused(self.cls.__name__, "it calls encode_prompt more often than when a caption was cached")
@@ -158,7 +161,7 @@ class HookedPipeline:
         # The pipeline computes in float32, as a class does; text encoders may be in bf16.
         return tree_map_only(Tensor, lambda each: each.float() if each.is_floating_point() else each, encoded)
 
-    def _randn_tensor(self, shape: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def _randn_tensor(self, shape: object, *args: object, **kwargs: object) -> Tensor:
         run = self.current
         if run.calls:
             return draw(shape, *args, **kwargs)
@@ -175,12 +178,12 @@ class HookedPipeline:
             raise refused(self.cls.__name__, f"it draws noise of shape {tuple(shape)} where {wanted} was expected")
         return run.noise
 
-    def _call_denoiser(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_denoiser(self, *args: object, **kwargs: object) -> Any:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         self.current.calls.append(given)
         return self.module(**given) if self.current.denoise is None else self.current.denoise(given)
 
-    def _decode(self, latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _decode(self, latents: Tensor, *args: object, **kwargs: object) -> Any:
         vae = self.stand_ins["vae"].module
         if self.current.decode is not None:
             return self.current.decode(latents)
@@ -203,10 +206,10 @@ class HookedPipeline:
         """Return a subclass of a pipeline's class that works on `device`, whatever its components are on."""
         outer, on_device = self, property(lambda _: self.device)
 
-        def encode_prompt(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
+        def encode_prompt(pipeline: DiffusionPipeline, *args: object, **kwargs: object) -> Any:
             return outer._encode(MethodType(cls.encode_prompt, pipeline), *args, **kwargs)
 
-        own: dict[str, Any] = {
+        own: dict[str, object] = {
             "__module__": cls.__module__,
             "device": on_device,
             "_execution_device": on_device,
@@ -230,12 +233,12 @@ def frame_rate_of(cls: Any) -> float:
     return next((each for each in defaults if isinstance(each, int | float)), DEFAULT_RATE)
 
 
-def stop(given: dict[str, Any]) -> Any:
+def stop(given: Mapping[str, object]) -> Any:
     """End a run at the denoiser's call, whose inputs it has shown."""
     raise StopCall
 
 
-def drawing_functions(cls: Any) -> Iterator[tuple[str, Any]]:
+def drawing_functions(cls: object) -> Iterator[tuple[str, Any]]:
     """Yield all methods of a class that draw noise, but for `__call__`."""
     for name, function in inspect.getmembers(cls, inspect.isfunction):
         if name != "__call__" and "randn_tensor" in function.__code__.co_names:

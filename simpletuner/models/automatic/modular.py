@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diffusers.modular_pipelines.modular_pipeline import (
     LoopSequentialPipelineBlocks,
@@ -27,15 +27,18 @@ from simpletuner.models.folder.diffusers_io import TEXT_PARTS, component_class
 from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import MODULAR_INDEX, any_weights_files, read_index, source_of, variant_of
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
 PROMPTS = ("prompt", "negative_prompt")
+# Argument for the scale of a pipeline's guider: `guidance_scale` may be an input of its denoiser.
 SCALE = "true_cfg_scale"
-"""Argument for the scale of a pipeline's guider: `guidance_scale` may be an input of its denoiser."""
 
 GUIDED = 2.0
 """Guidance scale with paired text encoding."""
 
 
-def modular_class(cls: Any, index: Mapping[str, Any]) -> Any:
+def modular_class(cls: Any, index: Mapping[str, object]) -> Any:
     """Subclass of a modular pipeline whose call has the arguments of its blocks for text to image."""
     if not (isinstance(cls, type) and issubclass(cls, ModularPipeline)):
         raise refused(str(index.get("_class_name")), "it is no DiffusionPipeline")
@@ -44,7 +47,7 @@ def modular_class(cls: Any, index: Mapping[str, Any]) -> Any:
     if any(spec.name == "guider" for spec in blocks.expected_components):
         names.append(SCALE)
 
-    def call(pipeline: Any, **inputs: Any) -> tuple[Any, ...]:
+    def call(pipeline: DiffusionPipeline, **inputs: object) -> tuple[Any, ...]:
         return pipeline.run_blocks(inputs)
 
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
@@ -54,7 +57,7 @@ def modular_class(cls: Any, index: Mapping[str, Any]) -> Any:
     return type(cls.__name__, (CalledBlocks, cls), members)
 
 
-def blocks_from_text(cls: Any, index: Mapping[str, Any]) -> tuple[Any, list[str]]:
+def blocks_from_text(cls: Any, index: Mapping[str, object]) -> tuple[Any, list[str]]:
     """Return the blocks that run where a prompt alone is given, and the names of those that would rewrite it.
 
     Raises SettingsError for blocks that are not of diffusers, and where none encodes text.
@@ -90,7 +93,9 @@ class CalledBlocks:
     """Names of its blocks that rewrite prompts."""
 
     @classmethod
-    def from_pretrained(cls: Any, folder: Path, dtype: Any, use_safetensors: bool, variant: Any, **given: Any) -> Any:
+    def from_pretrained(
+        cls: Any, folder: Path, dtype: object, use_safetensors: bool, variant: object, **given: Any
+    ) -> Any:
         """Open a folder with the components that are given, be they None, and load the others."""
         index = read_index(folder)
         pipeline = cls(blocks=cls.run_by, modular_config_dict=index)
@@ -123,7 +128,7 @@ class CalledBlocks:
         specs = [each for each in cls.run_by.expected_components if each.name == "scheduler"]
         return next((each.create() for each in specs if each.default_creation_method == "from_config"), None)
 
-    def split_blocks(self, blocks: Sequence[Any]) -> None:
+    def split_blocks(self, blocks: Sequence[object]) -> None:
         """Split blocks after the last text encoder, and before the first decoder of the loop's result."""
         numbered = list(enumerate(blocks))
         first = 1 + max(number for number, each in numbered if encodes_text(each))
@@ -133,12 +138,12 @@ class CalledBlocks:
         self.texts, self.images, self.decoders = blocks[:first], blocks[first:end], blocks[end:]
         self.encoded = {each.name: each.kwargs_type for block in self.texts for each in block.intermediate_outputs}
 
-    def encode_prompt(self, **inputs: Any) -> dict[str, Any]:
+    def encode_prompt(self, **inputs: object) -> dict[str, Any]:
         """Return all that the blocks up to the last that encodes text hand on."""
         state = self.run_all(self.texts, self.new_state(inputs))
         return {name: state.get(name) for name in self.encoded}
 
-    def run_blocks(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
+    def run_blocks(self, inputs: Mapping[str, object]) -> tuple[Any, ...]:
         scale = inputs.pop(SCALE, None)
         # Blocks of Wan and LTX-Video encode nothing but pairs, of which the loop is given one.
         self.guide(GUIDED if scale is None else scale)
@@ -150,7 +155,7 @@ class CalledBlocks:
         self.run_all([*self.images, *decoders], state)
         return (state.get(decoders[-1].intermediate_output_names[0] if decoders else "latents"),)
 
-    def run_all(self, blocks: Sequence[Any], state: Any) -> Any:
+    def run_all(self, blocks: Sequence[object], state: object) -> Any:
         for block in blocks:
             _, state = block(self, state)
         return state
@@ -174,16 +179,16 @@ class CalledBlocks:
             (guider.enable if scale > 1 else guider.disable)()
             guider.guidance_scale = max(scale, 1.0) - getattr(guider, "use_original_formulation", False)
 
-    def set_progress_bar_config(self, **config: Any) -> None:
+    def set_progress_bar_config(self, **config: object) -> None:
         for each in (*self.texts, *self.images, *self.decoders):
             if isinstance(each, LoopSequentialPipelineBlocks):
                 each.set_progress_bar_config(**config)
 
-    def draw(self, *args: Any, **kwargs: Any) -> Any:
+    def draw(self, *args: object, **kwargs: object) -> Any:
         return randn_tensor(*args, **kwargs)
 
 
-def load_component(index: Mapping[str, Any], name: str, folder: Path, dtype: Any, variant: Any) -> Any:
+def load_component(index: Mapping[str, object], name: str, folder: Path, dtype: object, variant: Any) -> Any:
     cls = component_class(index, name, folder)
     if not issubclass(cls, nn.Module):
         return cls.from_pretrained(folder / name)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Raised by code that is given what it was not written for."""
@@ -22,7 +25,7 @@ class StopCall(BaseException):
 REFUSED = "cannot be trained by its own call"
 
 
-def refused(pipeline: Any, why: str) -> SettingsError:
+def refused(pipeline: DiffusionPipeline, why: str) -> SettingsError:
     """Return the error for a pipeline that cannot be trained without a class of its own."""
     name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
     return SettingsError(f"{name} {REFUSED}: {why}", "a class of your own can: docs/families.md has a complete one")
@@ -72,7 +75,7 @@ class StandIn:
 
     dtype = torch.float32  # it computes in float32, whatever the module does
 
-    def __init__(self, module: Any, **methods: Callable[..., Any]) -> None:
+    def __init__(self, module: object, **methods: Callable[..., object]) -> None:
         self.module = module
         self.__dict__.update(methods)
 
@@ -84,7 +87,7 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.__dict__["call"](*args, **kwargs)
 
 
@@ -92,7 +95,7 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:120]
 
 
-def tensors_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
+def tensors_of(given: Mapping[str, object]) -> dict[str, Tensor]:
     """Tensors among a denoiser's inputs by name, including tensors in dicts and lists."""
     found: dict[str, Tensor] = {}
     for name, value in given.items():

@@ -5,7 +5,7 @@ For guidance, the embeddings of the prompt and of the negative prompt are told a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,7 +53,7 @@ class Predictor:
     orders: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
 
-    def predict(self, denoise: Denoise, noised: Tensor, timesteps: Tensor, texts: Sequence[Sequence[Any]]) -> Tensor:
+    def predict(self, denoise: Denoise, noised: Tensor, timesteps: Tensor, texts: Sequence[Sequence[object]]) -> Tensor:
         """Predict the target for noised latents (B, ...), float32; `texts` are leaves per sample."""
         found, device = self.found, noised.device
         if len(noised) > 1 and found.axes is None:
@@ -121,12 +121,12 @@ class Predictor:
         flat = latents.flatten(1).double()[:, known.where] * known.scale + known.shift
         return flat.view(-1, *known.shape).float()
 
-    def blank(self, given: dict[str, Any]) -> Any:
+    def blank(self, given: Mapping[str, object]) -> Any:
         """Return an output of the denoiser that is zero."""
         return self.found.outputs.make(latents_among(given, self.found.latents_input))
 
     @torch.no_grad()
-    def _blank(self, noise: Tensor, at_step: Any = None, decode: Any = None) -> PipelineRun:
+    def _blank(self, noise: Tensor, at_step: object = None, decode: object = None) -> PipelineRun:
         found, device = self.found, self.hooked.device
         time, text = found.schedule.example().to(device), found.text.example(device)
         run = PipelineRun(text=text, noise=noise, time=time, denoise=self.blank, at_step=at_step, decode=decode)

@@ -6,9 +6,9 @@ by the pipeline's own loop with its own scheduler, so nothing rests on what diff
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from simpletuner.models.automatic.scheduler import exact_prediction
 from simpletuner.models.automatic.study import Study, random
 from simpletuner.models.family.schedulers import REACHED
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
 
 STEPS = 4
 CLOSE = 1e-3
@@ -96,7 +99,13 @@ class Proof:
         ends: list[Tensor] = []
 
         def at_step(
-            scheduler: Any, own: Any, output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kw: Any
+            scheduler: SchedulerMixin,
+            own: Any,
+            output: Tensor,
+            timestep: object,
+            sample: Tensor,
+            *args: object,
+            **kw: object,
         ) -> Any:
             target = self.predictor.to_step(clean, sample).to(sample.dtype)
             exact = sign * exact_prediction(scheduler, sample, timestep, target, len(ends))
@@ -130,7 +139,13 @@ class Proof:
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
         def at_step(
-            scheduler: Any, own: Any, output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kw: Any
+            scheduler: SchedulerMixin,
+            own: Any,
+            output: Tensor,
+            timestep: object,
+            sample: Tensor,
+            *args: object,
+            **kw: object,
         ) -> Any:
             scaled = hasattr(scheduler, "scale_model_input")
             shown = scheduler.scale_model_input(sample, timestep) if scaled else sample
@@ -169,7 +184,7 @@ class Proof:
         off = distance(together, alone)
         return "" if off < CLOSE else f"two samples in one call differ by {off:.1g} from each alone"
 
-    def unused_parameters(self, named: Callable[[], Any]) -> tuple[str, ...]:
+    def unused_parameters(self, named: Callable[[], object]) -> tuple[str, ...]:
         """Return the parameters without gradient of a prediction."""
         noised = random(self.axes, 4).to(self.device)
         time = self.found.schedule.timesteps(0.5).to(self.device)
@@ -200,7 +215,7 @@ class Proof:
     def device(self) -> torch.device:
         return self.study.hooked.device
 
-    def denoise(self, given: dict[str, Any]) -> Any:
+    def denoise(self, given: Mapping[str, object]) -> Any:
         return self.study.module(**given)
 
     def loop(self, run: PipelineRun, output_type: str) -> tuple[Any, ...]:
@@ -232,7 +247,7 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).abs().max() / other.float().abs().max().clamp(min=1e-12))
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> str:
+def differing(one: Mapping[str, object], other: Mapping[str, object]) -> str:
     """Return the names of a denoiser's inputs that differ."""
     first, second = tensors_of(one), tensors_of(other)
     return ", ".join(

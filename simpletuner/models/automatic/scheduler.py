@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from simpletuner.models.automatic.pipeline_run import PipelineRun, StopCall, refused
 from simpletuner.models.family.objectives import samples_by_diffusion, velocity
 from simpletuner.models.family.schedulers import STEPS, noise_levels, with_steps
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class NoiseSchedule:
         return self.time(self.timesteps(0.3))
 
 
-def study_schedule(scheduler: Any, pipeline: str) -> NoiseSchedule:
+def study_schedule(scheduler: SchedulerMixin, pipeline: str) -> NoiseSchedule:
     """Find the objective and the time in a scheduler. Raises SettingsError for one that is neither."""
     config = scheduler.config
     if samples_by_diffusion(scheduler):
@@ -57,7 +60,7 @@ def study_schedule(scheduler: Any, pipeline: str) -> NoiseSchedule:
     return NoiseSchedule("flow", slope, offset)
 
 
-def exact_prediction(scheduler: Any, sample: Tensor, timestep: Any, clean: Tensor, step: int) -> Tensor:
+def exact_prediction(scheduler: SchedulerMixin, sample: Tensor, timestep: Any, clean: Tensor, step: int) -> Tensor:
     """Objective's target at a step of a scheduler whose latents are `sample`, if they end at `clean`."""
     if not samples_by_diffusion(scheduler):
         level = noise_levels(scheduler.sigmas)[step].to(sample.device, sample.dtype)
@@ -73,7 +76,7 @@ def exact_prediction(scheduler: Any, sample: Tensor, timestep: Any, clean: Tenso
 def one_step(real: Any, current: Callable[[], PipelineRun]) -> Any:
     """Single-step scheduler of the class of `real`, since some pipelines check the class."""
     cls = type(real)
-    own: dict[str, Any] = {"init_noise_sigma": 1.0}
+    own: dict[str, object] = {"init_noise_sigma": 1.0}
     # A property hides an instance's attribute of that name, so it is replaced in a subclass.
     if isinstance(getattr(cls, "init_noise_sigma", None), property):
         cls = type(cls.__name__, (cls,), own)
@@ -81,17 +84,17 @@ def one_step(real: Any, current: Callable[[], PipelineRun]) -> Any:
     scheduler: Any = cls.from_config(real.config)
 
     def set_timesteps(
-        num_inference_steps: Any = None,
-        device: Any = None,
-        sigmas: Any = None,
+        num_inference_steps: object = None,
+        device: object = None,
+        sigmas: object = None,
         mu: float | None = None,
-        timesteps: Any = None,
-        **kwargs: Any,
+        timesteps: object = None,
+        **kwargs: object,
     ) -> None:
         current().mu = mu
         scheduler.num_inference_steps = 1
 
-    def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def step(model_output: Tensor, timestep: object, sample: Tensor, *args: object, **kwargs: object) -> Any:
         current().handed = model_output, sample
         at_step = current().at_step
         if at_step is None:

@@ -5,7 +5,7 @@ Nothing here is believed: `proof.py` runs the pipeline's own loop with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,7 +77,7 @@ class Study:
             return find_guided_text(self.hooked, self.shape, found, CAPTIONS[:3])
         raise SettingsError(reasons[0], self.refused("").hint)
 
-    def probe(self, schedule: NoiseSchedule, arguments: dict[str, Any]) -> Findings:
+    def probe(self, schedule: NoiseSchedule, arguments: Mapping[str, object]) -> Findings:
         """Study the pipeline with arguments that may turn guidance off."""
         self.encoded = [self.hooked.encode([caption], self.shape, **arguments) for caption in CAPTIONS]
         text = TextLayout.of(self.encoded, self.name)
@@ -85,9 +85,9 @@ class Study:
         self.check_text(arguments)
         noise = random(layout.shape, 0)
         first, time = self.encoded[0], schedule.example()
-        output: list[Any] = []
+        output: list[object] = []
 
-        def predict(given: dict[str, Any]) -> Any:
+        def predict(given: Mapping[str, object]) -> Any:
             output.append(self.module(**given))
             return output[-1]
 
@@ -108,7 +108,7 @@ class Study:
         return Findings(self.shape, schedule, text, layout, arguments, name, frozenset(fixed), outputs)
 
     def run(
-        self, text: Any, noise: Tensor, time: Tensor, arguments: dict[str, Any], denoise: Any = None
+        self, text: object, noise: Tensor, time: Tensor, arguments: Mapping[str, object], denoise: object = None
     ) -> PipelineRun:
         """Make one prediction; without `denoise` its inputs alone are recorded."""
         run = PipelineRun(text=text, noise=noise.to(self.hooked.device), time=time.to(self.hooked.device))
@@ -131,7 +131,7 @@ class Study:
             raise self.refused(f"its denoiser is given {count} elements of latents, of which there are {noise.numel()}")
         return kinds.pop()
 
-    def find_layout(self, arguments: dict[str, Any]) -> Layout:
+    def find_layout(self, arguments: Mapping[str, object]) -> Layout:
         """Find the axes of the noise by drawing it at several shapes, and that the pipeline keeps to them."""
         (frames, height, width), text = self.shape, self.encoded[0]
         shapes = (self.shape, Shape(frames, height, width * 2), Shape(frames, height * 2, width))
@@ -150,7 +150,7 @@ class Study:
         cell = Shape(self.step, cell_px, cell_px)
         return Layout(square[1:], rows[0] - 1, columns[0] - 1, cell, self.find_frames(square, arguments))
 
-    def find_frames(self, drawn: tuple[int, ...], arguments: dict[str, Any]) -> int | None:
+    def find_frames(self, drawn: tuple[int, ...], arguments: Mapping[str, object]) -> int | None:
         """Find the axis of frames in noise without batch, and check that the pipeline keeps their number."""
         frames = self.shape.frames
         if not {*FRAMES} & {*self.hooked.parameters}:
@@ -184,7 +184,7 @@ class Study:
         """Frames that one latent cell covers, as the VAE says."""
         return frames_of_cell(self.hooked.stand_ins["vae"].module)
 
-    def check_text(self, arguments: dict[str, Any]) -> None:
+    def check_text(self, arguments: Mapping[str, object]) -> None:
         """Raise SettingsError where a text depends on the shape: it is cached once for all of them."""
         other = Shape(self.shape.frames + self.step, self.shape.height, self.shape.width * 2)
         if not same_texts(self.encoded[0], self.hooked.encode([CAPTIONS[0]], other, **arguments)):

@@ -44,7 +44,7 @@ class TextLayout:
     """Leaves of that caption with numbers above 1, such as text ends (Kandinsky 5), as recorded."""
 
     @classmethod
-    def of(cls, encoded: Sequence[Any], pipeline: str) -> TextLayout:
+    def of(cls, encoded: Sequence[object], pipeline: str) -> TextLayout:
         """Compare the encodings of captions of different lengths. Raises SettingsError for differences."""
         flat, structures = zip(*map(tree_flatten, encoded), strict=True)
         if any(structure != structures[0] for structure in structures):
@@ -69,7 +69,7 @@ class TextLayout:
         counts = {n: leaf for n, leaf in last.items() if leaf.max() > 1}
         return cls(structures[0], tuple(flat[0]), names, varying, rest, any_length, shapes, counts)
 
-    def record(self, encoded: Any, pipeline: str) -> Conditioning:
+    def record(self, encoded: object, pipeline: str) -> Conditioning:
         """Return one caption's tensors, with a batch axis of one."""
         leaves, structure = tree_flatten(encoded)
         if structure != self.structure:
@@ -99,7 +99,7 @@ class TextLayout:
         """Result of `encode_prompt` for one sample's caption."""
         return self.build(self.leaves(conditioning, sample))
 
-    def build(self, leaves: Sequence[Any]) -> Any:
+    def build(self, leaves: Sequence[object]) -> Any:
         return tree_unflatten(leaves, self.structure)
 
     def example(self, device: torch.device) -> Any:
@@ -119,7 +119,7 @@ class TextLayout:
         return self.leaves(record, 0)
 
 
-def collate_texts(layout: TextLayout, axes: Sequence[int | None], texts: Sequence[Sequence[Any]]) -> Any:
+def collate_texts(layout: TextLayout, axes: Sequence[int | None], texts: Sequence[Sequence[object]]) -> Any:
     """Return leaves of single captions as what `encode_prompt` returns for all; shorter ones are padded with
     zeros.
 
@@ -138,7 +138,7 @@ def as_rows(leaf: Tensor, varying: int) -> Tensor:
     return (moved.flatten(1) if moved.ndim > 2 else moved).contiguous()
 
 
-def longest(column: Sequence[Any]) -> Any:
+def longest(column: Sequence[object]) -> Any:
     """Return the leaf of the longest caption: a batch has one for all, such as positions."""
     return max(column, key=lambda leaf: leaf.numel() if isinstance(leaf, Tensor) else 0)
 
@@ -154,7 +154,7 @@ def padded(column: Sequence[Tensor], axis: int) -> list[Tensor]:
     return wide
 
 
-def batch_axes(one: Any, two: Any) -> tuple[list[int | None] | None, str]:
+def batch_axes(one: object, two: object) -> tuple[list[int | None] | None, str]:
     """Batch axis of each leaf, from one caption encoded alone and twice; or the reason for none."""
     (first, structure), (both, other) = tree_flatten(one), tree_flatten(two)
     if structure != other:
@@ -193,14 +193,14 @@ def varying_axis(column: Sequence[Tensor], pipeline: str) -> int:
     return axes[0] if axes else int(len(shapes[0]) > 2)
 
 
-def all_equal(column: Sequence[Any]) -> bool:
+def all_equal(column: Sequence[object]) -> bool:
     first = column[0]
     if isinstance(first, Tensor):
         return all(isinstance(each, Tensor) and same(first, each) for each in column)
     return all(not isinstance(each, Tensor) and each == first for each in column)
 
 
-def same_texts(one: Any, other: Any) -> bool:
+def same_texts(one: object, other: object) -> bool:
     """True if two results of `encode_prompt` are equal."""
     (leaves, structure), (others, second) = tree_flatten(one), tree_flatten(other)
     return structure == second and all(map(all_equal, zip(leaves, others, strict=True)))

@@ -9,8 +9,8 @@ from typing import Any
 AUTOMATIC = "simpletuner.models.automatic.family:AutomaticFamily"
 """The class of families that train by their pipeline's own call."""
 
+# Why a family of that class cannot be split: nothing is known of its denoiser but its call.
 NEEDS_CLASS = "context parallelism needs a class"
-"""Why a family of that class cannot be split: nothing is known of its denoiser but its call."""
 
 
 @dataclass(frozen=True)

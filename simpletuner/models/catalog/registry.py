@@ -125,7 +125,7 @@ def published_shift(model: Model) -> float:
     return ((flavour.flow_shift if flavour else 0) or preset.flow_shift) if preset else 0
 
 
-def heads_of(preset: Preset, config: Mapping[str, Any]) -> int:
+def heads_of(preset: Preset, config: Mapping[str, object]) -> int:
     """Attention heads of a family's denoiser with this config; 0 if context parallelism cannot split it."""
     return preset.heads and (config.get("num_attention_heads") or config.get("n_heads") or preset.heads)
 

@@ -78,7 +78,7 @@ def check_runnable(loaded: Loaded) -> Loaded:
     return replace(loaded, warnings=(*loaded.warnings, *(sentence for sentence, _ in without_effect)))
 
 
-def check_with_model(settings: Settings, origins: Mapping[str, Any]) -> None:
+def check_with_model(settings: Settings, origins: Mapping[str, object]) -> None:
     """Raise SettingsError with all mistakes about the model, and settings of other models only."""
     with naming_places(origins, "model_family", "model_flavour"):
         check_trainable(settings.model)  # alone: with another model the rest may be no mistakes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isqrt
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -12,6 +12,9 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.text_encoding import Conditioning, encode_with_mask
 from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class AuraFlow(ModelFamily):
@@ -32,7 +35,7 @@ class AuraFlow(ModelFamily):
     def default_max_length(self) -> int:
         return 256
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, max_length, D), zero after each caption's end, and mask (B,
         max_length)."""
         encoded = encode_with_mask(self, pipeline, captions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from simpletuner.models.family.objectives import flow_matching, round_to_bf16_ti
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import TOKENS, TokenSplit
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class Chroma(ModelFamily):
@@ -47,7 +50,7 @@ class Chroma(ModelFamily):
         shapes = super().conditioning_shapes()
         return {**shapes, "prompt_attention_mask": shapes["prompt_embeds"][:1]}
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, max_length, D), mask (B, max_length), with one token of padding."""
         embeds, _, mask, *_ = pipeline.encode_prompt(
             captions, do_classifier_free_guidance=False, max_sequence_length=self.max_length

@@ -5,7 +5,7 @@ Dev and the checkpoints trained from it embed the guidance scale; schnell does n
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class Flux(ModelFamily):
@@ -50,7 +53,7 @@ class Flux(ModelFamily):
             "pooled_prompt_embeds": (self.exported_config()["pooled_projection_dim"],),
         }
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, max_length, D) and pooled_prompt_embeds (B, P)."""
         embeds, pooled, _ = pipeline.encode_prompt(captions, None, max_sequence_length=self.max_length)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}

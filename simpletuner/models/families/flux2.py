@@ -8,7 +8,7 @@ scale.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from simpletuner.models.family.objectives import flow_matching, round_to_bf16_ti
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class Flux2(ModelFamily):
@@ -42,7 +45,7 @@ class Flux2(ModelFamily):
     def default_max_length(self) -> int:
         return 512
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, max_length, 3 D): hidden states of three layers, with padding."""
         embeds, _ = pipeline.encode_prompt(captions, max_sequence_length=self.max_length)
         return {"prompt_embeds": embeds}
@@ -70,7 +73,7 @@ class Flux2(ModelFamily):
         )[0]
         return unpack(tokens[:, : height * width], Shape(1, height, width))
 
-    def shift_exponent(self, tokens: int, config: Mapping[str, Any]) -> float:
+    def shift_exponent(self, tokens: int, config: Mapping[str, object]) -> float:
         """`mu`, which here also depends on the number of steps: the pipelines' default of 50."""
         from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 

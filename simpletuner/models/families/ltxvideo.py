@@ -7,7 +7,7 @@ denoises.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from simpletuner.models.family.two_denoisers import condition_on_first_frame
 from simpletuner.models.folder.diffusers_io import diffusers_class
 from simpletuner.parallel.context.context_parallel import TIMES, TOKENS, SequencePlan
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 FRAME_RATE = 25
 """Frames per second of a clip: the default of both pipelines."""
@@ -50,7 +53,7 @@ class LTXVideo(ModelFamily):
     def default_max_length(self) -> int:
         return 256 if self.is_conditioned else 128
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, max_length, D) and prompt_attention_mask (B, max_length)."""
         embeds, mask, _, _ = pipeline.encode_prompt(
             captions, do_classifier_free_guidance=False, max_sequence_length=self.max_length

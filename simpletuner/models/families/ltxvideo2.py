@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from PIL.Image import Image
@@ -27,6 +27,9 @@ from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import any_weights_files, variant_of
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 FRAME_RATE = 24
 """Frames per second of a clip: the pipeline's default."""
@@ -65,7 +68,7 @@ class LTXVideo2(ModelFamily):
     def default_max_length(self) -> int:
         return 1024
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode to what the connectors make, which are frozen: a text for the video and one for the
         audio, both (B, max_length, D), and their mask (B, max_length)."""
         embeds, mask, _, _ = pipeline.encode_prompt(
@@ -173,7 +176,7 @@ class LTXVideo2(ModelFamily):
             self._audio_vae = cls.from_pretrained(self.folder / "audio_vae", use_safetensors=True, variant=variant)
         return {"audio_vae": self._audio_vae}
 
-    def enter_pipeline(self, pipeline: Any, positive: Conditioning) -> None:
+    def enter_pipeline(self, pipeline: DiffusionPipeline, positive: Conditioning) -> None:
         pipeline.register_modules(connectors=PassedConnectors(self.conditioning_shapes()["prompt_embeds"][1]))
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:

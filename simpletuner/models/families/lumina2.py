@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -11,6 +11,9 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.text_encoding import Conditioning, encode_with_mask
 from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class Lumina2(ModelFamily):
@@ -37,7 +40,7 @@ class Lumina2(ModelFamily):
     def default_max_length(self) -> int:
         return 256
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode captions after the pipeline's system prompt.
 
         Raises SettingsError when captions may be longer than the transformer has positions for.

@@ -7,7 +7,7 @@ aspect.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from simpletuner.models.family.objectives import diffusion
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning, encode_with_mask
 from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 ALPHA = "PixArtAlphaPipeline"
 
@@ -40,7 +43,7 @@ class PixArtSigma(ModelFamily):
     def default_max_length(self) -> int:
         return 120 if self.index.get("_class_name") == ALPHA else 300
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         return encode_with_mask(self, pipeline, captions)
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:

@@ -6,7 +6,7 @@ Its VAE is one for video, its texts are as long as the caption, and its guidance
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL.Image import Image
@@ -20,6 +20,9 @@ from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class QwenImage(ModelFamily):
@@ -49,7 +52,7 @@ class QwenImage(ModelFamily):
     def default_max_length(self) -> int:
         return 512
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, L, D), zero after each caption's end, and their mask (B, L)."""
         embeds, mask = pipeline.encode_prompt(captions, max_sequence_length=self.max_length)
         if mask is None:  # all captions are equally long
@@ -110,11 +113,13 @@ class QwenImageEdit(QwenImage):
     def reads_references(self) -> bool:
         return True
 
-    def encode_edits(self, pipeline: Any, captions: list[str], references: Sequence[Image]) -> Conditioning:
+    def encode_edits(
+        self, pipeline: DiffusionPipeline, captions: list[str], references: Sequence[Image]
+    ) -> Conditioning:
         (reference,) = references
         return self._encode(pipeline, captions, [resized(pipeline, reference, AREA)] * len(captions))
 
-    def _encode(self, pipeline: Any, captions: list[str], images: list[Image]) -> Conditioning:
+    def _encode(self, pipeline: DiffusionPipeline, captions: list[str], images: list[Image]) -> Conditioning:
         embeds, mask = pipeline.encode_prompt(captions, image=images)
         if mask is None:
             mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
@@ -130,7 +135,9 @@ class QwenImageEditPlus(QwenImageEdit):
     pipelines = ("QwenImageEditPlusPipeline",)
     most_references = 3  # what its publisher has trained it with
 
-    def encode_edits(self, pipeline: Any, captions: list[str], references: Sequence[Image]) -> Conditioning:
+    def encode_edits(
+        self, pipeline: DiffusionPipeline, captions: list[str], references: Sequence[Image]
+    ) -> Conditioning:
         from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE
 
         images = [resized(pipeline, each, CONDITION_IMAGE_SIZE) for each in references]
@@ -144,7 +151,7 @@ class QwenImageEditPlus(QwenImageEdit):
 AREA = 1024 * 1024
 
 
-def resized(pipeline: Any, image: Image, area: int) -> Image:
+def resized(pipeline: DiffusionPipeline, image: Image, area: int) -> Image:
     """Return an image as the pipeline resizes it for its text encoder."""
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
 

@@ -7,7 +7,7 @@ Sana 1.5 differs by normalized queries and keys.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -15,6 +15,9 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning, encode_with_mask
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class Sana(ModelFamily):
@@ -28,7 +31,7 @@ class Sana(ModelFamily):
     def default_max_length(self) -> int:
         return 300
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode captions after the instruction to describe them in more detail that the pipeline has by
         default.
 

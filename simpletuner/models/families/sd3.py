@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -10,6 +10,9 @@ from simpletuner.models.family.base import CLIP_TOKENS, ModelFamily
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class SD3(ModelFamily):
@@ -43,7 +46,7 @@ class SD3(ModelFamily):
             "pooled_prompt_embeds": (config["pooled_projection_dim"],),
         }
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, 77 + max_length, D) and pooled_prompt_embeds (B, P).
 
         The first 77 tokens are both CLIPs', side by side and padded with zeros to T5's width; T5's tokens

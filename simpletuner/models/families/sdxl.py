@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from simpletuner.data.images.geometry import Geometry
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import diffusion
 from simpletuner.models.family.text_encoding import Conditioning
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class SDXL(ModelFamily):
@@ -28,7 +31,7 @@ class SDXL(ModelFamily):
         pooled = config["projection_class_embeddings_input_dim"] - numbers * config["addition_time_embed_dim"]
         return {**super().conditioning_shapes(), "pooled_prompt_embeds": (pooled,), "time_ids": (numbers,)}
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, 77, D) and pooled_prompt_embeds (B, P)."""
         embeds, _, pooled, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}

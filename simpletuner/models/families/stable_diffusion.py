@@ -5,13 +5,16 @@ They differ in widths alone; whether a checkpoint predicts epsilon or v is in it
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import diffusion
 from simpletuner.models.family.text_encoding import Conditioning
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class SD1(ModelFamily):
@@ -23,7 +26,7 @@ class SD1(ModelFamily):
     objective = diffusion
     text_width = "cross_attention_dim"
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         embeds, _ = pipeline.encode_prompt(captions, pipeline.device, 1, do_classifier_free_guidance=False)
         return {"prompt_embeds": embeds}
 

@@ -8,7 +8,7 @@ trains one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from PIL.Image import Image
@@ -30,6 +30,9 @@ from simpletuner.models.family.two_denoisers import (
 from simpletuner.models.folder.diffusers_io import diffusers_class
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class Wan(ModelFamily):
@@ -81,7 +84,7 @@ class Wan(ModelFamily):
             self._frozen = {self.other_denoiser: load_frozen(folder, variant, device, dtype, self.float32_inputs)}
         return self._frozen
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, max_length, D), zero after a caption's end: Wan attends to padding."""
         embeds, _ = pipeline.encode_prompt(
             captions, do_classifier_free_guidance=False, max_sequence_length=self.max_length
@@ -153,7 +156,9 @@ class WanImageToVideo(Wan):
     def reads_references(self) -> bool:
         return self.config.get("image_dim") is not None
 
-    def encode_edits(self, pipeline: Any, captions: list[str], references: Sequence[Image]) -> Conditioning:
+    def encode_edits(
+        self, pipeline: DiffusionPipeline, captions: list[str], references: Sequence[Image]
+    ) -> Conditioning:
         """Encode to prompt_embeds, and to image_embeds (B, 257, D) of the first frame."""
         embeds = pipeline.encode_image(references[0], pipeline._execution_device)
         return self.encode_prompts(pipeline, captions) | {"image_embeds": embeds.expand(len(captions), -1, -1)}
@@ -164,7 +169,7 @@ class WanImageToVideo(Wan):
         texts = ({name: each[name] for name in each if name != "image_embeds"} for each in (positive, negative))
         return super().pipeline_kwargs(*texts, sampling)
 
-    def enter_pipeline(self, pipeline: Any, positive: Conditioning) -> None:
+    def enter_pipeline(self, pipeline: DiffusionPipeline, positive: Conditioning) -> None:
         # Its call refuses an image together with its embedding, and needs the image for the latents.
         pipeline.encode_image = lambda image, device: positive["image_embeds"]
 

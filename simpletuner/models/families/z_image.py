@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class ZImage(ModelFamily):
@@ -42,7 +45,7 @@ class ZImage(ModelFamily):
     def image_tokens(self, shape: Shape) -> int:
         return (shape.height // 2) * (shape.width // 2)  # its config has `all_patch_size` in place of `patch_size`
 
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, L, D), zero after each caption's end, and their mask (B, L)."""
         embeds, _ = pipeline.encode_prompt(
             captions, do_classifier_free_guidance=False, max_sequence_length=self.max_length

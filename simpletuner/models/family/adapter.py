@@ -31,8 +31,8 @@ ADAPTER = "default"
 TENSOR = re.compile(rf"(?P<layer>.+)\.(?P<kind>lora_\w+|hada_\w+|lokr_\w+|oft_R)\.{ADAPTER}(?P<end>\.weight)?")
 """Names of the parameters that peft adds to a layer."""
 
+# DoRA's length of each row of a weight, which files name without `.weight`, as peft's do.
 MAGNITUDE = "lora_magnitude_vector"
-"""DoRA's length of each row of a weight, which files name without `.weight`, as peft's do."""
 
 LINEAR_ONLY = {
     "dora": "the lengths of a convolution's filters are not shared out by rows as its weights are",
@@ -52,7 +52,7 @@ def peft_arguments(kind: str, rank: int, alpha: float, dropout: float, factor: i
     return "LORA", {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, **dora}
 
 
-def peft_config(name: str, arguments: Mapping[str, Any], modules: Sequence[str]) -> Any:
+def peft_config(name: str, arguments: Mapping[str, object], modules: Sequence[str]) -> Any:
     from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig
 
     classes = {"LORA": LoraConfig, "LOHA": LoHaConfig, "LOKR": LoKrConfig, "OFT": OFTConfig}

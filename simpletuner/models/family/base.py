@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from PIL.Image import Image
@@ -32,6 +32,9 @@ from simpletuner.models.folder.diffusers_io import cast_inputs
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 CLIP_TOKENS = 77
 """Length of every prompt that CLIP encodes."""
@@ -107,7 +110,7 @@ class ModelFamily(PipelineFolder, ABC):
         """Return the training objective: assign `objectives.diffusion` or `objectives.flow_matching`."""
 
     @abstractmethod
-    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+    def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode captions by `encode_prompt` of a pipeline that holds only tokenizers and text encoders.
 
         Must return `prompt_embeds`, and a mask where texts of different length are padded.
@@ -133,7 +136,9 @@ class ModelFamily(PipelineFolder, ABC):
         """Components for sampling, besides VAE and trained denoiser; each call returns the same ones."""
         return {}
 
-    def encode_edits(self, pipeline: Any, captions: list[str], references: Sequence[Image]) -> Conditioning:
+    def encode_edits(
+        self, pipeline: DiffusionPipeline, captions: list[str], references: Sequence[Image]
+    ) -> Conditioning:
         """Encode captions with references, for text encoders that read them; returns as `encode_prompts`."""
         raise NotImplementedError(f"{type(self).__name__} has reads_references, and no encode_edits")
 
@@ -179,7 +184,7 @@ class ModelFamily(PipelineFolder, ABC):
         """Arguments of the pipeline's `__call__` for reference images."""
         return {"image": list(references)}
 
-    def enter_pipeline(self, pipeline: Any, positive: Conditioning) -> None:
+    def enter_pipeline(self, pipeline: DiffusionPipeline, positive: Conditioning) -> None:
         """Set on a pipeline that samples what its call has no argument for."""
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
@@ -191,7 +196,7 @@ class ModelFamily(PipelineFolder, ABC):
         patch = math.isqrt(self.packing) if self.packing > 1 else self.exported_config().get("patch_size", 1)
         return shape.frames * (shape.height // patch) * (shape.width // patch)
 
-    def mu(self, shape: Shape, config: Mapping[str, Any]) -> float:
+    def mu(self, shape: Shape, config: Mapping[str, object]) -> float:
         """Shift that the pipeline gives to a scheduler with dynamic shifting, by a shape in latent cells."""
         return self.shift_exponent(self.image_tokens(shape), config)
 

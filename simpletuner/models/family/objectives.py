@@ -21,6 +21,8 @@ from simpletuner.models.family.schedulers import ShiftOfShape, published_preset,
 from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
+
     from simpletuner.models.family.base import ModelFamily
 
 PREDICTIONS = ("epsilon", "v_prediction")
@@ -251,18 +253,18 @@ def flow_matching(family: ModelFamily, /) -> FlowMatching:
     )
 
 
-def samples_by_diffusion(scheduler: Any) -> bool:
+def samples_by_diffusion(scheduler: SchedulerMixin) -> bool:
     """True for a scheduler over a schedule of betas, False for a flow."""
     return hasattr(scheduler, "alphas_cumprod") and not has_flow_sigmas(scheduler)
 
 
-def has_flow_sigmas(scheduler: Any) -> bool:
+def has_flow_sigmas(scheduler: SchedulerMixin) -> bool:
     """True if a diffusion scheduler is configured to sample a flow."""
     config = scheduler.config
     return bool(config.get("use_flow_sigmas")) or config.get("prediction_type") == "flow_prediction"
 
 
-def wrong_target(family: ModelFamily, scheduler: Any, trained: str) -> EnvironmentNotReady:
+def wrong_target(family: ModelFamily, scheduler: SchedulerMixin, trained: str) -> EnvironmentNotReady:
     name = family.settings.model.model_family
     return EnvironmentNotReady(
         f"{family.folder} samples with {describe(scheduler)}, but model_family={name} trains {trained}: "
@@ -271,6 +273,6 @@ def wrong_target(family: ModelFamily, scheduler: Any, trained: str) -> Environme
     )
 
 
-def describe(scheduler: Any) -> str:
+def describe(scheduler: SchedulerMixin) -> str:
     prediction = scheduler.config.get("prediction_type")
     return type(scheduler).__name__ + (f" (prediction_type {prediction})" if prediction else "")

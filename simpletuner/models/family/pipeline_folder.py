@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from simpletuner.models.folder.malformed import read_config, read_json
 from simpletuner.models.folder.weights import is_null, read_index
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 class PipelineFolder:
@@ -49,7 +52,7 @@ class PipelineFolder:
         return ()
 
     @classmethod
-    def opens(cls, pipeline: object) -> bool:
+    def opens(cls, pipeline: DiffusionPipeline) -> bool:
         return any(pipeline in each.pipelines for each in (cls, *cls.variants()))
 
     @classmethod
@@ -137,12 +140,12 @@ class PipelineFolder:
         model: nn.Module | None = None,
         dtype: torch.dtype = torch.float32,
         with_text: bool = False,
-        others: Mapping[str, Any] = MappingProxyType({}),
-        cls: Any = None,
+        others: Mapping[str, object] = MappingProxyType({}),
+        cls: object = None,
     ) -> Any:
         """Assemble diffusers' pipeline from this denoiser and VAE, with or without its text encoders."""
         # `from_pretrained` loads every component that is not passed, so unwanted ones are passed as None.
-        parts: dict[str, Any] = {name: None for name, value in self.index.items() if isinstance(value, list)}
+        parts: dict[str, object] = {name: None for name, value in self.index.items() if isinstance(value, list)}
         if with_text:
             # A part missing in the folder is passed as None, too: diffusers asks for each by its name.
             parts = {name: None for name in parts if not name.startswith(ENCODING_PARTS) or is_null(self.index[name])}

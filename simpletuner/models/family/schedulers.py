@@ -19,6 +19,8 @@ from simpletuner.models.catalog.registry import AUTO, is_own, preset_of, presets
 from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
+
     from simpletuner.models.family.base import ModelFamily
 
 ShiftOfShape = Callable[[Shape], float]
@@ -111,14 +113,14 @@ def noise_levels(sigmas: Tensor) -> Tensor:
     return sigmas if sigmas[0] > sigmas[len(sigmas) // 2] else 1 - sigmas
 
 
-def with_steps(scheduler: Any, steps: int) -> Any:
+def with_steps(scheduler: SchedulerMixin, steps: int) -> Any:
     """Return a scheduler of the same config that is set to so many steps."""
     own = type(scheduler).from_config(scheduler.config)
     own.set_timesteps(steps, **({"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}))
     return own
 
 
-def why_no_flow(scheduler: Any) -> str:
+def why_no_flow(scheduler: SchedulerMixin) -> str:
     """Reason why a scheduler's steps are not a flow with times of 1000 * sigma; empty if they are.
 
     That is what the classes of flow families call their denoisers with. It takes milliseconds: no model is

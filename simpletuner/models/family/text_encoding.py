@@ -23,6 +23,8 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError, is_out_of_mem
 from simpletuner.models.folder.malformed import CHECK_COPY, reason, translate_load_errors
 
 if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
     from simpletuner.models.family.base import ModelFamily
 
 CLIP_TOKENIZERS: Final = ("CLIPTokenizer", "CLIPTokenizerFast")
@@ -60,7 +62,7 @@ def is_cleaned(text: str) -> bool:
     return any_replaced().search(text) is not None
 
 
-def clean_texts(pipeline: Any) -> None:
+def clean_texts(pipeline: DiffusionPipeline) -> None:
     """Clean the input of CLIP's tokenizers in a pipeline; other tokenizers were trained without."""
     from tokenizers import Regex, normalizers
 
@@ -114,7 +116,9 @@ class TextEncoder:
         return {name: value.cpu() for name, value in encoded.items()}
 
 
-def encode_with_mask(family: ModelFamily, pipeline: Any, captions: list[str], **options: Any) -> Conditioning:
+def encode_with_mask(
+    family: ModelFamily, pipeline: DiffusionPipeline, captions: list[str], **options: Any
+) -> Conditioning:
     """Encode to prompt_embeds (B, max_length, D) and prompt_attention_mask (B, max_length).
 
     `options` go to `encode_prompt`, which must return embeddings, mask, and both of the negative prompt.

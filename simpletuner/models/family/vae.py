@@ -109,7 +109,7 @@ class Vae:
         if self.patch_norm:
             mean, variance = self.patch_norm.running_mean.float(), self.patch_norm.running_var.float()
             return mean.view(by_channel), (variance + self.patch_norm.eps).rsqrt().view(by_channel)
-        config: Any = self.model.config
+        config: object = self.model.config
         scale = getattr(config, "scaling_factor", None) or 1.0
         # Statistics of each channel: in the config, or in buffers among the weights (AutoencoderKLLTXVideo).
         known = dict(config) | dict(self.model.named_buffers(recurse=False))

@@ -71,7 +71,7 @@ def text_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name.startswith(ENCODING_PARTS))
 
 
-def refuse_second_denoiser(folder: Path, index: Mapping[str, Any], name: str) -> None:
+def refuse_second_denoiser(folder: Path, index: Mapping[str, object], name: str) -> None:
     """Raise SettingsError for a pipeline of two denoisers, each for its own range of noise (Wan 2.2 A14B)."""
     if any(index.get(f"{name}_2") or ()):
         raise SettingsError(
@@ -93,7 +93,7 @@ def diffusers_class(name: str) -> Any:
         ) from None
 
 
-def component_class(index: Mapping[str, Any], name: str, folder: Path) -> Any:
+def component_class(index: Mapping[str, object], name: str, folder: Path) -> Any:
     """The class of diffusers or transformers that model_index.json names for a component.
 
     Raises EnvironmentNotReady for an entry that names none, and for other libraries.
@@ -149,7 +149,7 @@ def require_packages(components: Iterable[Sequence[str]]) -> None:
             ) from None
 
 
-def build_on_meta(config: Mapping[str, Any], include_buffers: bool = False) -> nn.Module:
+def build_on_meta(config: Mapping[str, object], include_buffers: bool = False) -> nn.Module:
     """Build a model from its config.json: parameters on the meta device, buffers with their values, or there
     as well.
 
@@ -193,7 +193,7 @@ def cast_always(model: nn.Module, dtype: torch.dtype, except_for: Collection[str
     # weights, but it computes in `dtype`.
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
-    def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Any, Any]:
         cast = [cast_floating(value, dtype, except_for, name) for name, value in zip(names, args, strict=False)]
         return tuple(cast), cast_floating(kwargs, dtype, except_for)
 

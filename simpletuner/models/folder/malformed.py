@@ -82,7 +82,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def refuse_too_many_modules(config: Mapping[str, Any], source: object) -> None:
+def refuse_too_many_modules(config: Mapping[str, object], source: object) -> None:
     """Raise EnvironmentNotReady for a config with modules too many or too large ever to be built."""
     for name, value in numbers_in(config):
         too_many = MODULE_COUNT.search(name) and value > MAX_MODULES

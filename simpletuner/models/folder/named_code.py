@@ -7,7 +7,7 @@ before 0.38 one that `custom_pipeline` named (CVE-2026-44513); each without trus
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -19,8 +19,8 @@ from simpletuner.models.folder.weights import index_file
 CODE_KEYS = frozenset({"auto_map", "custom_pipeline", "custom_pipelines", "trust_remote_code"})
 IMPLEMENTATION = re.compile(r".*_implementation(_internal|_autoset)?")
 WORD = re.compile(r"[A-Za-z_]\w*")
+# Config files that may name code; not tokenizer.json and the like, megabytes without any.
 CONFIGS = ("config.json", "*_config.json")
-"""Config files that may name code; not tokenizer.json and the like, megabytes without any."""
 HINT = "code of a model is never run: choose one of diffusers and transformers alone, or remove that from your copy"
 
 
@@ -45,7 +45,7 @@ def refuse_code(folder: Path) -> None:
             refuse_keys(config, path, hint)
 
 
-def refuse_entry(index: Path, name: str, value: list[Any]) -> None:
+def refuse_entry(index: Path, name: str, value: Sequence[object]) -> None:
     """Raise EnvironmentNotReady for an index entry that is not a class of a known library."""
     named = [part for part in value[:2] if part is not None]
     if name != "_class_name" and not (len(named) == 2 and all(isinstance(part, str) for part in named)):
@@ -59,7 +59,7 @@ def refuse_entry(index: Path, name: str, value: list[Any]) -> None:
         raise EnvironmentNotReady(f"{index} names no class of {name}: {cls} stands for any", HINT)
 
 
-def looks_for_code(entry: list[Any]) -> bool:
+def looks_for_code(entry: Sequence[object]) -> bool:
     """True if a component's class reads `auto_map`: Auto classes, and processors, which load their parts by
     them.
 
@@ -89,7 +89,7 @@ def own_class(config: Mapping[str, Any]) -> str:
     return next((name for name in named if isinstance(name, str) and hasattr(transformers, name)), "")
 
 
-def refuse_keys(config: Mapping[str, Any], path: Path, hint: str = HINT) -> None:
+def refuse_keys(config: Mapping[str, object], path: Path, hint: str = HINT) -> None:
     """Raise EnvironmentNotReady for a key, at any depth, that makes a library load code."""
     for key, value in keys_in(config):
         is_word = value is None or isinstance(value, bool) or (isinstance(value, str) and bool(WORD.fullmatch(value)))

@@ -25,7 +25,7 @@ def component_source(pair: Sequence[str], name: str, place: str | None, variant:
     return [*pair, {"type_hint": pair, **where}]
 
 
-def is_null(value: Any) -> bool:
+def is_null(value: object) -> bool:
     """True if an index entry stands for a component that the folder does not have."""
     return value is None or value == [None, None]
 
@@ -75,7 +75,7 @@ def library_and_class(value: Any) -> Any:
     return value[:2] if all(value[:2]) else list(hint or (None, None))
 
 
-def source_of(value: Any) -> dict[str, Any]:
+def source_of(value: object) -> dict[str, Any]:
     """Source of a component in a modular index; empty for any other value."""
     match value:
         case [_, _, {**source}]:
@@ -86,8 +86,8 @@ def source_of(value: Any) -> dict[str, Any]:
 COMPONENT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
 """Suffixes of configs, weights, vocabularies and chat templates: all that is fetched, read or exported."""
 
+# First bytes of files for `torch.load` or `pickle.load`: zip archives, and pickles since protocol 2.
 PICKLE_STARTS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))
-"""First bytes of files for `torch.load` or `pickle.load`: zip archives, and pickles since protocol 2."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 

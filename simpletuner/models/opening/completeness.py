@@ -38,11 +38,11 @@ from simpletuner.system.numbers import count_noun
 
 MAX_NAMES_SHOWN = 3
 
+# Parts of names that tell how a pipeline was saved, where a copy of it would lack the same.
 SAVED_OTHERWISE = {
     ".base_layer.": "it was saved with a LoRA loaded: save it again after fuse_lora() and unload_lora_weights()",
     "_weight_qdata": "it was saved quantized by torchao: take the one that is not",
 }
-"""Parts of names that tell how a pipeline was saved, where a copy of it would lack the same."""
 
 DIFFERENT_CAPTIONS = ("a red circle", "two blue stars on a hill")
 """Captions that every tokenizer with a vocabulary encodes differently."""
@@ -249,8 +249,8 @@ HEADER_LENGTH_BYTES = 8
 # The largest header that safetensors reads; the largest published tokenizers have 33 MB.
 MOST_READ_BYTES = 100 << 20
 
+# Version of the checks, raised with each that is added: earlier notes do not say that it was passed.
 CHECKS = 2
-"""Version of the checks, raised with each that is added: earlier notes do not say that it was passed."""
 
 
 def is_checked(family: ModelFamily) -> bool:

@@ -30,8 +30,8 @@ from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.parsed import DIFFUSERS
 from simpletuner.system.files.regular_files import check_regular, read_file
 
+# Diffusers' metadata key for the adapter's config, as JSON; its keys begin with the denoiser's name.
 METADATA = "lora_adapter_metadata"
-"""Diffusers' metadata key for the adapter's config, as JSON; its keys begin with the denoiser's name."""
 
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """Files of an adapter's folder as peft's `save_pretrained` writes it; the weights have no metadata."""

@@ -173,8 +173,8 @@ def unstacked(
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 PEFT_PREFIX = "base_model.model."
 
+# Adapters that diffusers does not load, written for peft's `PeftModel.from_pretrained`.
 OF_PEFT = ("loha", "oft")
-"""Adapters that diffusers does not load, written for peft's `PeftModel.from_pretrained`."""
 
 
 def lora_file(path: Path) -> Path:

@@ -54,7 +54,7 @@ def convert_pipeline(path: Path, config: Path, folder: Path, names: Sequence[str
     from diffusers.loaders.single_file_utils import SingleFileComponentError
 
     index = read_index(config)
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     if not any(name.startswith(VAE_STARTS) for name in names) and any((config / "vae").glob("*.safetensors")):
         given["vae"] = component_class(index, "vae", config).from_pretrained(config / "vae", torch_dtype=dtype)
     cls = single_file_class(diffusers_class(str(index.get("_class_name"))))

@@ -91,7 +91,7 @@ def source_of(path: Path, config: Path) -> dict[str, Any]:
     }
 
 
-def is_converted(folder: Path, source: Mapping[str, Any]) -> bool:
+def is_converted(folder: Path, source: Mapping[str, object]) -> bool:
     from simpletuner.models.folder.malformed import read_json
 
     return (folder / MARKER).is_file() and read_json(folder / MARKER) == source

@@ -51,13 +51,13 @@ def build_own(model: Model) -> Any:
         return build()
 
 
-def build_preset(tiny: Tiny, **changes: Mapping[str, Any]) -> Any:
+def build_preset(tiny: Tiny, **changes: Mapping[str, object]) -> Any:
     """Build a pipeline; `changes` replace entries of components' configs, by component."""
     import diffusers
 
     cls = getattr(diffusers, tiny.pipeline)
     with fixed_seed():
-        components: dict[str, Any] = {}
+        components: dict[str, object] = {}
         for name in tiny.components:
             components |= build_component(name, {**tiny.component(name), **changes.get(name, {})})
         absent = {name: None for name in inspect.signature(cls.__init__).parameters if name in cls._optional_components}
@@ -67,7 +67,7 @@ def build_preset(tiny: Tiny, **changes: Mapping[str, Any]) -> Any:
     return pipeline
 
 
-def build_component(name: str, described: dict[str, Any]) -> dict[str, Any]:
+def build_component(name: str, described: Mapping[str, object]) -> dict[str, Any]:
     """Return a component by its name; a text encoder comes with its tokenizer."""
     import diffusers
 

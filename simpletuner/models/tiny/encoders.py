@@ -45,7 +45,7 @@ VIDEO_VAE_FOLDER = Path(__file__).parent / "video_vae"
 
 QWEN_WIDTH = 64
 
-QWEN_TEXT: dict[str, Any] = {
+QWEN_TEXT: dict[str, object] = {
     "hidden_size": QWEN_WIDTH,
     "intermediate_size": 2 * QWEN_WIDTH,
     "num_hidden_layers": 3,
@@ -54,7 +54,7 @@ QWEN_TEXT: dict[str, Any] = {
 }
 
 # No image ever reaches the vision part of Qwen2.5-VL here, so it is as small as its class allows.
-QWEN_VISION: dict[str, Any] = {
+QWEN_VISION: dict[str, object] = {
     "depth": 1,
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -66,14 +66,14 @@ QWEN_VISION: dict[str, Any] = {
 
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
 
-QWEN_DEEP: dict[str, Any] = {
+QWEN_DEEP: dict[str, object] = {
     "num_hidden_layers": 28,  # FLUX.2's pipeline reads layers 9, 18 and 27
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
 
 
-def build_encoder(kind: str, **config: Any) -> tuple[Any, Any]:
+def build_encoder(kind: str, **config: object) -> tuple[Any, Any]:
     """Return the tokenizer and the text encoder of a kind that presets name."""
     build_tokenizer, build = ENCODERS[kind]
     tokenizer = build_tokenizer()
@@ -251,7 +251,7 @@ def build_t5gemma(tokenizer: GemmaTokenizer, width: int) -> T5GemmaEncoderModel:
     return spread_embeddings(T5GemmaEncoderModel(T5GemmaConfig(encoder=part, decoder=part, is_encoder_decoder=False)))
 
 
-ENCODERS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
+ENCODERS: dict[str, tuple[Callable[[], object], Callable[..., object]]] = {
     "clip": (build_clip_tokenizer, build_clip),
     "t5": (build_t5_tokenizer, build_t5),
     "umt5": (partial(build_t5_tokenizer, MOTION_WORDS), build_umt5),

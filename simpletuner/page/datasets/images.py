@@ -152,7 +152,7 @@ class ListedDataset:
         picked = self.images.take(pa.array(numbers, pa.int64())).to_pylist()
         about = self.found.filter(pc.is_in(self.found["row"], value_set=pa.array(numbers, pa.int32())))
         pairs = dict.fromkeys(zip(about["row"].to_pylist(), about["finding"].to_pylist(), strict=True))
-        of_rows: dict[int, list[Mapping[str, Any]]] = {}
+        of_rows: dict[int, list[Mapping[str, object]]] = {}
         for row, finding in pairs:
             of_rows.setdefault(row, []).append(self.facts["findings"][finding])
         reasons = why or [""] * len(picked)

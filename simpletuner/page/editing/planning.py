@@ -29,11 +29,11 @@ from simpletuner.system.files.checksums import value_checksum
 SECONDS = 1800
 """`--auto` of the largest models counts for minutes, on a busy machine for some more."""
 MAX_KEPT = 40
+# Exit codes with which a plan may be there: all is well, it does not fit, the images are wrong.
 ANSWERED = (ExitCode.OK, ExitCode.ENVIRONMENT, ExitCode.DATA)
-"""Exit codes with which a plan may be there: all is well, it does not fit, the images are wrong."""
 UNRELATED_SECTIONS = ("logging", "hub")
+# Settings that change nothing in a plan: typing a prompt must not start one.
 UNRELATED = ("seed", "learning_rate", "lr_scheduler", "lr_warmup_steps", "output_dir", "validation_prompt")
-"""Settings that change nothing in a plan: typing a prompt must not start one."""
 
 
 @dataclass(frozen=True)

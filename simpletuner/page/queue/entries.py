@@ -160,7 +160,7 @@ def adapter() -> TypeAdapter[list[QueueEntry]]:
     return TypeAdapter(list[QueueEntry])
 
 
-def with_others(row: dict[str, Any]) -> dict[str, Any]:
+def with_others(row: Mapping[str, object]) -> dict[str, Any]:
     """Return the fields of an entry, with all other names in `others`."""
     return {**row, "others": {name: value for name, value in row.items() if name not in QueueEntry.__annotations__}}
 

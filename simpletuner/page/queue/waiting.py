@@ -40,8 +40,8 @@ from simpletuner.system.files.locks import lock_file
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.run_status import RunState
 
+# Between two looks at the queue. Idle GPUs cost more than looking, which reads one small file.
 SECONDS = 2.0
-"""Between two looks at the queue. Idle GPUs cost more than looking, which reads one small file."""
 MAX_ENTRIES = 100
 EXIT_SECONDS = 5.0
 

@@ -35,8 +35,8 @@ from simpletuner.system.files.lease import Holding
 NAME = re.compile(
     rf"(?P<kind>{'|'.join(EXPORTS.values())})(?P<ema>-ema)?(?:-(?P<step>\d{{1,12}}))?(\.safetensors)?", re.ASCII
 )
+# Names of files that are offered: no exporter writes others, and a response's header cannot hold all.
 PLAIN = re.compile(r"[\w+=-][\w+=. -]*", re.ASCII)
-"""Names of files that are offered: no exporter writes others, and a response's header cannot hold all."""
 # Of one export; a folder of somebody else's may have any number.
 MAX_FILES = 500
 

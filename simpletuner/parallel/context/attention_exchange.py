@@ -105,7 +105,7 @@ class SplitAttention:
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **options: Any,
+        **options: object,
     ) -> Tensor:
         """SDPA of this rank's tokens; each tensor is (B, heads, tokens, D). Collective."""
         assert query.shape == key.shape == value.shape and not is_causal and dropout_p == 0, "not split attention"
@@ -176,7 +176,7 @@ class AttentionOverride(TorchFunctionMode):
         super().__init__()
         self.attend, self.calls = attend, calls
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls.append(True)

@@ -58,7 +58,7 @@ class SequencePlan:
     gathered: Mapping[str, str]
     splits: Splits | None = None
 
-    def splits_of(self, model: Any) -> Splits:
+    def splits_of(self, model: object) -> Splits:
         if self.splits is not None:
             return self.splits
         return {
@@ -128,7 +128,7 @@ def split_tensors(module: nn.Module, place: str, parts: Mapping[str | int, Token
     inputs = {name: each for name, each in parts.items() if isinstance(name, str)}
     outputs = {number: each for number, each in parts.items() if isinstance(number, int)}
 
-    def split_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def split_inputs(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         positional = list(args)
         for name, each in inputs.items():
             at, sequence = positions[name], f"{place}.{name}".removeprefix(".")
@@ -138,7 +138,7 @@ def split_tensors(module: nn.Module, place: str, parts: Mapping[str | int, Token
                 positional[at] = split.part(sequence, positional[at], each)
         return tuple(positional), kwargs
 
-    def split_outputs(_: nn.Module, __: Any, output: tuple[Any, ...]) -> Any:
+    def split_outputs(_: nn.Module, __: object, output: tuple[object, ...]) -> Any:
         return tuple(
             split.part(f"{place}.{number}", value, outputs[number]) if number in outputs else value
             for number, value in enumerate(output)
@@ -151,7 +151,7 @@ def split_tensors(module: nn.Module, place: str, parts: Mapping[str | int, Token
 
 
 def gather_output(module: nn.Module, name: str, split: SplitModel) -> None:
-    def gather_whole(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    def gather_whole(_: nn.Module, __: object, output: Tensor) -> Tensor:
         return split.whole(name, output)
 
     module.register_forward_hook(gather_whole)
@@ -163,7 +163,7 @@ def override_attention(module: nn.Module, names: tuple[str, ...], split: SplitMo
 
     # `forward` and not hooks: gradient checkpointing may stop a recomputation early by an exception, which
     # skips forward hooks but leaves a `with` block, so the mode is always switched off.
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Any:
         calls: list[bool] = []
         attention: Any = split.attention(names)
         with AttentionOverride(attention.attend, calls):

@@ -99,7 +99,7 @@ def offload_activations(model: nn.Module) -> None:
     """Hold what a forward pass saves in the machine's memory, in place."""
     own_forward = model.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Any:
         with HostMemory():
             return own_forward(*args, **kwargs)
 

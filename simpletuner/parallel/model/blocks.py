@@ -99,8 +99,8 @@ LARGEST_SHARES = (1 / 20, 1 / 10, 1 / 5, 1)
 ENOUGH = 0.95
 """Share of the model to cover by units; the rest is gathered with the root and kept all pass."""
 
+# Smallest share of the model for a unit's largest module: each all-gather costs its latency.
 SMALLEST_SHARE = 1 / 500
-"""Smallest share of the model for a unit's largest module: each all-gather costs its latency."""
 
 PATHS_SHOWN = 3
 

@@ -75,7 +75,7 @@ def by_config(weight: Tensor, config: Any) -> Any:
     return layer.weight
 
 
-QUANTIZERS: dict[str, Callable[[Tensor], Any]] = {"int8": to_int8, "float8": to_float8, "nf4": to_nf4}
+QUANTIZERS: dict[str, Callable[[Tensor], object]] = {"int8": to_int8, "float8": to_float8, "nf4": to_nf4}
 """Functions that quantize a weight (outputs, inputs), by the value of base_model_precision."""
 
 
@@ -149,10 +149,10 @@ def int8_product(left: Tensor, right_int8: Tensor) -> Tensor:
     return (product.float() * scale).unflatten(0, left.shape[:-1])
 
 
+# Versions of torch (2.12 was not tried; 2.9, 2.10, 2.13 and 2.15 are right) that trace the forward of
+# `Int8Product` through int8 and take its result for one without a gradient: layers before it learned
+# nothing, with no word.
 ZERO_GRADIENTS = ("2.11", "2.12")
-"""Versions of torch (2.12 was not tried; 2.9, 2.10, 2.13 and 2.15 are right) that trace the forward of
-`Int8Product` through int8 and take its result for one without a gradient: layers before it learned
-nothing, with no word."""
 
 
 def trace_as_one(product: type[torch.autograd.Function]) -> None:
@@ -171,7 +171,7 @@ class QuantizedLinear(nn.Module):
     `in_int8` also computes with int8, where the weight is in it.
     """
 
-    def __init__(self, layer: nn.Linear, quantize: Callable[[Tensor], Any], in_int8: bool = False) -> None:
+    def __init__(self, layer: nn.Linear, quantize: Callable[[Tensor], object], in_int8: bool = False) -> None:
         super().__init__()
         self.in_int8 = in_int8
         self.in_features, self.out_features = layer.in_features, layer.out_features

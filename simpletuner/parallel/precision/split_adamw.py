@@ -218,7 +218,7 @@ def update_on_gpu(
 
 
 @update_on_gpu.register_fake
-def update_nothing(*_: Any) -> None:
+def update_nothing(*_: object) -> None:
     """Take the place of a step over fake tensors, which have no values."""
 
 

@@ -33,7 +33,7 @@ def is_secret(name: object) -> bool:
     return kind_of(field.annotation) is SecretStr if field else SECRET.search(str(name)) is not None
 
 
-def without_secrets(value: Any) -> Any:
+def without_secrets(value: object) -> Any:
     """Return JSON with dots instead of secrets, at any depth."""
     if isinstance(value, list):
         return [without_secrets(item) for item in value]
@@ -131,12 +131,12 @@ def to_mistake(item: Any, field: FieldInfo, origin: Origin) -> Mistake:
     return Mistake(name, message, origin.place, MASK if is_secret(name) and given is None else shorten(given), hint)
 
 
-def shown_value(name: str, value: Any) -> str:
+def shown_value(name: str, value: object) -> str:
     """Return a value as it was written, shortened, or dots instead of a secret."""
     return MASK if is_secret(name) and not is_reference(value) else shorten(value)
 
 
-def shorten(value: Any) -> str:
+def shorten(value: object) -> str:
     """Value as it was written, without secrets inside it, and without its middle where it is long."""
     is_json = isinstance(value, dict | list | bool | int | float | None)
     text = (

@@ -22,7 +22,7 @@ NUMBERS = (int, float, int | None, float | None)
 
 
 def knob(
-    default: Any, sentence: str, *, when: str = "", unit: str = "", aliases: tuple[str, ...] = (), **bounds: float
+    default: object, sentence: str, *, when: str = "", unit: str = "", aliases: tuple[str, ...] = (), **bounds: float
 ) -> Any:
     """Declare a setting: its default, what it does, its unit, older names, and bounds (`ge`, `gt`, `le`,
     `lt`).
@@ -47,7 +47,7 @@ def shown_default(field: FieldInfo) -> str:
     return "" if value in (None, "", []) else str(value)
 
 
-def kind_of(annotation: Any) -> Any:
+def kind_of(annotation: object) -> Any:
     """The plain type behind an annotation, looking through Optional."""
     if get_origin(annotation) in (Union, types.UnionType):
         return kind_of(next(part for part in get_args(annotation) if part is not type(None)))
@@ -64,7 +64,7 @@ def bounds_of(field: FieldInfo, words: Mapping[str, str]) -> list[str]:
     ]
 
 
-def type_name(annotation: Any) -> str:
+def type_name(annotation: object) -> str:
     if annotation == bool | None:
         return "true|false|auto"
     names = {
@@ -129,7 +129,7 @@ class Section(BaseModel):
 UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def leaves(value: object) -> Iterator[Any]:
     """Yield all values at any depth, and the names in tables."""
     if isinstance(value, dict):
         yield from value
@@ -158,6 +158,6 @@ def own_defaults(optimizer: object) -> Mapping[str, float]:
     return OWN_DEFAULTS.get(optimizer, {}) if isinstance(optimizer, str) else {}
 
 
-def with_own_defaults(values: Any) -> Any:
+def with_own_defaults(values: object) -> Any:
     """Add an optimizer's own defaults to the settings that were given with it."""
     return {**own_defaults(values.get("optimizer")), **values} if isinstance(values, dict) else values

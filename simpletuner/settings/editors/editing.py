@@ -30,7 +30,7 @@ from simpletuner.system.files.regular_files import read_file
 BOM = "\ufeff"
 
 
-def set_in_file(path: Path, name: str, value: Any) -> bool:
+def set_in_file(path: Path, name: str, value: object) -> bool:
     """Set a setting in a config file; return whether that changed the file.
 
     Raises SettingsError for a file that cannot be read, edited safely, or written.
@@ -41,7 +41,7 @@ def set_in_file(path: Path, name: str, value: Any) -> bool:
     return new is not None
 
 
-def edit_text(path: Path, name: str, value: Any) -> str | None:
+def edit_text(path: Path, name: str, value: object) -> str | None:
     """Return the text of a config file with a setting set in it; None if it says so already.
 
     Raises SettingsError for a file that cannot be read or edited safely.
@@ -57,7 +57,7 @@ def text_of(path: Path) -> str:
     return read_file(path).decode("utf-8")
 
 
-def change_text(path: Path, text: str, changes: Mapping[str, Any]) -> str:
+def change_text(path: Path, text: str, changes: Mapping[str, object]) -> str:
     """Return the text of the config file at `path` with some settings set, and those that are REMOVED left
     out.
 
@@ -70,7 +70,7 @@ def change_text(path: Path, text: str, changes: Mapping[str, Any]) -> str:
     return mark + text
 
 
-def change_one(path: Path, text: str, name: str, value: Any) -> str:
+def change_one(path: Path, text: str, name: str, value: object) -> str:
     before = parse_entries(path, text)
     found = [entry for entry in before if setting_of(path, entry) == name]
     if len(found) > 1:
@@ -94,7 +94,7 @@ def shown(edit: Edit) -> str:
     return json.dumps(edit.value, ensure_ascii=False)
 
 
-def as_read(path: Path, value: Any) -> Any:
+def as_read(path: Path, value: object) -> Any:
     """Value as the reader of a format returns it: TOML has no null, and in .env files all is text."""
     if value is REMOVED or suffix_of(path) in (".json", ".yaml", ".yml"):
         return value

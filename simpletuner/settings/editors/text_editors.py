@@ -111,7 +111,7 @@ def key_of(text: str, pair: Pair) -> str:
     return json.loads(text[pair.key_start : pair.key_end])
 
 
-def json_text(value: Any, text: str, position: int) -> str:
+def json_text(value: object, text: str, position: int) -> str:
     """Write a value; a table over several lines where the file itself is."""
     indent = indent_of(text, position)
     if not isinstance(value, dict) or not value or "\n" not in text.strip():

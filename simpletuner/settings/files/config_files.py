@@ -157,7 +157,7 @@ TOO_DEEP = "its brackets are nested too deeply"
 MAX_DEPTH = 100
 
 
-def check_depth(value: Any) -> None:
+def check_depth(value: object) -> None:
     """Raise ValueError for a value that is nested more deeply than what works on it can follow."""
     level, depth = [value], 0
     while level := [item for part in level for item in items_of(part)]:
@@ -166,5 +166,5 @@ def check_depth(value: Any) -> None:
             raise ValueError(TOO_DEEP)
 
 
-def items_of(value: Any) -> list[Any]:
+def items_of(value: object) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []

@@ -102,7 +102,7 @@ def suffix_of(path: Path) -> str:
 class Pairs(dict[str, Any]):
     """A JSON object that remembers all its pairs, duplicate names included."""
 
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+    def __init__(self, pairs: list[tuple[str, object]]) -> None:
         super().__init__(pairs)
         self.pairs = pairs
 
@@ -167,17 +167,17 @@ def toml_entries(text: str) -> Iterator[FileEntry]:
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def toml_line(name: str, value: Any) -> str:
+def toml_line(name: str, value: object) -> str:
     return f"{name} = {toml_text(toml_value(value))}"
 
 
-def toml_value(value: Any) -> Any:
+def toml_value(value: object) -> Any:
     """TOML has no null: `none` stands for it, JSON text for tables and lists that hold one."""
     holds_nothing = isinstance(value, dict | list) and "null" in json.dumps(value)
     return as_text(value) if value is None or holds_nothing else value
 
 
-def toml_text(value: Any) -> str:
+def toml_text(value: object) -> str:
     """Write a value on one line; JSON's strings are TOML's, but for one character that TOML wants escaped."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

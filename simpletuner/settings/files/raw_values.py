@@ -41,7 +41,7 @@ def file_of_reference(value: str) -> Path | None:
     return expand_path(found["path"]) if found else None
 
 
-def resolve_reference(value: Any) -> Any:
+def resolve_reference(value: object) -> Any:
     """Secret that a reference names; any other value as it is. Raises ValueError where it is not there."""
     if not isinstance(value, str):
         return value

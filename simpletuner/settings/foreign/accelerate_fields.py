@@ -55,12 +55,12 @@ NOT_SHARDED = ("no_shard", 3)
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 
 
-def strategy_name(value: Any) -> str:
+def strategy_name(value: object) -> str:
     """Return the name of a sharding strategy that is given by name or by torch's number."""
     return NUMBERS.get(normalize_name(value), normalize_name(value))
 
 
-def read_strategy(value: Any) -> bool:
+def read_strategy(value: object) -> bool:
     """Convert a sharding strategy to whether weights are freed after the forward."""
     name = strategy_name(value)
     if name not in RESHARDS:
@@ -69,7 +69,7 @@ def read_strategy(value: Any) -> bool:
     return RESHARDS[name]
 
 
-def read_resharding(value: Any) -> Any:
+def read_resharding(value: object) -> Any:
     """Convert a boolean for freeing weights, or a strategy; validation refuses anything else."""
     return RESHARDS.get(strategy_name(value), value)
 
@@ -180,13 +180,13 @@ RULES: dict[str, Rule] = {
     **in_section("deepspeed_config", DEEPSPEED, lambda settings: settings.parallel.zero_stage is not None),
     **in_section("parallelism_config", PARALLELISM, has_several_axes),
 }
+# Names without their section's prefix, as in old files; accelerate adds it.
 SHORT_NAMES = {
     name.replace(f".{prefix}_", "."): name
     for prefix in ("fsdp", "dynamo")
     for name in RULES
     if name.startswith(f"{prefix}_config.")
 }
-"""Names without their section's prefix, as in old files; accelerate adds it."""
 TABLE = KeyTable(RULES, SHORT_NAMES, is_off=lambda value: normalize_name(value) in OFF)
 
 DEFAULT_ZERO_STAGE = 2

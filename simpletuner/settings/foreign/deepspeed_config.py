@@ -16,6 +16,7 @@ from simpletuner.settings.foreign.key_table import Maps, export
 
 Device = Literal["none", "cpu", "nvme"]
 
+# File I/O options: DeepSpeed's own defaults, as benchmarked for an NVMe disk by its `ds_nvme_tune`.
 AIO = {
     "block_size": 1 << 20,
     "queue_depth": 8,
@@ -24,7 +25,6 @@ AIO = {
     "overlap_events": True,
     "use_gds": False,
 }
-"""File I/O options: DeepSpeed's own defaults, as benchmarked for an NVMe disk by its `ds_nvme_tune`."""
 
 BUFFER_ELEMENTS = 100_000_000
 """DeepSpeed's default buffer for weights on their way to files; a larger tensor needs a larger one."""
@@ -100,7 +100,7 @@ def extra_deepspeed_settings(settings: Settings) -> dict[str, Any] | None:
     return diff(settings.parallel.deepspeed_config or {}, deepspeed_config(bare, settings.launch.num_processes)) or None
 
 
-def diff(kept: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+def diff(kept: Mapping[str, object], ours: Mapping[str, object]) -> dict[str, Any]:
     """Return `kept` without what `ours` says already, at any depth."""
     result = {}
     for name, value in kept.items():
@@ -111,7 +111,7 @@ def diff(kept: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def merge(ours: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+def merge(ours: Mapping[str, object], kept: Mapping[str, object]) -> dict[str, Any]:
     """Return a copy of `ours` with `kept` put over it, at any depth."""
     result = copy.deepcopy(dict(ours))
     for name, value in kept.items():
@@ -144,7 +144,7 @@ def with_auto(config: Mapping[str, Any], chosen: Collection[str]) -> dict[str, A
     return result | {name: value for name, value in rest.items() if value}
 
 
-def numbers_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def numbers_of(config: Mapping[str, object]) -> dict[str, Any]:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     return {name: config[name] for name in names}
 
@@ -154,7 +154,7 @@ def chosen_keys(chosen: Collection[str]) -> set[str]:
     return {name for name, rule in RULES.items() if isinstance(rule, Maps) and rule.setting in chosen}
 
 
-def params_with_auto(params: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
+def params_with_auto(params: Mapping[str, object], chosen: Collection[str]) -> dict[str, Any]:
     settings = {name: {setting} for name, setting in SETTINGS.items()} | {"betas": {"adam_beta1", "adam_beta2"}}
     return {
         name: value if name not in settings or settings[name] & set(chosen) else AUTO for name, value in params.items()

@@ -31,7 +31,7 @@ AUTO = "auto"
 def reader(name: str, convert: Convert) -> Convert:
     """A function that converts values of one kind, and names the kind where it refuses one."""
 
-    def read(value: Any) -> Any:
+    def read(value: object) -> Any:
         try:
             return convert(value)
         except (TypeError, ValueError, OverflowError):
@@ -40,13 +40,13 @@ def reader(name: str, convert: Convert) -> Convert:
     return read
 
 
-def to_flag(value: Any) -> bool:
+def to_flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError
     return value
 
 
-def to_number(value: Any, least: float, most: float = math.inf) -> float:
+def to_number(value: object, least: float, most: float = math.inf) -> float:
     # bool is a subclass of int: without this check `true` would pass as 1.
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise ValueError
@@ -60,19 +60,19 @@ def to_whole(value: Any, least: int, multiple_of: int = 1) -> int:
     return int(value)
 
 
-def to_text(value: Any) -> str:
+def to_text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value
 
 
-def to_texts(value: Any) -> list[str]:
+def to_texts(value: object) -> list[str]:
     if not isinstance(value, str | list):
         raise TypeError
     return [to_text(item) for item in ([value] if isinstance(value, str) else value)]
 
 
-def to_word(value: Any, known: tuple[str, ...]) -> str:
+def to_word(value: object, known: tuple[str, ...]) -> str:
     return known[known.index(to_text(value).lower())]
 
 
@@ -95,7 +95,7 @@ def words(*known: str) -> Convert:
     return reader(f"one of {', '.join(known)}", lambda value: to_word(value, known))
 
 
-def read_stage(value: Any) -> Any:
+def read_stage(value: object) -> Any:
     """Convert a ZeRO stage; what is none of them is left to validation."""
     if isinstance(value, bool):
         raise ValueError("use 1, 2 or 3")
@@ -104,12 +104,12 @@ def read_stage(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def read_cpu_offload(value: Any) -> str:
+def read_cpu_offload(value: object) -> str:
     """Convert the older flags `cpu_offload` and `cpu_offload_param`."""
     return "cpu" if flag(value) else "none"
 
 
-def is_off(value: Any) -> bool:
+def is_off(value: object) -> bool:
     """True for null, false, none, or an object that is not enabled."""
     if isinstance(value, Mapping):
         return value.get("enabled") in (False, AUTO) or all(map(is_off, value.values()))

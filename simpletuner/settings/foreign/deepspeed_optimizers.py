@@ -105,7 +105,7 @@ MEANS_ADAMW = ("cpuadam", "fusedadam", "deepspeedcpuadam", "cpuadamw", "fusedada
 MEANS_ADAMW += ("torchadam", "torchadamw", "adamwtorch", "pagedadamw", "pagedadamw8bit")
 
 
-def read_optimizer(block: Any, chosen: str, parsed: ParsedConfig) -> None:
+def read_optimizer(block: object, chosen: str, parsed: ParsedConfig) -> None:
     """Read the optimizer of DeepSpeed's JSON; `chosen` is our setting, for a JSON that names none."""
     if block is None or block == AUTO:
         return
@@ -129,7 +129,7 @@ def read_optimizer(block: Any, chosen: str, parsed: ParsedConfig) -> None:
             )
 
 
-def read_type(given: Any, params: Mapping[str, Any], parsed: ParsedConfig) -> str:
+def read_type(given: object, params: Mapping[str, object], parsed: ParsedConfig) -> str:
     """Set which optimizer is meant, and return our name of it; empty for one that cannot be used."""
     word = normalize_name(given).replace("_", "")
     if word in REFUSED:
@@ -151,7 +151,7 @@ def read_type(given: Any, params: Mapping[str, Any], parsed: ParsedConfig) -> st
     return name
 
 
-def note_defaults(name: str, params: Mapping[str, Any], parsed: ParsedConfig) -> None:
+def note_defaults(name: str, params: Mapping[str, object], parsed: ParsedConfig) -> None:
     """Record DeepSpeed's defaults for parameters that the JSON does not name."""
     defaults = dict(OPTIMIZERS[name].defaults)
     if name == "adamw" and params.get("torch_adam") is True:
@@ -165,7 +165,7 @@ def note_defaults(name: str, params: Mapping[str, Any], parsed: ParsedConfig) ->
                 parsed.leave_out(setting, own, f"optimizer.params.{key}", value)
 
 
-def read_params(spec: OptimizerSpec, params: Mapping[str, Any], parsed: ParsedConfig) -> None:
+def read_params(spec: OptimizerSpec, params: Mapping[str, object], parsed: ParsedConfig) -> None:
     betas = params.get("betas") if "betas" in spec.shared else None
     rest = {name: value for name, value in params.items() if name != "betas" or "betas" not in spec.shared}
     if isinstance(betas, list) and len(betas) == 2:

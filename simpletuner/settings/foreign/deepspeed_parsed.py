@@ -30,7 +30,7 @@ class ParsedConfig:
     left_out: list[RawValue] = field(default_factory=list)
     """DeepSpeed's own value of settings, by the key that would say it and is not there."""
 
-    def read(self, values: Mapping[str, Any], table: KeyTable, section: str = "") -> None:
+    def read(self, values: Mapping[str, object], table: KeyTable, section: str = "") -> None:
         """Read the keys at the top level, or of a section (`optimizer.params.`) with a table of its own.
 
         The rules of such a section know its keys by their whole names.
@@ -50,13 +50,13 @@ class ParsedConfig:
                 known = table.names_in(f"{parent}." if parent else "") if len(self.mistakes) < MAX_MISTAKES else ()
                 self.refuse_unknown(found.path, known if parent else {*known, *BLOCKS})
 
-    def set(self, setting: str, value: Any, path: str) -> None:
+    def set(self, setting: str, value: object, path: str) -> None:
         """Record the JSON's value of a setting; several keys may give the same."""
         # Both offload sections may name the path, and the schedule repeats the optimizer's learning rate.
         if not any(given.name == setting and given.value == value for given in self.settings):
             self.settings.append(RawValue(setting, value, self.place_of(path)))
 
-    def leave_out(self, setting: str, value: Any, path: str, written: Any) -> None:
+    def leave_out(self, setting: str, value: object, path: str, written: object) -> None:
         """Record DeepSpeed's default for a missing key."""
         self.left_out.append(RawValue(setting, value, self.name_of(path), written=written))
 
@@ -75,7 +75,7 @@ class ParsedConfig:
         place = self.file or self.place
         return "" if place == "flag" else f" ({place})"
 
-    def refuse(self, path: str, value: Any, message: str, hint: str = "") -> None:
+    def refuse(self, path: str, value: object, message: str, hint: str = "") -> None:
         self.mistakes.append(Mistake(self.name_of(path), message, self.file or self.place, shorten(value), hint))
 
     def refuse_unknown(self, path: str, siblings: Iterable[str]) -> None:
@@ -88,5 +88,5 @@ class ParsedConfig:
         mistake = Mistake(self.name_of(path), "DeepSpeed knows no such key", self.file or self.place, hint=hint)
         self.mistakes.append(mistake)
 
-    def warn_unused(self, path: str, value: Any, reason: str) -> None:
+    def warn_unused(self, path: str, value: object, reason: str) -> None:
         self.warnings.append(f"{self.name_of(path)} = {shorten(value)}{self.where} is not used: {reason}")

@@ -30,7 +30,7 @@ REFUSED = {
 }
 
 
-def read_scheduler(block: Any, learning_rate: float, parsed: ParsedConfig) -> None:
+def read_scheduler(block: object, learning_rate: float, parsed: ParsedConfig) -> None:
     """Read the scheduler of DeepSpeed's JSON, for a peak learning rate."""
     if block is None or block == AUTO:
         return
@@ -54,7 +54,7 @@ WARMUP_STEPS, DECAY_PEAK, COSINE_END = 1000, 1e-3, 1e-4
 """DeepSpeed's defaults of `warmup_num_steps`, of `warmup_max_lr` in WarmupDecayLR, and of `cos_min_ratio`."""
 
 
-def note_defaults(name: str, params: Mapping[str, Any], learning_rate: float, parsed: ParsedConfig) -> None:
+def note_defaults(name: str, params: Mapping[str, object], learning_rate: float, parsed: ParsedConfig) -> None:
     """Record DeepSpeed's defaults for parameters that the JSON does not name."""
     if "warmup_num_steps" not in params:
         parsed.leave_out("lr_warmup_steps", WARMUP_STEPS, "scheduler.params.warmup_num_steps", WARMUP_STEPS)
@@ -68,7 +68,7 @@ def note_defaults(name: str, params: Mapping[str, Any], learning_rate: float, pa
         )
 
 
-def read_type(given: Any, parsed: ParsedConfig) -> str:
+def read_type(given: object, parsed: ParsedConfig) -> str:
     """DeepSpeed's name of the schedule; empty for one that cannot be used."""
     if given in (None, AUTO):
         return ""
@@ -84,7 +84,7 @@ def read_type(given: Any, parsed: ParsedConfig) -> str:
     return name
 
 
-def read_warmup(name: str, given: Mapping[str, Any], parsed: ParsedConfig) -> None:
+def read_warmup(name: str, given: Mapping[str, object], parsed: ParsedConfig) -> None:
     """Set the peak and the length of the warm-up."""
     lowest, highest = ("warmup_min_ratio", 1.0) if name == "WarmupCosineLR" else ("warmup_min_lr", None)
     highest = given.get("warmup_max_lr", highest)
@@ -108,7 +108,7 @@ def read_warmup(name: str, given: Mapping[str, Any], parsed: ParsedConfig) -> No
 LINEAR = "the warm-up rises linearly"
 
 
-def read_end(name: str, given: Mapping[str, Any], learning_rate: float, parsed: ParsedConfig) -> None:
+def read_end(name: str, given: Mapping[str, object], learning_rate: float, parsed: ParsedConfig) -> None:
     """Set where and when the learning rate ends."""
     if "total_num_steps" in given:
         parsed.set("max_train_steps", given["total_num_steps"], "scheduler.params.total_num_steps")

@@ -19,7 +19,7 @@ Convert = Callable[[Any], Any]
 """Converts a value, or raises ValueError with what to write instead."""
 
 
-def unchanged(value: Any) -> Any:
+def unchanged(value: object) -> Any:
     return value
 
 
@@ -171,7 +171,7 @@ def map_field(table: KeyTable, found: MappedField) -> MappedField:
     return replace(found, outcome="kept", value=value)
 
 
-def is_neutral(table: KeyTable, rule: Rule, value: Any) -> bool:
+def is_neutral(table: KeyTable, rule: Rule, value: object) -> bool:
     """True for a value without an effect."""
     # None and `auto` stand for a key that is not there, whatever its rule.
     if value in table.unset:
@@ -185,7 +185,7 @@ def is_neutral(table: KeyTable, rule: Rule, value: Any) -> bool:
 
 def export(table: KeyTable, settings: Settings) -> dict[str, Any]:
     """Read a table backwards: the keys that these settings fill, nested in their sections."""
-    result: dict[str, Any] = {}
+    result: dict[str, object] = {}
     for path, rule in table.rules.items():
         if isinstance(rule, Maps) and rule.export_if(settings):
             value = getattr(getattr(settings, SECTION_OF[rule.setting]), rule.setting)

@@ -56,6 +56,7 @@ def why_untrained(family: str) -> str:
     return f"{family} cannot be trained: {reason}" if reason else ""
 
 
+# Names that decide what is trained: without them a file would train something else.
 DECIDES: dict[str, str] = {
     # Parts of a model.
     "the parts of a model come from one pipeline folder: put this one there, and name the folder with "
@@ -108,7 +109,6 @@ DECIDES: dict[str, str] = {
     "datasets are weighted by repeats and probability alone": "data_backend_sampling=auto-weighting",
     "set caption_strategy=instanceprompt": "only_instance_prompt",
 }
-"""Names that decide what is trained: without them a file would train something else."""
 
 REFUSED: dict[str, str] = {
     **DECIDES,
@@ -193,7 +193,7 @@ LIBRARIES = ("optimi_", "bnb_", "torch_", "torchao_", "ao_", "dadapt")
 NOT_HERE = "this version does not have it; adamw takes its place, with a learning_rate of its own"
 
 
-def optimizer_here(value: Any) -> Any:
+def optimizer_here(value: object) -> Any:
     """Optimizer that takes the place of one of the original's. Raises ValueError where none does."""
     name = normalize_name(value)
     if any(bits in name for bits in FEW_BITS):
@@ -203,7 +203,7 @@ def optimizer_here(value: Any) -> Any:
     return OPTIMIZERS.get(name, (value, ""))[0]
 
 
-def target_names(value: Any) -> Any:
+def target_names(value: object) -> Any:
     """Return a list of names as one text; the original also has them as JSON in a text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -213,12 +213,12 @@ def target_names(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list) else value
 
 
-def zero_as(here: Any) -> Callable[[Any], Any]:
+def zero_as(here: object) -> Callable[[Any], Any]:
     """Conversion of 0, the original's value for a setting that is not set."""
     return lambda value: here if not isinstance(value, bool) and value in ZERO else value
 
 
-def adapter_here(value: Any) -> Any:
+def adapter_here(value: object) -> Any:
     """Kind of adapter, also for use_dora. Raises ValueError for LyCORIS, whose algorithm has its own file."""
     if normalize_name(value) == "lycoris":
         raise ValueError("set lora_type to the algorithm of lycoris_config (loha, lokr; lora for locon), and its sizes")
@@ -255,11 +255,11 @@ def names_of(texts: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[Any, ..
             yield answer, name, (*values, *(float(value) for value in values if value.isdigit()))
 
 
-def renamed(setting: str, neutral: tuple[Any, ...]) -> Rule:
+def renamed(setting: str, neutral: tuple[object, ...]) -> Rule:
     return replace(VALUES.get(setting, Maps(setting)), neutral=neutral)
 
 
-def is_off(value: Any) -> bool:
+def is_off(value: object) -> bool:
     return normalize_name(value) in OFF
 
 
@@ -275,7 +275,7 @@ TABLE = KeyTable(
 )
 
 
-def map_name(key: str, name: str, value: Any) -> MappedField:
+def map_name(key: str, name: str, value: object) -> MappedField:
     """Say what becomes of a value: `key` as it is written, `name` as settings and the table have it.
 
     In the original's files null stands for any setting that is not set.

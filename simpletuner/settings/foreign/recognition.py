@@ -43,7 +43,7 @@ OF_ONETRAINER = frozenset(
 """Names of files that are recognised and not translated."""
 
 
-def trainer_of(values: Mapping[str, Any]) -> str:
+def trainer_of(values: Mapping[str, object]) -> str:
     """Name of the program that wrote a file; empty if unknown.
 
     Only keys that our own files never have count.
@@ -58,7 +58,7 @@ def trainer_of(values: Mapping[str, Any]) -> str:
     return KOHYA if not OF_KOHYA.isdisjoint(flat(values)) else ""
 
 
-def untranslated(values: Mapping[str, Any]) -> str:
+def untranslated(values: Mapping[str, object]) -> str:
     """Program whose files are recognised by what is in them, but have no translation; empty for others."""
     job, datasets = values.get("config"), values.get("datasets")
     if isinstance(job, Mapping) and isinstance(job.get("process"), list):
@@ -74,12 +74,12 @@ def untranslated(values: Mapping[str, Any]) -> str:
     return GUI if "LoRA_type" in values or len(OF_GUI & values.keys()) >= 2 else ""
 
 
-def is_dataset_file(values: Mapping[str, Any]) -> bool:
+def is_dataset_file(values: Mapping[str, object]) -> bool:
     tables = [values.get("datasets"), values.get("directory")]
     return any(isinstance(table, list) and all(isinstance(each, Mapping) for each in table) for table in tables)
 
 
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+def flat(values: Mapping[str, object]) -> dict[str, Any]:
     """Return the values of all sections side by side, as sd-scripts reads them."""
     inner = {name: each for value in values.values() if isinstance(value, Mapping) for name, each in value.items()}
     return {name: value for name, value in values.items() if not isinstance(value, Mapping)} | inner
@@ -93,7 +93,7 @@ def names_of_original(names: Iterable[str]) -> list[str]:
     ]
 
 
-def is_value_of_original(setting: str, value: Any) -> bool:
+def is_value_of_original(setting: str, value: object) -> bool:
     """True if a value is valid in the original's files and has another meaning here."""
     rule = TABLE.rules.get(setting)
     if not isinstance(rule, Maps):

@@ -88,7 +88,7 @@ class Loaded:
 
 
 def load(
-    flags: Mapping[str, Any],
+    flags: Mapping[str, object],
     config: Path | None = None,
     complete: bool = True,
     environment: Mapping[str, str] = os.environ,
@@ -259,7 +259,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, Any]:
     """Build a JSON object. Raises ValueError for a duplicate key: json would silently keep the last one."""
     counts = Counter(name for name, _ in pairs)
     if len(counts) < len(pairs):
@@ -267,7 +267,7 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def is_table(annotation: Any) -> bool:
+def is_table(annotation: object) -> bool:
     return get_origin(annotation) is dict
 
 
@@ -287,7 +287,7 @@ def plain_name(key: str) -> str:
 
 
 def validate(
-    values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes: list[Mistake]
+    values: Mapping[str, object], origins: Mapping[str, Origin], mistakes: list[Mistake]
 ) -> tuple[Settings, frozenset[str]]:
     """Build typed settings and the names at their defaults, after adding a mistake for each."""
     sections: dict[str, Any] = {}
@@ -334,7 +334,7 @@ def settings_as_json(loaded: Loaded) -> dict[str, Any]:
     return values | {name: loaded.origins[name].given for name in secret}
 
 
-def without_point(value: Any) -> Any:
+def without_point(value: object) -> Any:
     """Return 64 for 64.0, as people write it; TOML cannot hold whole numbers that are very large."""
     # From 2^53 on a float stands for several whole numbers.
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53 else value

@@ -111,8 +111,8 @@ def is_list(name: str) -> bool:
 
 
 RANKS = "num_processes"
+# Names a source rather than a setting; may stand wherever settings do. `none` turns the default file off.
 ACCELERATE_CONFIG = "accelerate_config"
-"""Names a source rather than a setting; may stand wherever settings do. `none` turns the default file off."""
 
 
 @dataclass
@@ -155,7 +155,7 @@ def reference_to(given: RawValue) -> str:
     return given.reference or f"{{env:{PREFIX}{given.name.upper()}}}"
 
 
-def to_setting_type(name: str, value: Any) -> Any:
+def to_setting_type(name: str, value: object) -> Any:
     """Convert a value to the type of a setting; return it as it came if the setting refuses it."""
     try:
         return validate_value(name, value)
@@ -163,13 +163,13 @@ def to_setting_type(name: str, value: Any) -> Any:
         return value
 
 
-def validate_value(name: str, value: Any) -> Any:
+def validate_value(name: str, value: object) -> Any:
     """Convert a value to a setting's type. Raises pydantic's ValidationError if the setting refuses it."""
     section = SECTIONS[SECTION_OF[name]]
     return getattr(section(**{name: normalize_value(name, setting_fields()[name], value)}), name)
 
 
-def collect_sources(flags: Mapping[str, Any], config: Path | None, environment: Mapping[str, str]) -> list[Source]:
+def collect_sources(flags: Mapping[str, object], config: Path | None, environment: Mapping[str, str]) -> list[Source]:
     """All sources, weakest first. Raises SettingsError for a file that is missing or does not parse."""
     flag_source = from_flags(flags)
     base = Path(CONFIG_ENV) if Path(CONFIG_ENV).is_file() else None
@@ -212,7 +212,7 @@ def collect_from_file(path: Path) -> list[Source]:
     return [*(from_accelerate(chosen, {}) if chosen else []), source]
 
 
-def from_flags(flags: Mapping[str, Any]) -> Source:
+def from_flags(flags: Mapping[str, object]) -> Source:
     # On the command line only `[]` can empty a list: an empty text is an item of it, the empty prompt.
     return Source("flag", [RawValue(name, [] if value == ["[]"] else value, "flag") for name, value in flags.items()])
 

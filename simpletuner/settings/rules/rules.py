@@ -34,8 +34,8 @@ from simpletuner.settings.values.parsed import DIFFUSERS, parse_step_range
 
 Rule = Callable[[Settings], Iterator[BrokenRule]]
 
+# Usual learning rate of a LoRA, as in the recipes: ten times the default (docs/lora.md).
 LORA_RATE = 1e-4
-"""Usual learning rate of a LoRA, as in the recipes: ten times the default (docs/lora.md)."""
 SINGLE_FILE_FAMILIES = ("sd1x", "sd2x", "sdxl")
 """Families whose original layout is written (`models/single_file/conversion.py`)."""
 

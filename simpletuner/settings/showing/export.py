@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,20 +47,20 @@ def field_value(settings: Settings, name: str) -> Any:
     return getattr(getattr(settings, SECTION_OF[name]), name)
 
 
-def to_cli(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_cli(settings: Settings, values: Mapping[str, object]) -> Exported:
     words = ["simpletuner", "train", *as_flags(values)]
     return Exported(format_command(words), "", words)
 
 
-def to_json(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_json(settings: Settings, values: Mapping[str, object]) -> Exported:
     return config_file(json.dumps(values, indent=2, ensure_ascii=False) + "\n", "settings.json")
 
 
-def to_toml(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_toml(settings: Settings, values: Mapping[str, object]) -> Exported:
     return config_file("".join(f"{toml_line(name, value)}\n" for name, value in values.items()), "settings.toml")
 
 
-def to_yaml(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_yaml(settings: Settings, values: Mapping[str, object]) -> Exported:
     import yaml
 
     # PyYAML takes these characters for the end of a line and would lose them; escaped as ASCII they survive.
@@ -68,7 +68,7 @@ def to_yaml(settings: Settings, values: dict[str, Any]) -> Exported:
     return config_file(yaml.safe_dump(values, sort_keys=False, allow_unicode=as_it_is), "settings.yaml")
 
 
-def to_env(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_env(settings: Settings, values: Mapping[str, object]) -> Exported:
     """Variables, for `config/config.env` or for a shell to source."""
     lines = [f"{PREFIX}{name.upper()}={variable_value(name, value)}\n" for name, value in values.items()]
     return config_file("".join(lines), "config.env")
@@ -80,7 +80,7 @@ def variable_value(name: str, value: Any) -> str:
     return f'"${found[1]}"' if found else shlex.quote(as_text(value))
 
 
-def to_accelerate(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_accelerate(settings: Settings, values: Mapping[str, object]) -> Exported:
     """A file for `accelerate launch`; what accelerate has no field for goes into the command, as flags."""
     import yaml
 
@@ -99,7 +99,7 @@ def to_accelerate(settings: Settings, values: dict[str, Any]) -> Exported:
     return Exported(f"# Replay with\n{command}{yaml.safe_dump(fields, sort_keys=False)}", "accelerate.yaml", words)
 
 
-def to_deepspeed(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_deepspeed(settings: Settings, values: Mapping[str, object]) -> Exported:
     """DeepSpeed's complete JSON; the rest of the settings goes into the command, as flags."""
     if settings.parallel.zero_stage is None:
         raise SettingsError("DeepSpeed is off: there is no configuration to export", "set zero_stage")
@@ -109,7 +109,7 @@ def to_deepspeed(settings: Settings, values: dict[str, Any]) -> Exported:
     return Exported(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "deepspeed.json", words)
 
 
-FORMATS: dict[str, Callable[[Settings, dict[str, Any]], Exported]] = {
+FORMATS: dict[str, Callable[[Settings, dict[str, object]], Exported]] = {
     "cli": to_cli,
     "json": to_json,
     "toml": to_toml,
@@ -161,7 +161,7 @@ def explain_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
         yield ExplainedSetting(name, value, default, str(origin), because(value, origin))
 
 
-def because(value: Any, origin: Origin) -> str:
+def because(value: object, origin: Origin) -> str:
     """Reason of a value: another spelling, a rule, weaker sources."""
     reasons = [origin.reason] if origin.reason else []
     respelled = isinstance(origin.given, str) and isinstance(value, str) and origin.given != value

@@ -25,7 +25,7 @@ def json_schema(families: Iterable[str]) -> dict[str, Any]:
     Bounds and choices are in JSON Schema's own words; `x-section` and `x-unit` hold what it has none for.
     """
     properties: dict[str, Any] = {"$schema": {"type": "string"}}
-    shared: dict[str, Any] = {}
+    shared: dict[str, object] = {}
     for section in SECTIONS.values():
         described = section.model_json_schema()
         shared |= described.get("$defs", {})
@@ -133,7 +133,7 @@ CONFIG_HEAD = """\
 
 
 def scaffold_toml(
-    settings: Settings, chosen: Mapping[str, Any] = {}, notes: Mapping[str, str] = {}, head: Sequence[str] = ()
+    settings: Settings, chosen: Mapping[str, object] = {}, notes: Mapping[str, str] = {}, head: Sequence[str] = ()
 ) -> str:
     """Write a TOML file for a family, a flavour and a number of GPUs.
 
@@ -160,7 +160,7 @@ def scaffold_toml(
     return CONFIG_HEAD + top + "\n" * bool(top) + "\n".join(groups)
 
 
-def grouped(values: Mapping[str, Any]) -> dict[str, list[str]]:
+def grouped(values: Mapping[str, object]) -> dict[str, list[str]]:
     """Return the settings of each group, those that only a value is given for at its end."""
     groups = {title: list(names) for title, names in GROUPS.items()}
     if "data_backend_config" in values:  # names the images in place of the folder
@@ -173,7 +173,7 @@ def grouped(values: Mapping[str, Any]) -> dict[str, list[str]]:
     return groups
 
 
-def lines_of(name: str, values: Mapping[str, Any], notes: Mapping[str, str]) -> str:
+def lines_of(name: str, values: Mapping[str, object], notes: Mapping[str, str]) -> str:
     """A setting with description and note; as a comment where it is empty, unless its default is not."""
     field = setting_fields()[name]
     value = values.get(name, field.default)

@@ -18,8 +18,8 @@ from pydantic.fields import FieldInfo
 
 WORDS_FOR_TRUE = ("true", "yes", "on", "1", "y", "t")
 WORDS_FOR_FALSE = ("false", "no", "off", "0", "n", "f")
+# Words that reset an optional setting, so that a flag can undo a file's value.
 WORDS_FOR_NOTHING = ("none", "null", "")
-"""Words that reset an optional setting, so that a flag can undo a file's value."""
 
 TEXTS = (str, str | None)
 SWITCH_WORDS = (*WORDS_FOR_TRUE, *WORDS_FOR_FALSE, "auto")
@@ -58,7 +58,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
 }
 
 
-def choices_of(annotation: Any) -> tuple[Any, ...]:
+def choices_of(annotation: object) -> tuple[Any, ...]:
     """The accepted values of a Literal annotation, looking through Optional; empty for other types."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
@@ -72,7 +72,7 @@ def normalize_name(value: object) -> str:
     return str(value).strip().lower().replace("-", "_")
 
 
-def normalize_value(name: str, field: FieldInfo, value: Any) -> Any:
+def normalize_value(name: str, field: FieldInfo, value: object) -> Any:
     """Canonical spelling of `value`, or `value` itself if unknown, for validation to refuse."""
     word = SYNONYMS.get(name, {}).get(normalize_name(value), value)
     if field.annotation == bool | None and normalize_name(value) == "auto":
@@ -111,7 +111,7 @@ def parse_list(text: str) -> list[Any]:
     return [text]
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Write a value as a flag or variable holds it; `normalize_value` reads it back."""
     if isinstance(value, list) and len(value) == 1 and value[0] and not value[0].lstrip().startswith("["):
         return value[0]

@@ -81,7 +81,7 @@ class HashedParts:
         return f"xxh3:{self.digest.hexdigest()}"
 
 
-def value_checksum(value: Mapping[str, Any], content: bytes | memoryview = b"") -> str:
+def value_checksum(value: Mapping[str, object], content: bytes | memoryview = b"") -> str:
     """Hash JSON values, independent of the order of their keys, followed by `content`."""
     import xxhash
 
@@ -90,11 +90,11 @@ def value_checksum(value: Mapping[str, Any], content: bytes | memoryview = b"") 
     return f"xxh3:{digest.hexdigest()}"
 
 
-def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(value: Mapping[str, object]) -> dict[str, Any]:
     """Add a checksum of the values to them."""
     return {**value, "checksum": value_checksum(value)}
 
 
-def is_intact(value: Mapping[str, Any]) -> bool:
+def is_intact(value: Mapping[str, object]) -> bool:
     """Verify a checksum added by `with_checksum`."""
     return value.get("checksum") == value_checksum({name: item for name, item in value.items() if name != "checksum"})

@@ -24,8 +24,8 @@ INVISIBLE = "Cc Cf Zl Zp Zs"
 """Unicode categories invisible at an end: control and format characters, separators, spaces."""
 JOINERS = "\u200c\u200d"
 """Format characters that are part of words, and of emoji."""
+# Control characters that a backslash and a letter become in quoted text, as in a path of Windows.
 ESCAPES = frozenset("\n\t\r\b\f\a\v\x1b")
-"""Control characters that a backslash and a letter become in quoted text, as in a path of Windows."""
 
 
 def expand_path(text: str | Path) -> Path:

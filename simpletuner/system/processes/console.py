@@ -14,9 +14,9 @@ from typing import Any
 from simpletuner.errors import without_errno
 from simpletuner.run_log import LOG, LOGGER, logs_of
 
+# Errors after which a later line may be written: Python keeps the last 8 KiB until then. A pipe without a
+# reader, or a terminal that was closed, does not come back.
 PASSES = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
-"""Errors after which a later line may be written: Python keeps the last 8 KiB until then. A pipe without a
-reader, or a terminal that was closed, does not come back."""
 # Characters written at once: 4 bytes each fit into what poll(2) calls a writable pipe, 4 KiB.
 CHUNK = 1024
 PATIENCE_SECONDS = 10.0

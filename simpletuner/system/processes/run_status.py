@@ -34,8 +34,8 @@ STATUS = "status.json"
 MAX_BYTES = 1 << 20
 # Between writes that only tell progress. Changes of the state are written at once.
 WRITE_SECONDS = 2.0
+# Longest wait, at the end, for a write that hangs, as on a file system that does not answer.
 LOCK_SECONDS = 2.0
-"""Longest wait, at the end, for a write that hangs, as on a file system that does not answer."""
 
 
 class RunState(StrEnum):

@@ -27,8 +27,8 @@ FIRST_BYTES, GROWTH = 1 << 16, 4
 MOST_BYTES = {"cuda": 1 << 28, "cpu": 1 << 26}
 """Largest message, by the device: two of them are in memory."""
 MOST_REPEATS = 20
+# Share of a measurement's time above which messages do not grow: two more of the next size fit.
 GROWING = 1 / 24
-"""Share of a measurement's time above which messages do not grow: two more of the next size fit."""
 PAIRS_SHARE, PINGS_SHARE = 0.6, 0.2
 """Share of pairs in the whole time, and of latency in the time of a pair."""
 LEAST_ROUND_SECONDS = 0.2

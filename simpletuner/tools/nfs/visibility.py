@@ -262,7 +262,7 @@ def check_identity(peers: Rendezvous) -> Finding:
     return passed("identity", f"{where} {mine['user']}, uid {mine['uid']}, gid {mine['gid']}", **numbers)
 
 
-def fix_user(everyone: Mapping[int, Mapping[str, Any]], mine: Mapping[str, object], node: Node) -> str:
+def fix_user(everyone: Mapping[int, Mapping[str, object]], mine: Mapping[str, object], node: Node) -> str:
     """Return commands that give a node the user of node 0."""
     first = everyone[0]
     if node.rank == 0 or mine["user"] == "root":

@@ -17,7 +17,7 @@ from simpletuner.settings.resolving.loading import settings_as_json
 from simpletuner.settings.values.shape import Shape
 from simpletuner.tools.plan.estimate import RunPlan
 
-CHOICES: dict[str, tuple[Any, ...]] = {
+CHOICES: dict[str, tuple[object, ...]] = {
     "base_model_precision": ("no_change", "int8", "nf4"),  # float8 has as many bytes as int8, and three times its error
     "fsdp_enable": (False, True),
     "fsdp_offload_params": (False, True),
@@ -70,7 +70,7 @@ def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
 
 
 def propose(
-    loaded: Loaded, with_settings: Callable[[Mapping[str, Any]], Loaded], estimate: Callable[[Loaded], RunPlan],
+    loaded: Loaded, with_settings: Callable[[Mapping[str, object]], Loaded], estimate: Callable[[Loaded], RunPlan],
     budget: MemoryBudget, report: Report,
 ) -> tuple[RunPlan, dict[str, Any], dict[str, str]]:  # fmt: skip
     """Return the fastest candidate that fits, the settings that it changes, and the reasons.
@@ -78,7 +78,7 @@ def propose(
     Raises SettingsError where none fits, naming the one that needs least.
     """
     # Kept, since `reason` asks again for the neighbours of the one that is chosen.
-    known: dict[tuple[Any, ...], RunPlan | None] = {}
+    known: dict[tuple[object, ...], RunPlan | None] = {}
 
     def plan_of(values: Mapping[str, object]) -> RunPlan | None:
         key = tuple(sorted(values.items()))
@@ -134,7 +134,7 @@ def seconds_of(plan: RunPlan) -> float:
 
 
 def reason(
-    name: str, values: Mapping[str, object], plan: RunPlan, plan_of: Callable[[Mapping[str, Any]], RunPlan | None],
+    name: str, values: Mapping[str, object], plan: RunPlan, plan_of: Callable[[Mapping[str, object]], RunPlan | None],
     budget: MemoryBudget,
 ) -> str:  # fmt: skip
     """Return the effect of the simplest other value of one setting, all others being as chosen."""

@@ -208,7 +208,7 @@ class Follower:
         if self.sent != before:
             write_json(self.path, self.state)
 
-    def _log(self, group: str, step: int, values: dict[str, Any]) -> None:
+    def _log(self, group: str, step: int, values: Mapping[str, object]) -> None:
         # A run that went back to a checkpoint repeats steps, which trackers take once only.
         if step > self.sent.get(group, -1):
             self.run.log(group, step, values)

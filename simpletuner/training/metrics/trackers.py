@@ -176,7 +176,7 @@ class Trackers(RunHook):
 class TensorBoard:
     """Write event files with torch's own writer, which hides what an earlier start wrote after `step`."""
 
-    def __init__(self, folder: Path, step: int, settings: Mapping[str, Any], report: Report) -> None:
+    def __init__(self, folder: Path, step: int, settings: Mapping[str, object], report: Report) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.report, self.is_failed = report, False

@@ -248,8 +248,8 @@ def is_inside(name: str) -> bool:
     return not {"..", ""} & {*name.split("/")}
 
 
+# Why a file system does not take a name: an object beside others "below" it, or one of 300 letters.
 NO_FILE_OF_A_RUN = frozenset({errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EILSEQ})
-"""Why a file system does not take a name: an object beside others "below" it, or one of 300 letters."""
 
 
 @dataclass(frozen=True)
