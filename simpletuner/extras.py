@@ -53,7 +53,6 @@ def check_installation(package: Path) -> str:
 
 
 def other_programs() -> Iterator[Distribution]:
-    """Yield the distributions of this name whose program is another."""
     for each in distributions(name="simpletuner"):
         programs = [point.value for point in each.entry_points if point.group == "console_scripts"]
         if programs and ENTRY_POINT not in programs:

@@ -88,7 +88,6 @@ class Report:
         self.say(f"\n{text}" if self.talk.is_terminal and not is_animated(self.talk) else text)
 
     def warn(self, text: str, hint: str = "") -> None:
-        """Print a warning, and what to do about it."""
         self.say(f"warning: {text}", style="yellow")
         if hint:
             self.say(f"hint: {hint}", style="dim")
@@ -198,7 +197,6 @@ def table_of(title: str, rows: Iterable[Sequence[object]], columns: Sequence[str
 
 
 def as_text(table: Table) -> str:
-    """Render a table as the log keeps it."""
     from io import StringIO
 
     from rich.console import Console

@@ -63,7 +63,6 @@ class StatusLine:
         self.thread: threading.Thread | None = None
 
     def begin(self, phase: str) -> None:
-        """Show another phase from now on."""
         if phase != self.phase:
             self.phase, self.phase_began = phase, time.monotonic()
 

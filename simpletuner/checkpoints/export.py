@@ -137,7 +137,6 @@ def replace_export(
 
 
 def copy_other_components(family: ModelFamily, target: Path) -> None:
-    """Copy the index and the components that it names, without the denoiser."""
     for name, source in files_to_copy(family):
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)

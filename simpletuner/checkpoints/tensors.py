@@ -191,7 +191,6 @@ def plan_group(tensors: NamedTensors) -> TensorGroup:
 
 
 def planned(make: Callable[[], NamedTensors]) -> Callable[[], TensorGroup]:
-    """Function that makes tensors in the checkpoint layout, and their plan."""
     return lambda: plan_group(make())
 
 

@@ -242,7 +242,6 @@ class Wizard:
         return self.report.ask(question.text, choices, question.default or shown_default(setting))
 
     def compare_stages(self) -> None:
-        """Show what each choice of stage and offloading would need."""
         builder = self.builder
         if builder.num_parameters is None:
             self.report.say("with --model_family or --parameters=2.6e9 this would show the memory of each choice")

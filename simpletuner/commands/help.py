@@ -62,7 +62,6 @@ def section_of(parameter: object) -> str:
 
 
 def show_all(context: typer.Context, wanted: bool) -> None:
-    """Print the help with all settings, and exit."""
     if wanted:
         context.meta[ALL] = True
         for parameter in context.command.params:

@@ -136,7 +136,6 @@ def flavour_as_json(preset: Preset, name: str, flavour: Flavour) -> dict[str, An
 
 
 def print_family(report: Report, family: dict[str, Any]) -> None:
-    """Print a family and below it its flavours, the default first."""
     facts = [
         family["objective"],
         f"text by {family['text_encoders']}",

@@ -135,7 +135,6 @@ def as_plain(score: SampleScore) -> dict[str, object]:
 
 
 def write_sheet(folder: Path, scores: Sequence[SampleScore], path: Path) -> None:
-    """Write the samples of local datasets as images over their captions."""
     from simpletuner.tools.dataset.contact_sheets import draw_loss_sheet
 
     draw_loss_sheet(folder, scores, path)

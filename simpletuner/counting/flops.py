@@ -211,7 +211,6 @@ def run_alone(forward: Callable[..., object], args: object, kwargs: object) -> A
 
 
 def cut_off(tensor: Tensor) -> Tensor:
-    """Return the tensor as a leaf of a separate graph."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

@@ -217,7 +217,6 @@ def is_json(value: object) -> bool:
 
 
 def without_deepspeed_config(source: Source) -> Source:
-    """Leave out the DeepSpeed JSON that a source names."""
     return replace(source, values=[given for given in source.values if canonical_name(given.name) != NAME])
 
 

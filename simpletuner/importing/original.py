@@ -73,7 +73,6 @@ class Original:
         self.left_out.append(UnmappedValue(given.name, given.as_written, given.place, without_advice(reason), effect))
 
     def drop(self, setting: str, reason: str, effect: Effect = "look") -> None:
-        """Leave out a setting that was taken."""
         self.leave_out(self.taken.pop(setting).given, reason, effect)
 
 

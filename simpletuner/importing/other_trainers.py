@@ -149,7 +149,6 @@ ATTENTION_BLOCKS = "to_q,to_k,to_v,to_out.0,proj_in,proj_out,ff.net.0.proj,ff.ne
 
 
 def translate_kohya(values: Mapping[str, object]) -> TranslatedFile:
-    """Translate a training TOML of sd-scripts."""
     given, found = flat(values), TranslatedFile()
     found.datasets = str(given.pop("dataset_config", ""))
     is_lora = given.get("network_module") == "networks.lora"

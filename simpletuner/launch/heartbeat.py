@@ -102,7 +102,6 @@ class PeerMonitor:
         return machine_silent(self.here, self.names[machine], silence[machine])
 
     def _allowed_seconds(self) -> float:
-        """Return the longest allowed silence of a machine."""
         lost = self.lost_contact or self.cut_off or any(beat.lost_contact for beat, _ in self.received.values())
         return self.suspect_seconds if lost else self.timeout_seconds
 

@@ -133,7 +133,6 @@ class LaunchPlan:
 
     @property
     def command(self) -> list[str]:
-        """The command line of every rank."""
         return module_command("simpletuner", *self.arguments)
 
     @property

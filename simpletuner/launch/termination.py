@@ -97,7 +97,6 @@ def rank_failed(machine: int, failure: ProcessExit) -> Termination:
 
 
 def rank_hangs_after_failing(machine: int, reason: Mapping[str, Any]) -> Termination:
-    """A rank sent why it failed, but does not exit."""
     return Termination(machine, failure_code(reason["exit_code"]), f"rank {reason['rank']} failed").with_reason(reason)
 
 
@@ -128,7 +127,6 @@ class Answer:
 
 
 def ask(check: str) -> Answer:
-    """Run a command, or ask an address."""
     try:
         return ask_address(check) if check.startswith(("http://", "https://")) else ask_command(check)
     except subprocess.TimeoutExpired:

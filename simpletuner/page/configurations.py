@@ -162,7 +162,6 @@ def create(request: Request) -> Response:
 
 
 def copy(request: Request) -> Response:
-    """Copy a file, with an output_dir of its own, and go to the copy."""
     source = folders_of(request).resolve(field(request, "file"))
     # The text is copied as it is, so it must be read by the same format.
     if suffix_of(Path(field(request, "target"))) != suffix_of(source):

@@ -124,6 +124,5 @@ def fields_of(request: Request) -> set[str]:
 
 
 def field(request: Request, name: str, default: str = "") -> str:
-    """A field of the form that was posted, or of the address."""
     form: dict[str, list[str]] = getattr(request.state, "form", {})
     return form[name][-1] if name in form else request.query_params.get(name, default)

@@ -64,7 +64,6 @@ def reason(error: Exception) -> str:
 
 
 def described(settings: Compile) -> str:
-    """Describe in a few words how the denoiser is compiled."""
     mode = f" ({settings.dynamo_mode})" if settings.dynamo_mode != "default" else ""
     extent = "block by block" if settings.dynamo_use_regional_compilation else "as a whole"
     shapes = "once for all sizes" if settings.dynamo_dynamic else "once per size"

@@ -51,7 +51,6 @@ class Exchange:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of rank 0 and of this rank."""
         return self.name(0), self.name(self.world.rank)
 
     def read(self, key: str) -> Any:

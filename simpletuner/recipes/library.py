@@ -27,7 +27,6 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def recipes() -> list[Recipe]:
-    """All recipes of this package, by name."""
     return [read_recipe(FOLDER / f"{name}{SUFFIX}") for name in recipe_names()]
 
 

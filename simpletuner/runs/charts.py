@@ -238,7 +238,6 @@ LINES: dict[Style, tuple[str, int]] = {
 
 
 def draw_loss(columns: MetricColumns, path: Path) -> None:
-    """Write the picture, if there is a loss to show."""
     if chart := make_chart("Loss", [*with_mean(columns, "loss"), *held_out(columns)], log=False):
         content = BytesIO()
         drawn(chart).save(content, "PNG")

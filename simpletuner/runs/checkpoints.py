@@ -54,7 +54,6 @@ class ListedCheckpoint:
 
 
 def list_rows(run: RunFolder) -> list[ListedCheckpoint]:
-    """Return the checkpoints within the run's folder, newest first."""
     if not run.holds_folder("checkpoints"):
         return []
     rows = [row for row in checkpoint_rows(run.path) if run.holds_folder(f"checkpoints/{row.name}")]

@@ -142,7 +142,6 @@ def contents_of(part: DatasetSamples) -> dict[str, str]:
 
 
 def rows_of(part: DatasetSamples) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Yield name, version and captions of each sample."""
     for start in range(0, len(part), ROWS_AT_ONCE):
         rows = part.table.select(["name", "version", "captions"]).take(
             pa.array(part.rows[start : start + ROWS_AT_ONCE])
@@ -251,7 +250,6 @@ def called(start: Start) -> str:
 
 
 def compare_data(before: RecordedData, after: RecordedData) -> DataDifference:
-    """Compare two listings image by image."""
     one, two = (rows_by_id(each.listing.table) for each in (before, after))
     common = [(name, one[name], two[name]) for name in one if name in two]
     moves = Counter(f"{old['bucket']} -> {new['bucket']}" for _, old, new in common if old["bucket"] != new["bucket"])

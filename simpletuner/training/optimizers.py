@@ -89,7 +89,6 @@ def resumed_schedule(
 
 
 def saved_schedule(saved: Mapping[str, Any]) -> Schedule:
-    """Return the schedule in a checkpoint's state."""
     return Schedule(saved["max_steps"], **saved["schedule"])
 
 

@@ -79,7 +79,6 @@ def file_fingerprint(path: Path) -> str:
 
 
 def changed_parts(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Names of key parts that differ."""
     return [name for name in new if old.get(name) != new[name]]
 
 

@@ -38,7 +38,6 @@ class ParseState:
     only_arguments: bool = False
 
     def pass_word(self, word: str) -> None:
-        """Advance past a complete word."""
         if self.waiting is not None and may_follow(self.waiting, word):
             self.given[str(self.waiting.name)], self.waiting = word, None
             return

@@ -48,7 +48,6 @@ BLANK_TEXT = re.compile(f"^[{BLANK}]*$")
 
 
 def is_blank(text: str) -> bool:
-    """True if no character of a text is visible."""
     return BLANK_TEXT.match(text) is not None
 
 

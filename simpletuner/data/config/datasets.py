@@ -251,7 +251,6 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
 def note_without_effect(
     dataset: ImageDataset, values: Mapping[str, object], entry: DatasetEntry, parsed: DatasetFile
 ) -> None:
-    """Add each key of an entry that has no effect beside the others."""
     lookup = partial(getattr, dataset)
     for key in DatasetSettings.model_fields.keys() & values.keys():
         if (value := lookup(key)) != DatasetSettings.model_fields[key].default and not has_effect(key, lookup):
@@ -307,5 +306,4 @@ def reason_of(item: Any) -> str:
 
 
 def duplicates(names: list[str]) -> list[str]:
-    """Return the names that occur more than once."""
     return sorted({name for name in names if names.count(name) > 1})

@@ -145,7 +145,6 @@ def enlargements(sizes: Sizes) -> np.ndarray:
 
 
 def aspect_ratios(sizes: Sizes) -> np.ndarray:
-    """Ratio of the longer to the shorter side, per size."""
     return np.maximum(*sizes.originals.T) / np.minimum(*sizes.originals.T)
 
 

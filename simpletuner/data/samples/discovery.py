@@ -220,7 +220,6 @@ def find_caption_problems(dataset: ImageDataset, table: pa.Table) -> tuple[np.nd
 
 
 def unreadable_error(dataset: ImageDataset, problems: Mapping[str, str]) -> DataError:
-    """Return the error that names caption files that are not text, and why."""
     named = format_names([f"{name} {why}" for name, why in sorted(problems.items())])
     return DataError(
         f"dataset `{dataset.id}`: {count_noun(len(problems), 'caption file')} cannot be read as text:{named}",

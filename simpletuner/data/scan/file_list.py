@@ -232,7 +232,6 @@ def batch_of(files: Iterator[StoredFile]) -> pa.RecordBatch:
 
 
 def join(columns: Sequence[pa.ChunkedArray], separator: str = "") -> pa.ChunkedArray:
-    """Join texts row by row."""
     return pc.binary_join_element_wise(*columns, pa.scalar(separator, pa.large_string()))
 
 

@@ -212,5 +212,4 @@ def with_described(
 
 
 def without_nulls(captions: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return lists of captions, with empty lists instead of nulls."""
     return captions if not captions.null_count else pc.fill_null(captions, pa.scalar([], captions.type))

@@ -101,7 +101,6 @@ def fetch_files(
 
 @contextmanager
 def explain_hub_errors(dataset: SnapshotImages) -> Iterator[None]:
-    """Turn what the hub's client raises into EnvironmentNotReady."""
     # HTTPError is that of the hub's HTTP client, of whose errors it wraps only some.
     from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 

@@ -178,7 +178,6 @@ class ObjectStorage:
                 obstore.delete(self.store, name)
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes in bytes of the objects directly below the prefix."""
         with self._explained():
             objects = obstore.list_with_delimiter(self.store)["objects"]
             return {each["path"]: each["size"] for each in objects}

@@ -249,7 +249,6 @@ def table_of(dataset: ImageDataset, storage: Storage) -> TableFile | None:
 
 
 def wanted_columns(settings: TableSettings) -> list[tuple[str, str]]:
-    """Return key and name of each column that is asked for."""
     return [
         ("filename_column", settings.filename_column),
         *(("caption_column", name) for name in settings.caption_column),

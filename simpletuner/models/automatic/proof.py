@@ -185,7 +185,6 @@ class Proof:
         return "" if off < CLOSE else f"two samples in one call differ by {off:.1g} from each alone"
 
     def unused_parameters(self, named: Callable[[], object]) -> tuple[str, ...]:
-        """Return the parameters without gradient of a prediction."""
         noised = random(self.axes, 4).to(self.device)
         time = self.found.schedule.timesteps(0.5).to(self.device)
         with torch.enable_grad():
@@ -204,7 +203,6 @@ class Proof:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Axes of the latents, without batch."""
         return self.found.layout.axes_for(self.study.shape)
 
     def text(self, number: int) -> list[Any]:

@@ -126,6 +126,5 @@ class Preset:
 
     @property
     def denoiser(self) -> str:
-        """Return the name of the denoiser's component in its pipelines."""
         is_unet = any(each.architecture.class_name.startswith("UNet") for each in self.flavours.values())
         return "unet" if is_unet else "transformer"

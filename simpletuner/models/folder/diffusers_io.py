@@ -179,7 +179,6 @@ def cast_floating(value: Any, dtype: torch.dtype, except_for: Collection[str], n
 
 @contextmanager
 def cast_inputs(model: nn.Module, dtype: torch.dtype, except_for: Collection[str]) -> Iterator[None]:
-    """Cast the floating-point inputs of a denoiser's calls within the block."""
     hook = cast_always(model, dtype, except_for)
     try:
         yield

@@ -71,7 +71,6 @@ class LoraFile:
 
     @property
     def kind(self) -> str:
-        """The lora_type of these tensors."""
         return next((kind for part, kind in KINDS.items() if any(part in name for name in self.tensors)), "lora")
 
     @property

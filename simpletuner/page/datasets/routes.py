@@ -134,7 +134,6 @@ def is_used(request: Request, checked: Checked) -> bool:
 
 
 def check(request: Request) -> Response:
-    """Begin a check, and show its progress."""
     file = field(request, "file")
     try:
         start_check(request, Checked.of(request, file), decode=field(request, "decode") == "on")

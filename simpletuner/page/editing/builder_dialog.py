@@ -85,7 +85,6 @@ def builder_of(request: Request, answers: Mapping[str, str]) -> tuple[Document, 
 
 
 def answers_of(request: Request) -> dict[str, str]:
-    """The dialog's fields that were filled in."""
     given = {each.setting: field(request, PREFIX + each.setting).strip() for each in ASKED}
     return {name: text for name, text in given.items() if text}
 

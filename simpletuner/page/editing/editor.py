@@ -77,7 +77,6 @@ def show(request: Request) -> Response:
 
 
 def read_document(request: Request) -> Document:
-    """Read the file that a request names, with the fields that it brings."""
     typed = {name: field(request, name) for name in fields_of(request) if name in setting_fields()}
     return Document.read(folders_of(request), field(request, "file"), typed)
 

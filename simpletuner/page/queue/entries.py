@@ -220,5 +220,4 @@ class QueueFile:
         return ""
 
     def lock_of_place(self, place: str) -> Path:
-        """Return the lock file of the page that starts the entries of these folders."""
         return self.path.with_name(f"{self.path.stem}-{place}.lock")

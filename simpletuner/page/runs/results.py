@@ -245,7 +245,6 @@ def metrics_at(known: WatchedRun, steps: Sequence[int]) -> Iterator[tuple[str, l
 
 
 def prompts_at(known: WatchedRun, run: RunFolder, steps: Sequence[int]) -> Iterator[ComparedPrompt]:
-    """Yield the prompts that were sampled before both steps."""
     prompts = known.gallery.choose()[0] if run.holds_folder("validation") else []
     for prompt in prompts:
         before = [[each for each in prompt.rounds if each[0] <= step][-1:] for step in steps]

@@ -32,7 +32,6 @@ def set_recomputation(model: nn.Module, settings: Settings) -> None:
 
 
 def describe_activations(settings: Settings) -> str:
-    """Describe in a few words what is kept, and where."""
     budget = memory_budget(settings)
     if budget is not None:
         kept = f"compiled blocks keep {budget:.0%}"

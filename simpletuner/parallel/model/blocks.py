@@ -147,7 +147,6 @@ def recommended_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def block_paths(model: nn.Module) -> tuple[str, ...]:
-    """The names of all modules of the recommended classes."""
     classes = recommended_blocks(model)
     return tuple(name for name, module in model.named_modules() if type(module).__name__ in classes)
 

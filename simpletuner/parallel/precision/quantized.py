@@ -53,7 +53,6 @@ def to_int8(weight: Tensor) -> Any:
 
 
 def to_float8(weight: Tensor) -> Any:
-    """Quantize to float8 (e4m3) with one scale per row."""
     from torchao.quantization import Float8WeightOnlyConfig
 
     return by_config(weight, Float8WeightOnlyConfig())

@@ -110,7 +110,6 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def refuse_huge_number(cls, value: Any) -> Any:
-        """Refuse a number that neither torch nor TOML can hold."""
         if isinstance(value, int) and value >= 1 << 63:
             raise ValueError("use a whole number below 2^63")
         return value

@@ -233,7 +233,6 @@ def toml_name(found: re.Match[str]) -> str:
 
 
 def toml_error(message: str, last_line: int) -> NotParsed:
-    """Split the message of TOML's reader into line and reason."""
     # tomllib's words for a duplicate key are about its own tables.
     message = message.replace("Cannot overwrite a value", "a name is set twice")
     found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)

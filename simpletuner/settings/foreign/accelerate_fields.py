@@ -271,7 +271,6 @@ def to_fields(settings: Settings) -> dict[str, Any]:
 
 
 def engine_name(settings: Settings) -> str:
-    """accelerate's distributed_type."""
     if settings.parallel.fsdp_enable:
         return "FSDP"
     if settings.parallel.zero_stage is not None:

@@ -152,7 +152,6 @@ def inner_entries(entry: FileEntry) -> Iterator[FileEntry]:
 
 
 def map_field(table: KeyTable, found: MappedField) -> MappedField:
-    """Apply the rule of one key, if there is one."""
     rule = table.rules.get(found.key)
     if rule is None:
         return found
@@ -172,7 +171,6 @@ def map_field(table: KeyTable, found: MappedField) -> MappedField:
 
 
 def is_neutral(table: KeyTable, rule: Rule, value: object) -> bool:
-    """True for a value without an effect."""
     # None and `auto` stand for a key that is not there, whatever its rule.
     if value in table.unset:
         return True

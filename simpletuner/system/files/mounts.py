@@ -70,7 +70,6 @@ def unescape(text: str) -> str:
 
 
 def find_mount(path: PurePosixPath, mounts: Sequence[Mount]) -> Mount | None:
-    """Return the mount that an absolute path without symlinks lies on."""
     # Walk down as the kernel does: of the mounts on the present one, the first on the way to the path. So
     # mounts that a later one hides are skipped, and of several on one point the topmost is found, whatever
     # the order of the file.

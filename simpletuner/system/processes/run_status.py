@@ -165,7 +165,6 @@ class StatusWriter:
         self.is_own = lambda found: (found.host, found.pid) == (host, pid)
 
     def train(self, step: int, max_steps: int) -> None:
-        """Say that training begins or goes on."""
         state = RunState.RUNNING if self.status.state is RunState.STARTING else self.status.state
         self._change(state=state, step=step, max_steps=max_steps)
 

@@ -95,7 +95,6 @@ def findings_of(found: Discovery, clip_fps: float = 0) -> Iterator[DatasetFindin
 
 
 def unread_files(found: Discovery) -> Iterator[DatasetFinding]:
-    """Yield the files of other formats, by suffix."""
     if kinds := found.not_read.most_common():
         named = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:MAX_SUFFIXES])
         more = ", and others" if len(kinds) > MAX_SUFFIXES else ""

@@ -120,7 +120,6 @@ def finding_rows(names: Sequence[str], findings: Sequence[DatasetFinding]) -> It
 
 
 def write_listing(folder: Path, result: CheckResult, decoded: bool) -> None:
-    """Write what was found, in place of what an earlier check has written there."""
     datasets = [as_listed(each) for each in result.datasets]
     errors = [{"message": error.message, "hint": error.hint} for error in result.errors]
     found = {"errors": errors, "not_checked": result.not_checked, "datasets": datasets}

@@ -141,7 +141,6 @@ class Rendezvous:
         raise RendezvousError(f"{format_ranks(late)} did not come within {timeout:g} s", late)
 
     def post(self, name: str, value: object = None) -> None:
-        """Publish a value under a name of the present stage."""
         self.messages.write(self._key(self.node.rank, name), {"value": value})
 
     def wait(self, name: str, ranks: Iterable[int]) -> dict[int, Any]:
@@ -166,7 +165,6 @@ class Rendezvous:
         raise RendezvousError(f"{format_ranks(pending)} said nothing for {self.node.timeout_seconds:g} s", pending)
 
     def gather(self, name: str, value: object = None) -> dict[int, Any]:
-        """Post a value and return the values of all nodes, this one included."""
         self.post(name, value)
         return {self.node.rank: value, **self.wait(name, self.node.others)}
 
@@ -271,5 +269,4 @@ class Rendezvous:
                 return
 
     def _key(self, rank: int, name: str) -> str:
-        """Return the key of a post in the present stage."""
         return f"{rank}-{self.infos[rank].nonce}.{self.stage}.{name}"

@@ -100,7 +100,6 @@ ERRNO_MESSAGES: dict[int, tuple[str, str]] = {
 
 
 def explain_errno(error: OSError, path: Path) -> tuple[str, str]:
-    """Return the sentence and the fix for an error of the filesystem."""
     number, user = error.errno or 0, f"{os.geteuid()}:{os.getegid()}"
     unknown = "{reason} at {path}", "sudo dmesg | tail  # and the file server's log"
     known = {"path": path, "user": user, "reason": error.strerror or error}

@@ -72,7 +72,6 @@ class Metrics:
         return int(max(read_columns(self.path).points(name)[0], default=-1))
 
     def close(self) -> None:
-        """Draw the loss and close the files."""
         self.file.close()
         draw_loss(read_columns(self.path), self.curve)
         for tracker in self.trackers:

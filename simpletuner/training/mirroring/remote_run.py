@@ -151,7 +151,6 @@ class RemoteRun:
             remove(hidden)
 
     def restore_file(self, name: str, output: Path) -> None:
-        """Download a single file into its place."""
         path = output / name
         path.parent.mkdir(parents=True, exist_ok=True)
         hidden = unfinished_path(path)

@@ -96,7 +96,6 @@ def format_trained(family: ModelFamily, parameters: int) -> str:
 
 
 def format_engine(settings: Settings, world_size: int) -> str:
-    """Describe the engine in a few words, and what it offloads."""
     if (zero := deepspeed_options(settings)) is not None:
         places = {"cpu": "in the machine's memory", "nvme": "in files"}
         away = (("optimizer", zero.offload_optimizer), ("weights", zero.offload_param))
