@@ -124,10 +124,10 @@ def launch(folder: str, variables: Mapping[str, str], arguments: list[str]) -> N
 
 def serve(said: str, log: str, place: str, variables: Mapping[str, str], arguments: list[str]) -> None:
     """Run `simpletuner page`, whose runs are forked, in a folder; its stdout is a FIFO, its stderr a file."""
+    os.dup2(os.open(said, os.O_WRONLY), 1)  # first: who opens the other end waits for this
+    os.dup2(os.open(log, os.O_WRONLY), 2)
     from simpletuner.page import child_processes
 
-    os.dup2(os.open(said, os.O_WRONLY), 1)
-    os.dup2(os.open(log, os.O_WRONLY), 2)
     open_streams()
     os.chdir(place)
     os.environ.update(variables)
