@@ -12,9 +12,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from simpletuner.counting.step_memory import Workload
+from simpletuner.counting.step_memory import Workload, estimate_without_step
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import presets
 from simpletuner.parallel.devices import DEVICES, Device, MemoryBudget
@@ -22,7 +23,7 @@ from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.tools.plan.estimate import RunPlan, SampleShapes, count_shapes, estimate_run, opened_family
 from simpletuner.tools.plan.planner import flops_per_sample
-from simpletuner.tools.plan.search import propose
+from simpletuner.tools.plan.search import Search, propose
 from simpletuner.training.auto import USABLE
 
 MODELS = (
@@ -73,7 +74,8 @@ class Model:
 
         try:
             budget = MemoryBudget(device.memory_bytes, None, 1 - USABLE)
-            return propose(with_settings({}), with_settings, estimate, budget, Report(quiet=True))[0]
+            search = Search(with_settings, estimate, partial(estimate_without_step, workload=workload), budget)
+            return propose(with_settings({}), search, Report(quiet=True))[0]
         except SettingsError:  # nothing fits
             return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -68,6 +69,10 @@ def plan(
     host_bytes = parse_bytes(host_memory, "--host_memory") if host_memory else None
     report = Report()
     with report.phase("importing torch"), no_collection():  # after what can be refused without it
+        if not measure and "diffusers" not in sys.modules:  # who has imported it may need all of it
+            from simpletuner.models.opening.unused_packages import leave_out_unused
+
+            leave_out_unused(loaded.settings, only_counts=True)
         from simpletuner.tools.plan.planner import Planner
 
     # Asked only without --gpu: it starts CUDA on the GPU of this machine.

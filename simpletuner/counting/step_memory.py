@@ -7,10 +7,10 @@ FSDP2 gathers and reduces is added at each point of the backward pass.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -59,6 +59,9 @@ from simpletuner.settings.declared.sections import Parallel
 from simpletuner.settings.foreign.deepspeed_config import deepspeed_config
 from simpletuner.settings.values.shape import SampleShape
 from simpletuner.system.numbers import count_noun, format_gib
+
+if TYPE_CHECKING:
+    from simpletuner.counting.records import CountRecord
 
 FORMULA = "the root, two units, and gradients of one in float32, at the peak"
 
@@ -147,6 +150,7 @@ class Workload:
     models: dict[tuple[object, ...], nn.Module] = field(default_factory=dict)
     traces: dict[tuple[object, ...], StepTrace] = field(default_factory=dict)
     vae_peaks: dict[tuple[object, ...], int] = field(default_factory=dict)
+    numel: dict[str, int] = field(default_factory=dict)
 
     def trace(self, settings: Settings, samples: int, on_gpu: bool) -> StepTrace:
         """Return the trace of a micro-batch as an engine of these settings would run it.
@@ -164,23 +168,38 @@ class Workload:
 
     def eager_trace(self, settings: Settings, samples: int, on_gpu: bool, recomputes: bool) -> StepTrace:
         in_bf16, dtype = has_bf16_weights(settings), compute_dtype(settings)
-        kind = (in_bf16, dtype, on_gpu)
-        if kind not in self.models:
-            self.models[kind] = with_fake_parameters(self.trained_model(settings), self.mode)
-            if on_gpu:
-                use_cuda_kernels(self.models[kind])
         autocast = dtype != torch.float32 and not in_bf16
         copies = key_value_copies(settings.parallel)
         execution = Execution(dtype, autocast, on_gpu, settings.training.offload_activations, copies)
-        key = (*kind, recomputes, execution, samples)
+        key = (in_bf16, recomputes, execution, samples)
         if key not in self.traces:
-            model: Any = self.models[kind]
-            model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
-            shapes = self.family.input_shapes(*self.largest)
-            trace = partial(trace_step, self.family, model, self.mode, shapes, samples, execution)
-            counts = equal_blocks(model) if self.family.has_equal_blocks else {}
-            self.traces[key] = trace_by_kinds(model, counts, trace) if counts else trace()
+            how = {**asdict(execution), "dtype": str(dtype), "in_bf16": in_bf16, "recomputes": recomputes}
+            record = self.record("trace", shapes=self.shapes, samples=samples, how=how)
+            count = partial(self.count_step, settings, samples, execution, recomputes)
+            self.traces[key] = record.get(StepTrace.from_json, count, asdict)
         return self.traces[key]
+
+    def count_step(self, settings: Settings, samples: int, execution: Execution, recomputes: bool) -> StepTrace:
+        kind = (has_bf16_weights(settings), execution.dtype, execution.on_gpu)
+        if kind not in self.models:
+            self.models[kind] = with_fake_parameters(self.trained_model(settings), self.mode)
+            if execution.on_gpu:
+                use_cuda_kernels(self.models[kind])
+        model: Any = self.models[kind]
+        model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
+        trace = partial(trace_step, self.family, model, self.mode, self.shapes, samples, execution)
+        counts = equal_blocks(model) if self.family.has_equal_blocks else {}
+        return trace_by_kinds(model, counts, trace) if counts else trace()
+
+    def record(self, kind: str, **facts: Any) -> CountRecord:
+        from simpletuner.counting.records import CountRecord  # not where a start has noted its bytes
+
+        return CountRecord.of(self.family, kind, **facts)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the inputs of one sample."""
+        return self.family.input_shapes(*self.largest)
 
     def trained_model(self, settings: Settings) -> nn.Module:
         """Denoiser on the meta device, with the trainable parameters and dtypes of a training step."""
@@ -206,9 +225,9 @@ class Workload:
 
     def gathered(self, settings: Settings, trace: StepTrace) -> Iterator[float]:
         """Yield the bytes that FSDP2 gathers and reduces at each point of a trace."""
-        traced = next(iter(self.models.values()))  # whose names are those in the trace
-        numel = {name: each.numel() for name, each in traced.named_parameters()}
-        return gathered_points(settings, self.family.meta_denoiser, trace, numel)
+        if not self.numel:  # by the names in a trace, whatever the dtypes are
+            self.numel = {name: each.numel() for name, each in self.trained_model(settings).named_parameters()}
+        return gathered_points(settings, self.family.meta_denoiser, trace, self.numel)
 
     def text_encoder_bytes(self, settings: Settings) -> int | None:
         """Weights of all text encoders, in the dtype that they compute in; None without their files."""
@@ -226,10 +245,15 @@ class Workload:
         samples = 1 if largest.frames > 1 else samples  # clips are encoded one by one
         key = (dtype, samples, decodes)
         if key not in self.vae_peaks:
-            model = build_on_meta(self.family.vae_config).eval()
-            enable_parts(model, settings.model)
-            self.vae_peaks[key] = trace_vae(model, dtype, largest, samples, decodes)
+            how = {"dtype": str(dtype), "shape": largest, "samples": samples, "decodes": decodes}
+            count = partial(self.count_vae, settings, dtype, samples, decodes)
+            self.vae_peaks[key] = self.record("VAE", how=how).number(count)
         return self.vae_peaks[key]
+
+    def count_vae(self, settings: Settings, dtype: torch.dtype, samples: int, decodes: bool) -> int:
+        model = build_on_meta(self.family.vae_config).eval()
+        enable_parts(model, settings.model)
+        return trace_vae(model, dtype, self.largest.target, samples, decodes)
 
 
 def has_bf16_weights(settings: Settings) -> bool:
@@ -251,16 +275,17 @@ CONTEXT_BYTES = 550 * 2**20
 
 def estimate_training(settings: Settings, workload: Workload) -> MemoryEstimate:
     """Estimate what training takes while the backward pass runs, where a step takes most."""
-    on_gpu = not settings.launch.use_cpu
-    trace = workload.trace(settings, settings.training.train_batch_size, on_gpu)
-    inputs, checkpoint = memory_inputs(settings, workload), checkpoint_bytes(settings, workload.weights)
+    trace = workload.trace(settings, settings.training.train_batch_size, not settings.launch.use_cpu)
+    inputs = memory_inputs(settings, workload)
     gathered = [*workload.gathered(settings, trace)] if settings.parallel.fsdp_enable else []
-    rows = [*training_rows(settings, inputs, checkpoint, trace, gathered, on_gpu)]
-    if buffers := sum(each.nbytes for each in workload.family.meta_denoiser.buffers()):
-        rows.append(MemoryRow("buffers", gpu=buffers, formula="of the model, such as tables of positions"))
-    if workload.family.other_denoiser and settings.validation.samples_images:
-        rows.append(other_denoiser_row(compute_bytes(settings) * workload.denoiser_parameters, on_gpu))
-    return MemoryEstimate(inputs, tuple(rows))
+    step = step_rows(settings, inputs, trace, gathered)
+    return MemoryEstimate(inputs, (*state_rows(settings, inputs), *step, *other_rows(settings, workload, inputs)))
+
+
+def estimate_without_step(settings: Settings, workload: Workload) -> MemoryEstimate:
+    """Estimate what training takes at least: all but activations and gradients, which only a trace of a step knows."""
+    inputs = memory_inputs(settings, workload)
+    return MemoryEstimate(inputs, (*state_rows(settings, inputs), *other_rows(settings, workload, inputs)))
 
 
 def other_denoiser_row(num_bytes: float, on_gpu: bool) -> MemoryRow:
@@ -273,37 +298,46 @@ def memory_inputs(settings: Settings, workload: Workload) -> MemoryInputs:
     return MemoryInputs.of(settings, workload.weights, workload.frozen_parameters)
 
 
-def training_rows(
-    settings: Settings,
-    inputs: MemoryInputs,
-    checkpoint: int,
-    trace: StepTrace,
-    gathered: Sequence[float],
-    on_gpu: bool,
+def state_rows(settings: Settings, inputs: MemoryInputs) -> tuple[MemoryRow, ...]:
+    """Return weights, optimizer and EMA; of DeepSpeed also the gradients of its optimizer step, and buffers."""
+    if settings.parallel.zero_stage is not None:
+        return estimate_memory(deepspeed_config(settings, inputs.num_ranks), inputs).rows
+    return estimate_torch(settings, inputs).rows
+
+
+def step_rows(
+    settings: Settings, inputs: MemoryInputs, trace: StepTrace, gathered: Sequence[float]
 ) -> Iterator[MemoryRow]:
-    """Yield the rows of memory at the peak of a backward pass; `gathered` has FSDP2's bytes at each point."""
+    """Yield what exists at the peak of a backward pass only; `gathered` has FSDP2's bytes at each point of it."""
     if settings.parallel.zero_stage is not None:
         # DeepSpeed's rows hold the gradients of its optimizer step, which are more than those of the backward pass.
-        yield from estimate_memory(deepspeed_config(settings, inputs.num_ranks), inputs).rows
         yield activations_row(settings, trace.peak_bytes(0), trace.host_bytes)
-    else:
-        yield from estimate_torch(settings, inputs).rows
-        is_synced = is_synced_each_batch(settings.parallel, inputs.num_parameters)
-        whole = gradient_bytes(settings, inputs, is_synced)
-        on_host = settings.parallel.fsdp_enable and settings.parallel.fsdp_offload_params
-        # DDP's gradients are views of buckets that are there from the start.
-        is_ddp = inputs.num_ranks > 1 and not settings.parallel.fsdp_enable
-        are_kept = settings.training.gradient_accumulation_steps > 1 or is_ddp
-        activations, gradients, units = trace.peak(0 if on_host else whole, are_kept, gathered)
-        if gathered:
-            yield MemoryRow("gathered", gpu=units, formula=FORMULA)
-        formula = f"at the peak of the backward pass; {format_gib(whole)} at its end"
-        yield MemoryRow("gradients", gpu=gradients, host=whole * on_host, formula=formula if whole else "released")
-        yield activations_row(settings, activations, trace.host_bytes)
+        return
+    is_synced = is_synced_each_batch(settings.parallel, inputs.num_parameters)
+    whole = gradient_bytes(settings, inputs, is_synced)
+    on_host = settings.parallel.fsdp_enable and settings.parallel.fsdp_offload_params
+    # DDP's gradients are views of buckets that are there from the start.
+    is_ddp = inputs.num_ranks > 1 and not settings.parallel.fsdp_enable
+    are_kept = settings.training.gradient_accumulation_steps > 1 or is_ddp
+    activations, gradients, units = trace.peak(0 if on_host else whole, are_kept, gathered)
+    if gathered:
+        yield MemoryRow("gathered", gpu=units, formula=FORMULA)
+    formula = f"at the peak of the backward pass; {format_gib(whole)} at its end"
+    yield MemoryRow("gradients", gpu=gradients, host=whole * on_host, formula=formula if whole else "released")
+    yield activations_row(settings, activations, trace.host_bytes)
+
+
+def other_rows(settings: Settings, workload: Workload, inputs: MemoryInputs) -> Iterator[MemoryRow]:
+    """Yield copies in the host's memory, CUDA's context, buffers of the model, and a denoiser that is not trained."""
+    on_gpu = not settings.launch.use_cpu
     # Copies from which a thread writes or averages while the GPU computes.
-    yield from host_rows(settings, inputs, checkpoint, on_gpu)
+    yield from host_rows(settings, inputs, checkpoint_bytes(settings, workload.weights), on_gpu)
     if on_gpu:
         yield MemoryRow("CUDA", gpu=CONTEXT_BYTES, formula="context and libraries, assumed")
+    if buffers := sum(each.nbytes for each in workload.family.meta_denoiser.buffers()):
+        yield MemoryRow("buffers", gpu=buffers, formula="of the model, such as tables of positions")
+    if workload.family.other_denoiser and settings.validation.samples_images:
+        yield other_denoiser_row(compute_bytes(settings) * workload.denoiser_parameters, on_gpu)
 
 
 def host_rows(settings: Settings, inputs: MemoryInputs, checkpoint: int, on_gpu: bool) -> Iterator[MemoryRow]:

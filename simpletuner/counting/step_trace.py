@@ -63,6 +63,12 @@ class StepTrace:
     released: tuple[str, ...] = ()
     """The parameters in the order of `backward_points`, each of which is before one's gradient."""
 
+    @classmethod
+    def from_json(cls, value: Any) -> StepTrace:
+        """Read what asdict() made, through JSON. Raises TypeError or LookupError for anything else."""
+        points = tuple((live, share) for live, share in value["backward_points"])
+        return cls(**{**value, "backward_points": points, "released": tuple(value["released"])})
+
     def peak(
         self, gradient_bytes: float, are_kept: bool = False, gathered: Iterable[float] = ()
     ) -> tuple[float, float, float]:
@@ -212,11 +218,16 @@ NUMBERS = ("kept_bytes", "host_bytes", "product_flops", "attention_flops", "othe
 
 def equal_blocks(model: nn.Module) -> dict[str, int]:
     """Number of equal blocks by the name of their list; none where shorter lists would save little."""
-    lists = {name: child for name, child in model.named_children() if isinstance(child, nn.ModuleList)}
-    found = {name: len(blocks) for name, blocks in lists.items() if len(set(map(signature, blocks))) == 1}
+    found = {name: len(blocks) for name, blocks in lists_of_equals(model).items()}
     kinds = len(found)
     traced = SHORT * kinds * (kinds + 1) + kinds
     return found if sum(found.values()) > 2 * traced and min(found.values()) > SHORT else {}
+
+
+def lists_of_equals(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Lists of equal blocks by their names. The last one of SD3 and of Qwen-Image has no use for the text."""
+    lists = {name: child for name, child in model.named_children() if isinstance(child, nn.ModuleList)}
+    return {name: blocks for name, blocks in lists.items() if len(set(map(signature, blocks))) == 1}
 
 
 def signature(block: nn.Module) -> tuple[object, ...]:

@@ -36,6 +36,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+META = torch.device("meta")
+
 # Within a count on fake tensors, real numbers for a pipeline that reads them.
 outside_modes = _disable_current_modes
 
@@ -89,6 +91,11 @@ def chosen_attention_kernel(query: Tensor) -> int:
     """Number of the SDPBackend that attention takes; torch only tells whether one can be used at all."""
     chosen: object = torch._fused_sdp_choice(query, query, query)
     return chosen
+
+
+def device_of(tensor: FakeTensor) -> torch.device:
+    """Return what a fake tensor answers when it is asked for its device: within a kernel of its mode, meta."""
+    return META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
 def run_backward(loss: Tensor) -> None:

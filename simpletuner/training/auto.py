@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from simpletuner.counting.step_memory import CONTEXT_BYTES, Workload, estimate_training
+from simpletuner.counting.step_memory import CONTEXT_BYTES, Workload, estimate_training, estimate_without_step
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.opening.completeness import checked_facts, read_note
+from simpletuner.parallel.devices import MemoryEstimate
 from simpletuner.parallel.fsdp2 import units_by_class
 from simpletuner.parallel.gpu import GIB
 from simpletuner.parallel.model.activations import memory_budget
@@ -82,8 +83,10 @@ def choose_recomputation(
     `counted` has the bytes of choices that were counted before, as JSON, and gets those that are counted now.
     """
     counted = {} if counted is None else counted
-    chosen, needed = {}, 0
-    for chosen in choices(settings):
+    chosen, needed, offered = {}, 0, [*choices(settings)]
+    if not counted and bytes_of(settings, estimate_without_step(settings, workload)) > USABLE * limit_bytes:
+        offered = offered[-1:]  # none of the others needs to be traced
+    for chosen in offered:
         name = json.dumps(chosen)
         if name not in counted:
             counted[name] = needed_bytes(with_training(settings, chosen), workload)
@@ -94,7 +97,10 @@ def choose_recomputation(
 
 
 def needed_bytes(settings: Settings, workload: Workload) -> int:
-    memory = estimate_training(settings, workload)
+    return bytes_of(settings, estimate_training(settings, workload))
+
+
+def bytes_of(settings: Settings, memory: MemoryEstimate) -> int:
     if settings.launch.use_cpu:  # one memory for both
         return memory.gpu_bytes + memory.host_bytes // memory.inputs.ranks_per_machine
     return memory.gpu_bytes

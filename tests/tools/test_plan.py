@@ -36,7 +36,7 @@ from simpletuner.report import Report
 from simpletuner.settings import Settings, load
 from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.tools.plan.estimate import RunPlan, opened_family
-from simpletuner.tools.plan.search import best_of, propose
+from simpletuner.tools.plan.search import Search, best_of, propose
 
 SIX = ("sdxl", "flux", "sd3", "lumina2", "qwen_image", "sana")
 SHAPE = Shape(1, 64, 64)
@@ -213,6 +213,12 @@ def test_any_phase_may_be_what_does_not_fit():
     assert plan.shortfall(MemoryBudget(10 << 30, 2 << 30)) == "3.0 GiB of memory per machine"
 
 
+def at_least(settings: Settings) -> MemoryEstimate:
+    """Return what `estimated` adds whatever the step is."""
+    floor = 20 if settings.optimizer.state_layout == "fp32" else 10
+    return MemoryEstimate(MemoryInputs(1, 1), (MemoryRow("all", gpu=floor / 2),))
+
+
 def estimated(loaded) -> RunPlan:
     """Recomputation halves the memory and costs a third; float32 takes 10 bytes more; batches are faster together."""
     settings = loaded.settings
@@ -251,9 +257,8 @@ def test_the_fastest_settings_that_fit_are_proposed(gpu_bytes, typed, wanted):
     def with_settings(values):
         return load({**flags, **values}, environment=NOWHERE, complete=False)
 
-    plan, changed, reasons = propose(
-        with_settings({}), with_settings, estimated, MemoryBudget(gpu_bytes), Report(quiet=True)
-    )
+    search = Search(with_settings, estimated, at_least, MemoryBudget(gpu_bytes))
+    plan, changed, reasons = propose(with_settings({}), search, Report(quiet=True))
     assert changed == wanted and plan.peak_bytes <= gpu_bytes
     assert plan.settings.effective_batch_size == 4
     assert not reasons.keys() & typed.keys() and all(reasons.values())
@@ -279,13 +284,8 @@ def test_the_base_of_a_lora_is_as_coarse_as_the_gpu_needs():
         (24, 5, {"base_model_precision": "nf4"}),
         (24, 1.9, {"fsdp_enable": True, "fsdp_offload_params": True}),
     ]:
-        _, changed, reasons = propose(
-            with_settings({}),
-            with_settings,
-            partial(estimated, seconds=seconds),
-            MemoryBudget(gpu_bytes),
-            Report(quiet=True),
-        )
+        search = Search(with_settings, partial(estimated, seconds=seconds), at_least, MemoryBudget(gpu_bytes))
+        _, changed, reasons = propose(with_settings({}), search, Report(quiet=True))
         assert {name: value for name, value in changed.items() if name != "gradient_checkpointing"} == wanted
         assert reasons["base_model_precision"]
 
@@ -295,7 +295,7 @@ def test_where_nothing_fits_the_least_is_named():
         return load({"model_family": "sdxl", **values}, environment=NOWHERE, complete=False)
 
     with pytest.raises(SettingsError, match=r"nothing fits: the least needs 0 MiB per GPU while training"):
-        propose(with_settings({}), with_settings, estimated, MemoryBudget(1), Report(quiet=True))
+        propose(with_settings({}), Search(with_settings, estimated, at_least, MemoryBudget(1)), Report(quiet=True))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.counting.step_memory import Workload, estimate_training
+from simpletuner.counting.step_memory import Workload, estimate_training, estimate_without_step
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
 from simpletuner.settings.values.shape import SampleShape, Shape
@@ -96,3 +96,16 @@ def test_bytes_that_an_earlier_start_has_counted_are_not_counted_again(tmp_path,
         for damaged in ("", "[]", '{"bytes": 3}', note.read_text().replace(str(needed), '"a"')):
             note.write_text(damaged)
             assert start(settings) == (chosen, needed, True)
+
+
+def test_what_does_not_fit_without_activations_is_traced_in_no_other_way(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMPLETUNER_HOME", str(tmp_path / "home"))
+    settings = load({"model_family": "pixart_sigma", "model_flavour": "tiny", "use_cpu": True}, None, complete=False)
+    with opened_family(settings.settings, Report(quiet=True)) as family:
+        workload = Workload(family, SampleShape(Shape(1, 64, 64)))
+        least = estimate_without_step(settings.settings, workload)
+        floor = (least.gpu_bytes + least.host_bytes) / USABLE
+        assert choose_recomputation(settings.settings, workload, floor - 1)[0] == {"gradient_checkpointing": True}
+        assert len(workload.traces) == 1
+        choose_recomputation(settings.settings, workload, floor + 1)
+        assert len(workload.traces) == 2

@@ -17,9 +17,12 @@ from simpletuner.settings import Settings
 from simpletuner.system.files.regular_files import read_file
 
 
-def leave_out_unused(settings: Settings) -> None:
-    """Keep libraries from importing what these settings have no use for, in this process from here on."""
-    leave_out(unused_packages(settings))
+def leave_out_unused(settings: Settings, only_counts: bool = False) -> None:
+    """Keep libraries from importing what these settings have no use for, in this process from here on.
+
+    `only_counts` says that no component of a base model is read, whose config could name torchao.
+    """
+    leave_out({*unused_packages(settings), *(["torchao"] if only_counts else [])})
     # accelerate's dialogues import boto3. Datasets and mirrors in buckets import it themselves.
     if "boto3" not in sys.modules:
         sys.modules["boto3"] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -33,6 +33,7 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.values.shape import SampleShape
+from simpletuner.system.importing import no_collection
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.plan.measure import StepSeconds, estimate_step
 from simpletuner.training.optimizers import new_schedule
@@ -104,7 +105,9 @@ def opened_family(settings: Settings, report: Report) -> Iterator[ModelFamily]:
 
     Libraries print nothing meanwhile.
     """
-    with libraries_silenced(), family_without_weights(settings, report) as family:
+    with libraries_silenced(), ExitStack() as stack:
+        with no_collection():  # it imports classes of models
+            family = stack.enter_context(family_without_weights(settings, report))
         yield family
 
 

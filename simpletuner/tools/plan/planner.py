@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 
+from simpletuner.checkpoints.disk_usage import estimate_disk_usage
 from simpletuner.counting.flops import FlopCounter
-from simpletuner.counting.step_memory import Workload
+from simpletuner.counting.records import CountRecord
+from simpletuner.counting.step_memory import Workload, estimate_without_step
 from simpletuner.errors import EnvironmentNotReady
+from simpletuner.models.catalog.architecture import copied_bytes
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.devices import Device, MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.settings.values.shape import SampleShape
-from simpletuner.tools.plan.estimate import RunPlan, count_shapes, estimate_run, opened_family
+from simpletuner.system.numbers import format_gib
+from simpletuner.tools.plan.estimate import RunPlan, SampleShapes, count_shapes, estimate_run, opened_family
 from simpletuner.tools.plan.measure import measure_step
-from simpletuner.tools.plan.search import Proposal, propose
+from simpletuner.tools.plan.search import Proposal, Search, propose
 from simpletuner.training.auto import choose_recomputation, with_training
 
 
@@ -38,24 +44,48 @@ class Planner:
         shapes = count_shapes(self.loaded, self.report)
         if shapes.problem:  # before what takes minutes
             self.report.warn(f"no run would start: {shapes.problem.message}", shapes.problem.hint)
-        phase = self.report.phase("counting what a step does")  # minutes for the largest models
         with opened_family(self.loaded.settings, self.report) as family:
-            with phase:
-                workload = Workload(family, shapes.largest, interpolates=auto)
-                flops = flops_per_sample(family, shapes.largest)
-
-            def estimate(loaded: Loaded) -> RunPlan:
-                return estimate_run(loaded.settings, workload, shapes, self.device, flops)
-
-            if not auto:
-                proposal = Proposal(estimate(self.with_recomputation(workload)), shapes.largest.target)
-            else:
-                plan, changed, reasons = propose(self.loaded, self.with_settings, estimate, self.budget, self.report)
-                proposal = Proposal(plan, shapes.largest.target, changed, reasons)
+            workload = Workload(family, shapes.largest, interpolates=auto)
+            self.say_what_is_known(workload)
+            proposal = (self.proposed if auto else self.planned)(workload, shapes)
             if measure:
                 seconds = measure_step(proposal.plan.settings, workload) * shapes.mean_area
                 proposal = replace(proposal, plan=replace(proposal.plan, step_seconds=seconds, parts=None))
         return replace(proposal, problem=shapes.problem)
+
+    def planned(self, workload: Workload, shapes: SampleShapes) -> Proposal:
+        with self.report.progress("counting what a step does", 3) as progress:  # minutes for the largest models
+            flops = flops_per_sample(workload.family, shapes.largest)
+            progress.update(1)
+            settings = self.with_recomputation(workload).settings
+            progress.update(2)
+            plan = estimate_run(settings, workload, shapes, self.device, flops)
+            progress.update(3)
+        return Proposal(plan, shapes.largest.target)
+
+    def proposed(self, workload: Workload, shapes: SampleShapes) -> Proposal:
+        with self.report.phase("counting what a sample does"):
+            flops = flops_per_sample(workload.family, shapes.largest)
+
+        def estimate(loaded: Loaded) -> RunPlan:
+            return estimate_run(loaded.settings, workload, shapes, self.device, flops)
+
+        at_least = partial(estimate_without_step, workload=workload)
+        search = Search(self.with_settings, estimate, at_least, self.budget)
+        plan, changed, reasons = propose(self.loaded, search, self.report)
+        return Proposal(plan, shapes.largest.target, changed, reasons)
+
+    def say_what_is_known(self, workload: Workload) -> None:
+        """Say what needs no trace of a step: memory of weights and optimizer, whether that fits, and the disk."""
+        settings = self.loaded.settings
+        least = estimate_without_step(settings, workload)
+        disk = estimate_disk_usage(settings, workload.weights, "counted", copied_bytes(workload.family.folder))
+        lack = self.budget.shortfall(least.gpu_bytes, least.host_bytes)
+        limit = f" of {format_gib(self.budget.gpu_bytes)}" if self.budget.gpu_bytes is not None else ""
+        self.report.say(
+            f"before activations and gradients: {format_gib(least.gpu_bytes)}{limit} per GPU"
+            f"{', which does not fit' if lack else ''}; on disk at most {decimal(disk.total_bytes)}"
+        )
 
     def with_recomputation(self, workload: Workload) -> Loaded:
         """Return the settings with what a run would choose for `gradient_checkpointing=auto`."""
@@ -80,12 +110,17 @@ def flops_per_sample(family: ModelFamily, shape: SampleShape) -> int:
 
     Raises EnvironmentNotReady for a denoiser that does not run on the meta device.
     """
-    conditioning = {
-        name: torch.empty(1, *axes, device="meta", dtype=torch.long if "mask" in name else torch.float32)
-        for name, axes in family.input_shapes(*shape).items()
-    }
-    try:
+    shapes = family.input_shapes(*shape)
+
+    def count() -> int:
+        conditioning = {
+            name: torch.empty(1, *axes, device="meta", dtype=torch.long if "mask" in name else torch.float32)
+            for name, axes in shapes.items()
+        }
         return FlopCounter(family).count(conditioning.pop("latents"), conditioning)
+
+    try:
+        return CountRecord.of(family, "FLOPs", shapes=shapes).number(count)
     except RuntimeError as error:  # what torch raises where a denoiser asks for what the meta device has not (Mochi)
         raise EnvironmentNotReady(
             f"the work of {family.pipeline_class.__name__} cannot be counted without running it: {error}",

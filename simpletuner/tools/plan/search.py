@@ -9,9 +9,9 @@ from itertools import product
 from typing import Any
 
 from simpletuner.errors import SettingsError, SimpleTunerError
-from simpletuner.parallel.devices import MemoryBudget
+from simpletuner.parallel.devices import MemoryBudget, MemoryEstimate
 from simpletuner.report import Report
-from simpletuner.settings import Loaded
+from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.sections import LARGEST_BATCH
 from simpletuner.settings.resolving.loading import settings_as_json
 from simpletuner.settings.values.shape import Shape
@@ -29,6 +29,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 # Settings whose steps differ by no more than this share count as equally fast: the simpler one is taken.
 SAME_SPEED = 0.01
+SLOWER = ("optimizer_release_gradients", "gradient_checkpointing", "offload_activations")
+"""Settings that save memory, and never make a step faster."""
 ROUNDED = "bf16"
 """The `state_layout` whose weights are rounded at each step: `split` keeps float32 ones."""
 # Share of a step's seconds that coarser weights must not exceed where finer ones fit, too.
@@ -69,42 +71,80 @@ def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
             yield chosen | batch
 
 
-def propose(
-    loaded: Loaded, with_settings: Callable[[Mapping[str, object]], Loaded], estimate: Callable[[Loaded], RunPlan],
-    budget: MemoryBudget, report: Report,
-) -> tuple[RunPlan, dict[str, Any], dict[str, str]]:  # fmt: skip
+@dataclass
+class Search:
+    """Plans of combinations of settings, each counted where it is asked for."""
+
+    with_settings: Callable[[Mapping[str, object]], Loaded]
+    estimate: Callable[[Loaded], RunPlan]
+    at_least: Callable[[Settings], MemoryEstimate]
+    """Memory without activations and gradients, which costs nothing to count."""
+    budget: MemoryBudget
+    known: dict[tuple[object, ...], RunPlan | None] = field(default_factory=dict)
+
+    def plan_of(self, values: Mapping[str, object]) -> RunPlan | None:
+        """Return the plan of these settings; None where they contradict each other, as a layout and an optimizer."""
+        key = tuple(sorted(values.items()))
+        if key not in self.known:
+            try:
+                self.known[key] = self.estimate(self.with_settings(values))
+            except SettingsError:
+                self.known[key] = None
+        return self.known[key]
+
+    def least_of(self, values: Mapping[str, object]) -> MemoryEstimate | None:
+        """Return the memory that these settings take at least; None where they contradict each other."""
+        try:
+            return self.at_least(self.with_settings(values).settings)
+        except SettingsError:
+            return None
+
+    def lack_of(self, values: Mapping[str, object]) -> str:
+        """Return what is missing whatever a step takes; empty where a step may fit."""
+        least = self.least_of(values)
+        return self.budget.shortfall(least.gpu_bytes, least.host_bytes) if least is not None else ""
+
+    def fitting(self, all_values: Sequence[dict[str, Any]], report: Report) -> list[tuple[dict[str, Any], RunPlan]]:
+        """Return the combinations that fit, without those that only save memory beside a simpler one that fits."""
+        found: list[tuple[dict[str, Any], RunPlan]] = []
+        with report.progress("combinations", len(all_values)) as progress:
+            for done, values in enumerate(all_values, start=1):
+                simpler = [values | {name: False} for name in SLOWER if values.get(name)]
+                is_needless = any(each in simpler for each, _ in found)
+                if not (is_needless or self.lack_of(values)) and (plan := self.plan_of(values)) is not None:
+                    found += [(values, plan)] * (not plan.shortfall(self.budget))
+                progress.update(done)
+        return found
+
+    def smallest(self, all_values: Sequence[dict[str, Any]]) -> RunPlan:
+        """Return the plan with the least memory of all that are possible."""
+        floors = [(least.gpu_bytes, values) for values in all_values if (least := self.least_of(values)) is not None]
+        smallest: RunPlan | None = None
+        for floor, values in sorted(floors, key=lambda each: each[0]):
+            if smallest is not None and floor >= smallest.peak_bytes:
+                break
+            plan = self.plan_of(values)
+            if plan is not None and (smallest is None or plan.peak_bytes < smallest.peak_bytes):
+                smallest = plan
+        assert smallest is not None
+        return smallest
+
+
+def propose(loaded: Loaded, search: Search, report: Report) -> tuple[RunPlan, dict[str, Any], dict[str, str]]:
     """Return the fastest candidate that fits, the settings that it changes, and the reasons.
 
     Raises SettingsError where none fits, naming the one that needs least.
     """
-    # Kept, since `reason` asks again for the neighbours of the one that is chosen.
-    known: dict[tuple[object, ...], RunPlan | None] = {}
-
-    def plan_of(values: Mapping[str, object]) -> RunPlan | None:
-        key = tuple(sorted(values.items()))
-        if key not in known:
-            try:
-                known[key] = estimate(with_settings(values))
-            except SettingsError:  # settings that contradict each other, such as a layout and an optimizer
-                known[key] = None
-        return known[key]
-
-    plans = []
-    with report.progress("combinations", len(all_values := list(candidates(loaded)))) as progress:
-        for done, values in enumerate(all_values, start=1):
-            if (plan := plan_of(values)) is not None:
-                plans.append((values, plan))
-            progress.update(done)
-    fitting = [(values, plan) for values, plan in plans if not plan.shortfall(budget)]
+    all_values = list(candidates(loaded))
+    fitting = search.fitting(all_values, report)
     if not fitting:
-        least = min((plan for _, plan in plans), key=lambda plan: plan.peak_bytes)
         raise SettingsError(
-            f"nothing fits: the least needs {least.shortfall(budget)}",
+            f"nothing fits: the least needs {search.smallest(all_values).shortfall(search.budget)}",
             "use more GPUs (--num_processes), larger ones, or a smaller train_batch_size or resolution",
         )
     values, plan = best_of(fitting)
-    reasons = {name: reason(name, values, plan, plan_of, budget) for name in values if name not in BATCH}
-    return plan, changed(loaded, values), reasons | batch_reason(values, plan, plans, budget)
+    reasons = {name: reason(name, values, plan, search) for name in values if name not in BATCH}
+    return plan, changed(loaded, values), reasons | batch_reason(values, plan, all_values, search)
 
 
 def best_of(fitting: Sequence[tuple[dict[str, Any], RunPlan]]) -> tuple[dict[str, Any], RunPlan]:
@@ -133,39 +173,35 @@ def seconds_of(plan: RunPlan) -> float:
     return plan.step_seconds
 
 
-def reason(
-    name: str, values: Mapping[str, object], plan: RunPlan, plan_of: Callable[[Mapping[str, object]], RunPlan | None],
-    budget: MemoryBudget,
-) -> str:  # fmt: skip
+def reason(name: str, values: Mapping[str, Any], plan: RunPlan, search: Search) -> str:
     """Return the effect of the simplest other value of one setting, all others being as chosen."""
     other, *_ = (each for each in CHOICES[name] if each != values[name])
     alternative = {**values, name: other}
     if name == "fsdp_enable" and not other:
         alternative["fsdp_offload_params"] = False
-    return compared(str(other).lower(), plan_of(alternative), plan, budget)
+    return compared(str(other).lower(), alternative, plan, search)
 
 
 def batch_reason(
-    values: Mapping[str, object], plan: RunPlan, plans: list[tuple[dict[str, Any], RunPlan]], budget: MemoryBudget
+    values: Mapping[str, Any], plan: RunPlan, all_values: Sequence[dict[str, Any]], search: Search
 ) -> dict[str, str]:
     """Return the reason for which the micro-batch is not larger, or not smaller."""
-    alike = [
-        (each[BATCH[0]], other)
-        for each, other in plans
-        if {**each, **{name: values[name] for name in BATCH}} == dict(values)
-    ]
-    larger = [(size, other) for size, other in alike if size > values[BATCH[0]]]
-    smaller = [(size, other) for size, other in alike if size < values[BATCH[0]]]
+    batch = {name: values[name] for name in BATCH}
+    alike = {each[BATCH[0]]: each for each in all_values if {**each, **batch} == dict(values)}
+    larger, smaller = ([size for size in alike if way * size > way * values[BATCH[0]]] for way in (1, -1))
     if not (larger or smaller):
         return {}
-    size, other = min(larger) if larger else max(smaller)
-    return {BATCH[0]: compared(str(size), other, plan, budget)}
+    size = min(larger) if larger else max(smaller)
+    return {BATCH[0]: compared(str(size), alike[size], plan, search)}
 
 
-def compared(value: str, other: RunPlan | None, plan: RunPlan, budget: MemoryBudget) -> str:
-    if other is None:
+def compared(value: str, alternative: Mapping[str, object], plan: RunPlan, search: Search) -> str:
+    """Return what is said of an alternative to a plan; one that is too large without activations is not traced."""
+    if lack := search.lack_of(alternative):
+        return f"{value} would need {lack}, without activations"
+    if (other := search.plan_of(alternative)) is None:
         return f"{value} is not possible here"
-    if missing := other.shortfall(budget):
+    if missing := other.shortfall(search.budget):
         return f"{value} would need {missing}"
     if abs(seconds_of(other) / seconds_of(plan) - 1) <= SAME_SPEED:
         return f"{value} would take as long"
