@@ -6,7 +6,7 @@
 A run writes the recipe's config file by `config init`, and trains it for two steps on drawn images, pairs or clips of
 64 px with the family's tiny model, by the real commands: all of the recipe's values but sizes, steps and paths must be
 in settings.json, the losses finite, and something exported. `plan` counts the published model in full, whose memory
-must be the recipe's `memory_gib`. `tests/recipes/test_recipes.py` trains one.
+must be the recipe's `memory_gib`. `tests/end_to_end/test_campaigns.py` trains one.
 """
 
 from __future__ import annotations
