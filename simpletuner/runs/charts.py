@@ -75,14 +75,14 @@ class Chart:
 
 def make_charts(columns: MetricColumns, smoothing: float = WINDOW_SHARE) -> list[Chart]:
     """Chart for each metric that a run has written; `smoothing` is the share of points in a running mean."""
-    wanted = [
-        ("Loss", with_mean(columns, "loss", smoothing), True),
-        ("Loss on held-out images", held_out(columns), True),
-        ("Learning rate", [Curve("learning rate", "smooth", *columns.finite("learning_rate"))], False),
-        ("Gradient norm, before clipping", with_mean(columns, "grad_norm", smoothing), True),
-        ("Samples per second", with_mean(columns, "samples_per_second", smoothing), False),
+    # One after another: the curves of a million steps are 40 MB for each metric.
+    charts = [
+        make_chart("Loss", with_mean(columns, "loss", smoothing), log=True),
+        make_chart("Loss on held-out images", held_out(columns), log=True),
+        make_chart("Learning rate", [Curve("learning rate", "smooth", *columns.finite("learning_rate"))], log=False),
+        make_chart("Gradient norm, before clipping", with_mean(columns, "grad_norm", smoothing), log=True),
+        make_chart("Samples per second", with_mean(columns, "samples_per_second", smoothing), log=False),
     ]
-    charts = [make_chart(title, curves, log) for title, curves, log in wanted]
     return [chart for chart in charts if chart is not None]
 
 

@@ -23,7 +23,7 @@ from simpletuner.runs.charts import compare, make_charts
 from simpletuner.runs.checkpoints import TIME, checkpoint_rows
 from simpletuner.runs.facts import LOSS_STEPS, RunFacts, describe_result, describe_times, read_starts
 from simpletuner.runs.gallery import Gallery, GalleryImage, PromptRounds
-from simpletuner.runs.metrics import METRICS, WINDOW_SHARE, MetricColumns
+from simpletuner.runs.metrics import LOSSES, METRICS, WINDOW_SHARE, MetricColumns
 from simpletuner.runs.settings_record import SETTINGS, read_settings
 from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.files.atomic import write_file
@@ -86,6 +86,10 @@ def runs_table(prompts: Sequence[tuple[PromptRounds, Mapping[str, tuple[int, Gal
 TEMPLATES = Path(__file__).parent / "templates"
 
 
+SHOWN = {*LOSSES, "learning_rate", "grad_norm", "samples_per_second", "seconds"}
+"""Metrics on the page. Each takes 16 to 18 bytes of a step in the memory of rank 0, until the run ends."""
+
+
 class HtmlReport:
     """Write the page in a thread, one at a time: what is asked for meanwhile the next one shows."""
 
@@ -94,7 +98,7 @@ class HtmlReport:
         self.facts = facts
         self.max_steps = max_steps
         self.report = report
-        self.columns, self.gallery = MetricColumns(output / METRICS), Gallery(output)
+        self.columns, self.gallery = MetricColumns(output / METRICS, names=SHOWN), Gallery(output)
         self.worker = SerialWorker("report.html", self._warn)
 
     def renew(self, step: int) -> None:

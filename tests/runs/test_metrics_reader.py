@@ -85,6 +85,16 @@ def test_a_row_whose_numbers_are_none_is_left_out(number, tmp_path):
     assert points_of(read_columns(tmp_path / METRICS), "loss")[-1] == (2, 2.0)
 
 
+def test_only_the_metrics_that_are_asked_for_are_kept_in_little_more_memory_than_they_need(tmp_path):
+    columns = MetricColumns(tmp_path / METRICS, names={"loss"})
+    for start in range(0, 10_000, 100):
+        append(tmp_path / METRICS, *(line(step, step / 8, more=1.0) for step in range(start, start + 100)))
+        columns.update()
+    assert points_of(columns, "loss") == [(step, step / 8) for step in range(10_000)]
+    assert {name: each.points.nbytes for name, each in columns.columns.items()}.keys() == {"loss"}
+    assert 16 * 10_000 <= columns.columns["loss"].points.nbytes <= 18 * 10_000
+
+
 def test_what_cannot_be_drawn_is_left_out_of_curves_alone(tmp_path):
     append(tmp_path / METRICS, line(1, 1.0), line(2, float("nan")), line(3, float("inf")))
     columns = read_columns(tmp_path / METRICS)
