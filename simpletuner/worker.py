@@ -130,7 +130,8 @@ def recorded_status(stop: StopRequest, activity: Activity) -> Iterator[StatusWri
 def run(session: Session, hooks: Sequence[RunHook]) -> None:
     """Train from the newest checkpoint that is not damaged, or from the base model; then export."""
     silence_libraries()
-    leave_out_unused(session.settings)
+    with no_collection():  # the libraries of the others are imported here
+        leave_out_unused(session.settings)
     for warning in session.loaded.warnings:
         session.report.warn(warning)
     if advice := stop_advice(os.environ, session.settings.launch.preemption_grace_seconds):

@@ -78,6 +78,12 @@ assert type(torch._dynamo).__name__ == "LeftOut"
 assert not issubclass(UNet2DConditionModel, lora_base.PreTrainedModel), "and asks nobody"
 assert "transformers" not in sys.modules
 
+with of_diffusers.imported_later("tomllib", "loads"):
+    from tomllib import loads
+assert "tomllib" not in sys.modules
+import tomllib
+assert loads.__name__ == "loads"
+
 import transformers
 from transformers import CLIPTextModel
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -36,17 +37,32 @@ def leave_out(packages: Iterable[str]) -> None:
 
 
 class Later:
-    """A class of transformers that is imported when it is used; whether a class is one of it needs no import before
-    transformers has one."""
+    """A class or module of a package that is imported when it is used; whether a class is one of it needs no import
+    before the package has one."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, package: str, name: str) -> None:
+        self.package, self.name = package, name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(import_module("transformers"), self.name), name)
+        return getattr(getattr(import_module(self.package), self.name), name)
 
     def __subclasscheck__(self, other: type) -> bool:
-        return "transformers" in sys.modules and issubclass(other, getattr(import_module("transformers"), self.name))
+        return self.package in sys.modules and issubclass(other, getattr(import_module(self.package), self.name))
+
+
+@contextmanager
+def imported_later(package: str, *names: str) -> Iterator[None]:
+    """Have imports of these names from a package import it when they are used."""
+    if package in sys.modules or (spec := find_spec(package)) is None:
+        yield
+        return
+    sys.modules[package] = there = ModuleType(package)
+    there.__spec__ = spec
+    vars(there).update({name: Later(package, name) for name in names})
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def import_without_transformers() -> None:
@@ -58,17 +74,16 @@ def import_without_transformers() -> None:
 
     if utils.is_peft_available():  # which needs classes of transformers for its own
         return
-    spec = find_spec("transformers")
+    sys.modules["transformers"] = None  # type: ignore[assignment]
     try:
-        sys.modules["transformers"] = None  # type: ignore[assignment]
         import_module("diffusers.quantizers.pipe_quant_config")  # for type hints, which it does without
-        sys.modules["transformers"] = there = ModuleType("transformers")
-        there.__spec__ = spec
-        vars(there).update({name: Later(name) for name in ("PreTrainedModel", "AutoImageProcessor")})
-        for module in ("lora_base", "single_file_utils"):
-            import_module(f"diffusers.loaders.{module}")
     finally:
         del sys.modules["transformers"]
+    with imported_later("transformers", "PreTrainedModel", "AutoImageProcessor"):
+        for module in ("lora_base", "single_file_utils"):
+            import_module(f"diffusers.loaders.{module}")
+    with imported_later("torchvision", "transforms"):  # 0.7 CPU s, which Cosmos alone needs
+        import_module("diffusers.models.transformers")
 
 
 def blocks_by_name(model: object) -> list[set[str]]:
