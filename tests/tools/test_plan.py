@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers  # noqa: F401  plan leaves packages out of a process that has none of it, which other tests need
 import planning
 import pytest
 import torch
