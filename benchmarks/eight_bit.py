@@ -1,7 +1,7 @@
 """Losses of 500 steps with 8-bit moments beside float32: state_layout=split, and torchao's AdamW8bit over bf16 weights.
 
 torchao rounds bf16 weights stochastically and holds no remainder of them: 4 bytes per parameter between steps, and
-`split` 6. Needs `pip install 'torchao>=0.18' 'torch>=2.10'`.
+`split` 6. Needs `pip install 'torchao>=0.18' 'torch>=2.10' 'peft>=0.21'`.
 """
 
 from __future__ import annotations

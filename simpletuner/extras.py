@@ -17,10 +17,10 @@ EXTRAS = {
     "tensorboard": ("tensorboard>=2.18",),
     "wandb": ("wandb>=0.22",),
     "deepspeed": ("deepspeed>=0.18",),
-    "torchao": ("torchao>=0.18", "torch>=2.10"),
+    "torchao": ("torchao>=0.18", "torch>=2.10", "peft>=0.21"),
     "s3": ("obstore>=0.12", "boto3>=1.35"),
     "heif": ("pillow-heif>=1.6",),
-    "video": ("av>=15",),
+    "video": ("av>=17",),
     "kernels": ("kernels>=0.17",),
     "page": ("starlette>=1.3.1", "uvicorn>=0.34"),
 }
