@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--plans", type=Path)
     given = parser.parse_intermixed_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    from parts import all_parts, run_part
+    from gpu.parts import all_parts, run_part
 
     if given.verb in ("check", "part") and (unknown := set(given.names) - set(all_parts())):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; parts are {', '.join(all_parts())}")
@@ -37,20 +37,20 @@ def main() -> int:
         run_part(given.names[0], given.tiny)
         return 0
     if given.verb == "plan":
-        from plans import plan_steps
+        from gpu.plans import plan_steps
 
         plan_steps(Path(given.names[0]), given.tiny)
         return 0
-    from plans import print_errors, read_plans
-    from records import read_records
-    from tables import PUBLISHED, print_tables
+    from gpu.plans import print_errors, read_plans
+    from gpu.records import read_records
+    from gpu.tables import PUBLISHED, print_tables
 
     files = [Path(name) for name in given.names]
     if given.verb == "errors":
         print_errors(read_records(files or [PUBLISHED]))
         return 0
     if given.verb == "check":
-        from driver import Driver, gpu_gib
+        from gpu.driver import Driver, gpu_gib
 
         if not given.tiny and not gpu_gib():
             print("error: there is no GPU here\nhint: --tiny runs the same code on the CPU", file=sys.stderr)
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 ROOT = Path(__file__).parents[2]
-sys.path[1:1] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]
 
 if __name__ == "__main__":
     sys.exit(main())

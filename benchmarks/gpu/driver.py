@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from parts import Part, all_parts
-from records import Record, read_records
+from gpu.parts import Part, all_parts
+from gpu.records import Record, read_records
 
 GRACE_SECONDS = 4
 """Time in which a part that is ended says how far its runs are."""

@@ -21,8 +21,8 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from records import Record, tell
-from steps import MIB, on_gpu, settings_of, used_mib
+from gpu.records import Record, tell
+from gpu.steps import MIB, on_gpu, settings_of, used_mib
 
 from simpletuner.errors import SimpleTunerError
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 
-from steps import LEVERS
+from gpu.steps import LEVERS
 
 from simpletuner.run_log import silence_torchao
 from simpletuner.system.processes.signals import terminate_with_parent
@@ -77,7 +77,7 @@ def run_part(name: str, tiny: bool) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs of a part are told and killed
     terminate_with_parent()
     silence_torchao()
-    module = import_module(all_parts()[name].module)
+    module = import_module(f"gpu.{all_parts()[name].module}")
     if hasattr(module, name):
         getattr(module, name)(tiny)
     else:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from records import Record
-from steps import Step, forget_peaks, on_gpu, settings_of, shape_of, tell_step
+from gpu.records import Record
+from gpu.steps import Step, forget_peaks, on_gpu, settings_of, shape_of, tell_step
 from torch import Tensor, nn
 
 from simpletuner.counting.step_memory import Workload

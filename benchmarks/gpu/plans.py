@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gpu.records import Record, show
+from gpu.steps import STEPS, Step, settings_of, shape_of
 from interleaved import print_table
-from records import Record, show
-from steps import STEPS, Step, settings_of, shape_of
 
 CARDS = ("H200", "H100")
 

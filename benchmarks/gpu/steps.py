@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from records import Record, tell
+from gpu.records import Record, tell
 
 Flags = dict[str, Any]
 MIB = 2**20
@@ -204,7 +204,7 @@ def measure(name: str, tiny: bool) -> None:
         inputs.clear()
         gc.collect()
         forget_peaks(tiny)
-        from peer import measure_diffusers_step
+        from gpu.peer import measure_diffusers_step
 
         measure_diffusers_step(name, step, tiny)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from records import Record, read_records, show
+from gpu.records import Record, read_records, show
 
 from simpletuner.parallel.devices import DEVICES
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from records import Record, farthest, last_words, tell
-from steps import FSDP, LORA, Flags
+from gpu.records import Record, farthest, last_words, tell
+from gpu.steps import FSDP, LORA, Flags
 
 DRAW = Path(__file__).parents[2] / "examples" / "shapes" / "draw.py"
 TINY: Flags = {

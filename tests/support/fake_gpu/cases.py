@@ -24,7 +24,6 @@ from fake_gpu.device import RUNTIME, Stream
 from fake_gpu.rehearsal import Known, Rehearsal, rehearsed
 from simpletuner.models.catalog.registry import load_preset
 from simpletuner.models.tiny.build import build_preset
-from simpletuner.parallel import fsdp2
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.model.blocks import recommended_blocks
 
@@ -189,7 +188,7 @@ def run_with_defect(run: Rehearsal, plant: Callable[[Rehearsal], AbstractContext
 def rehearse_wrong_shards(model: Flags, known: Known) -> dict[str, Any]:
     """Return what a step did whose units are gathered twice, and whose largest weights are not sharded."""
     with (
-        mock.patch.object(fsdp2, "fully_shard", leave_out_a_weight),
+        mock.patch("torch.distributed.fsdp.fully_shard", leave_out_a_weight),
         rehearsed(model | FSDP2, RANKS, known=known) as run,
         gathered_twice(run),
     ):
