@@ -19,6 +19,10 @@ DEBUG = ("--debug", "Show the whole traceback of an error.")
 
 ALL = "simpletuner.all_settings"
 """Key of a context in which each setting is listed."""
+MAKE_OPTIONS = "make_options"
+"""Attribute of a command's function: makes the options of settings."""
+FLAGS = "simpletuner.flags"
+"""Key of a context with the values of settings' flags."""
 HELP_ALL = ("--help-all", f"Show all {len(setting_fields())} settings.")
 SHORT = ("train", "init")
 EXAMPLE = (
@@ -27,8 +31,34 @@ EXAMPLE = (
 )
 
 
-class SettingsCommand(TyperCommand):
-    """A command whose settings are listed by section; of those in SHORT what `config init` writes, and an example."""
+class TakesSettings(TyperCommand):
+    """A command that takes a flag for each setting, besides its own options.
+
+    These are made when they are asked for, which `--help` of the program never does: Typer takes 10 ms for those of
+    each of twelve commands.
+    """
+
+    own: list[Any]
+    every: list[Any] | None
+
+    @property
+    def params(self) -> list[Any]:
+        if self.every is None:
+            self.every = [*self.own, *vars(self.callback)[MAKE_OPTIONS]()]
+        return self.every
+
+    @params.setter
+    def params(self, own: list[Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.own, self.every = own, None
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command: its function finds the settings in the context's `meta`."""
+        ctx.meta[FLAGS] = {name: ctx.params.pop(name) for name in setting_fields() if name in ctx.params}
+        return super().invoke(ctx)
+
+
+class SettingsCommand(TakesSettings):
+    """Lists settings by section; of those in SHORT what `config init` writes, and an example."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         is_short = self.name in SHORT and not ctx.meta.get(ALL)

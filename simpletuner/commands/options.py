@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
+from typer.main import get_command
 from typer.models import OptionInfo
 
-from simpletuner.commands.help import help_all, parse_path
+from simpletuner.commands.help import FLAGS, MAKE_OPTIONS, help_all, parse_path
 from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.errors import closest, shown_value
 from simpletuner.settings.declared.knob import extra_of, shown_default, type_name
@@ -39,30 +41,41 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
         if name not in ("flags", "config")
     ]
 
-    def run(context: typer.Context, config: Path | None = None, **given: Any) -> None:
-        given.pop("help_all", None)  # its callback has answered it
-        extra = {parameter.name: given.pop(parameter.name) for parameter in own}
-        flags = {name: value for name, value in given.items() if value not in (None, [])}
+    def run(context: typer.Context, config: Path | None = None, **extra: Any) -> None:
+        extra.pop("help_all", None)  # its callback has answered it
+        flags = {name: value for name, value in context.meta[FLAGS].items() if value not in (None, ())}
+        flags = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}
+        if ACCELERATE_CONFIG in extra and (value := extra.pop(ACCELERATE_CONFIG)) is not None:
+            flags[ACCELERATE_CONFIG] = value
         unknown = dict(parse_arguments(context.args))  # the settings layer will refuse them
         refuse_misspelled(unknown, [flag for parameter in parameters for flag in own_flags(parameter)])
         files = {"config": config} if "config" in signature else {}
         command(flags=flags | unknown, **files, **extra)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    visible = frozenset(setting_fields() if shown is None else shown)
-    settings = [parameter_of(name, hidden=name not in visible) for name in setting_fields()]
-    parameters = [
-        context,
-        *(file_parameters() if "config" in signature else ()),
-        *own,
-        keyword("help_all", help_all(hidden=shown is None), bool),
-        *settings,
-    ]
-    # Typer reads the signature to make its options; help shows the docstring.
-    run.__signature__ = inspect.Signature(parameters)
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    files = file_parameters() if "config" in signature else ()
+    parameters = [context, *files, *own, keyword("help_all", help_all(hidden=shown is None), bool)]
+    with_signature(run, parameters)
+    setattr(run, MAKE_OPTIONS, partial(setting_options, frozenset(setting_fields() if shown is None else shown)))
     run.__doc__, run.__name__ = command.__doc__, command.__name__
     return run
+
+
+def with_signature(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
+    """Give a function the parameters of which Typer makes options."""
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
+def setting_options(shown: Collection[str]) -> list[Any]:
+    """Make an option for each setting, as Typer does for a command's parameters."""
+
+    def command() -> None: ...
+
+    with_signature(command, [parameter_of(name, hidden=name not in shown) for name in setting_fields()])
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return list(get_command(app).params)
 
 
 def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:

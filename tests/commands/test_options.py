@@ -1,17 +1,25 @@
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from typer.main import get_command
 
 from simpletuner.app import main
-from simpletuner.commands.options import as_arguments, metavar, normalize_argv, outranked_flags, with_settings
+from simpletuner.commands.help import SettingsCommand
+from simpletuner.commands.options import (
+    UNKNOWN_FLAGS,
+    as_arguments,
+    metavar,
+    normalize_argv,
+    outranked_flags,
+    with_settings,
+)
 from simpletuner.settings.declared.sections import setting_fields
 
 CANONICAL = ["--fsdp_enable=true"]
@@ -57,21 +65,17 @@ def test_a_command_gets_one_flag_per_setting_and_only_what_was_typed():
         """Do something."""
         seen.update(flags=flags, config=config, own=own)
 
-    wrapped = with_settings(command)
-    assert list(inspect.signature(wrapped).parameters) == [
-        "context",
-        "config",
-        "accelerate_config",
-        "own",
-        "help_all",
-        *setting_fields(),
-    ]
-    assert wrapped.__doc__ == "Do something."
-    given_values = dict.fromkeys(setting_fields())
-    context = SimpleNamespace(args=["--sed=1", "--lr", "2", "stray"])
-    wrapped(context=context, config=Path("c.json"), own=True, **{**given_values, "seed": "3", "validation_prompt": []})
+    app = typer.Typer(add_completion=False)
+    app.command("do", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(command))
+    built = get_command(app)
+    own = ["config", "accelerate_config", "own", "help_all"]
+    assert [each.name for each in built.own] == own, "settings are made when they are asked for"
+    assert [each.name for each in built.params] == [*own, *setting_fields()]
+    assert built.help == "Do something."
+    typed = ["--config=c.json", "--own", "--seed=3", "--validation_prompt=a", "--sed=1", "--lr", "2", "stray"]
+    built(typed, standalone_mode=False)
     assert seen == {
-        "flags": {"seed": "3", "--sed": "1", "--lr": "2", "stray": ""},
+        "flags": {"seed": "3", "validation_prompt": ["a"], "--sed": "1", "--lr": "2", "stray": ""},
         "config": Path("c.json"),
         "own": True,
     }
