@@ -79,7 +79,7 @@ check: install tools .triton .real .torch_extensions/.compiled
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(RUN_TESTS)
 
