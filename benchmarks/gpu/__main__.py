@@ -32,7 +32,12 @@ def main() -> int:
     from gpu.parts import all_parts, run_part
 
     if given.verb in ("check", "part") and (unknown := set(given.names) - set(all_parts())):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; parts are {', '.join(all_parts())}")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; parts are {'; '.join(all_parts())}")
+    if given.verb in ("plan", "part") and len(given.names) != 1:
+        parser.error(f"{given.verb} takes one {'part' if given.verb == 'part' else 'file'}")
+    read = [*given.done, *(map(Path, given.names) if given.verb in ("table", "errors") else ())]
+    if missing := [str(file) for file in read if not file.is_file()]:
+        parser.error(f"there is no file {', '.join(missing)}")
     if given.verb == "part":
         run_part(given.names[0], given.tiny)
         return 0

@@ -3,7 +3,8 @@
 # Installs the wheels of .gpu-check/ into a temporary folder, says all that is missing at once, and runs the parts
 # until SECONDS are over. Figures are in $OUT/results.jsonl as soon as they are there.
 set -u
-budget=${1:?seconds}; shift
+case ${1:-} in ''|*[!0-9]*) echo "error: for how many seconds? bash benchmarks/gpu/check.sh 430" >&2; exit 2;; esac
+budget=$1; shift
 cd "$(dirname "$0")/../.."
 export OUT=${OUT:-$PWD/gpu-check}; mkdir -p "$OUT"
 python=${PYTHON:-python3} site=${GPU_CHECK_SITE:-$(mktemp -d)}

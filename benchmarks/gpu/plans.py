@@ -72,4 +72,9 @@ def print_errors(records: Iterable[Record]) -> None:
 
 
 def read_plans(file: Path | None) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file and file.exists() else {}
+    """Return the plans of a file; none where it is missing or damaged, since only a column is missing then."""
+    try:
+        return json.loads(file.read_text()) if file and file.exists() else {}
+    except ValueError as error:
+        print(f"{file} is left out: {error}; `python benchmarks/gpu plan` makes it again", file=sys.stderr)
+        return {}

@@ -114,8 +114,20 @@ def test_tables_put_measured_steps_beside_plans_and_published_figures(capsys):
     assert "as expected: flux, fsdp2" in said
 
 
-def test_without_a_gpu_the_check_says_so():
-    done = subprocess.run([sys.executable, str(BENCHMARK), "check"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.partition("\n")[0]) == (3, "error: there is no GPU here")
-    wrong = subprocess.run([sys.executable, str(BENCHMARK), "check", "kernels"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "unknown: kernels; parts are environment, smoke, kernel," in wrong.stderr
+def test_what_is_typed_wrongly_and_a_damaged_file_of_plans_are_one_sentence(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"part": "link", "what": "link", "error": "one GPU"}\n')
+    (tmp_path / "plans.json").write_text("{")
+
+    def answered(*typed: str) -> tuple[int, str, str]:
+        command = [sys.executable, str(BENCHMARK), *typed]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        return done.returncode, done.stdout, done.stderr.splitlines()[-1]
+
+    assert answered("check")[0] == 3, "there is no GPU here"
+    code, _, said = answered("check", "kernels")
+    assert code == 2 and "unknown: kernels; parts are environment; smoke; kernel; " in said
+    for typed in (("table", "none.jsonl"), ("check", "--tiny", "--done=none.jsonl")):
+        assert answered(*typed)[::2] == (2, "gpu: error: there is no file none.jsonl")
+    assert answered("part")[::2] == (2, "gpu: error: part takes one part")
+    code, table, said = answered("table", "results.jsonl", "--plans=plans.json")
+    assert code == 0 and "one GPU" in table and said.startswith("plans.json is left out: ")
