@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On a machine without a GPU, after `make install`: bash benchmarks/gpu/prepare.sh [--no-plans]
 # Fills .gpu-check/, which git ignores and which travels with the working tree: wheels of what packages-there.txt lacks,
-# and what `plan` says of each step (20 CPU seconds each; those that are there stay).
+# and what `plan` says of each step (95 CPU seconds for all; those that are there stay).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 cd "$here/../.."
