@@ -36,7 +36,7 @@ def leave_out(packages: Iterable[str]) -> None:
                 module.USE_PEFT_BACKEND = False
 
 
-class Later:
+class LazyClass:
     """A class or module of a package that is imported when it is used; whether a class is one of it needs no import
     before the package has one."""
 
@@ -58,7 +58,7 @@ def imported_later(package: str, *names: str) -> Iterator[None]:
         return
     sys.modules[package] = there = ModuleType(package)
     there.__spec__ = spec
-    vars(there).update({name: Later(package, name) for name in names})
+    vars(there).update({name: LazyClass(package, name) for name in names})
     try:
         yield
     finally:

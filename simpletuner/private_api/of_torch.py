@@ -137,7 +137,7 @@ ALONE = [f"{COMPILER}.config", f"{COMPILER}._trace_wrapped_higher_order_op"]
 """Modules of it that do without the others. Recomputation reads the first, transformers imports the second."""
 
 
-class LeftOut(ModuleType):
+class ModuleStub(ModuleType):
     """Stand-in for a module of the compiler, with what is asked of it where nothing is compiled. Asked for more, it
     loads the compiler, which takes its place."""
 
@@ -184,7 +184,7 @@ class AlreadyLoaded:
 
 
 def load_compiler() -> None:
-    if not isinstance(sys.modules.get(COMPILER), LeftOut):
+    if not isinstance(sys.modules.get(COMPILER), ModuleStub):
         return
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, LoadsCompiler)]
     del sys.modules[COMPILER]
@@ -206,10 +206,10 @@ def leave_out_compiler() -> None:
         ("allow_in_graph", "assume_constant_result", "disable", "graph_break"), same
     )
     # distributed_c10d.py asks for the first of each new group, DDP for the second, diffusers for the last.
-    answers["trace_rules"] = LeftOut(f"{COMPILER}.trace_rules", {"clear_lru_cache": same})
-    answers["utils"] = LeftOut(f"{COMPILER}.utils", {"get_optimize_ddp_mode": lambda: "ddp_optimizer"})
-    answers["eval_frame"] = LeftOut(f"{COMPILER}.eval_frame", {"OptimizedModule": type("OptimizedModule", (), {})})
+    answers["trace_rules"] = ModuleStub(f"{COMPILER}.trace_rules", {"clear_lru_cache": same})
+    answers["utils"] = ModuleStub(f"{COMPILER}.utils", {"get_optimize_ddp_mode": lambda: "ddp_optimizer"})
+    answers["eval_frame"] = ModuleStub(f"{COMPILER}.eval_frame", {"OptimizedModule": type("OptimizedModule", (), {})})
     answers |= {"__spec__": find_spec(COMPILER), "__path__": []}
-    sys.modules[COMPILER] = torch._dynamo = LeftOut(COMPILER, answers)
+    sys.modules[COMPILER] = torch._dynamo = ModuleStub(COMPILER, answers)
     sys.meta_path.insert(0, LoadsCompiler())
     import_module(ALONE[0])
