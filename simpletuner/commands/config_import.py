@@ -1,35 +1,37 @@
-"""`simpletuner config import`: files of the original, of sd-scripts and of diffusion-pipe become ours.
+"""`simpletuner config import`: files of the original and of other trainers become ours.
 
 Every difference is a comment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from simpletuner.commands.import_writing import (
     DATASETS,
     datasets_path,
+    prompts_path,
     report_unsupported_first,
     write_datasets,
     write_run,
 )
 from simpletuner.data.config.dataset_file import DatasetEntry, dataset_entries
 from simpletuner.errors import Mistake, SettingsError
+from simpletuner.importing.foreign_trainer import ForeignTrainer, Translation
 from simpletuner.importing.original import (
     Original,
-    UnmappedValue,
     names_accelerate,
     read_original,
     setting_of,
     split_variables,
 )
 from simpletuner.importing.original_datasets import ImportedDatasets, import_datasets
-from simpletuner.importing.other_datasets import Lost, kohya_entries, of_all_datasets, pipe_entries, with_different_ids
-from simpletuner.importing.other_trainers import translate_kohya, translate_pipe
 from simpletuner.importing.sorting import (
     first_existing,
     read_config,
@@ -39,6 +41,8 @@ from simpletuner.importing.sorting import (
     working_folder,
 )
 from simpletuner.importing.toml_document import MARK, sources_of
+from simpletuner.importing.trainers.diffusion_pipe import DIFFUSION_PIPE
+from simpletuner.importing.trainers.sd_scripts import SD_SCRIPTS
 from simpletuner.importing.translation import OriginalConfig, translate
 from simpletuner.models.catalog.registry import check_trainable
 from simpletuner.models.catalog.support import check_runnable, check_trains_clips
@@ -47,82 +51,137 @@ from simpletuner.settings.declared.sections import SECTION_OF, Data, Model
 from simpletuner.settings.files.config_files import CONFIG_ENV, NotParsed
 from simpletuner.settings.files.formats import read_entries, read_text, suffix_of
 from simpletuner.settings.files.raw_values import Origin, Source
-from simpletuner.settings.foreign.recognition import KOHYA, flat, import_hint, is_dataset_file, trainer_of, untranslated
+from simpletuner.settings.foreign.recognition import UNTRANSLATED, import_hint, is_dataset_file, trainer_of
 from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_json
 from simpletuner.settings.resolving.places import naming_places
 from simpletuner.settings.resolving.sources import from_accelerate, from_env_file
 from simpletuner.settings.values.spelling import normalize_name
 from simpletuner.system.files.atomic import refuse_overwriting
 
+TRAINERS = {each.name: each for each in (SD_SCRIPTS, DIFFUSION_PIPE)}
 
-def other_trainer(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return whose TOML file this is, and what it holds; nothing for other files.
+
+@dataclass(frozen=True)
+class ForeignFile:
+    """A file of another trainer."""
+
+    path: Path
+    trainer: ForeignTrainer
+    values: Mapping[str, Any] | list[Any]
+    lines: Mapping[str, int]
+
+    @property
+    def is_list(self) -> bool:
+        """True if it lists datasets alone."""
+        return isinstance(self.values, list) or is_dataset_file(self.values)
+
+    @property
+    def runs(self) -> list[Mapping[str, Any]]:
+        return list(self.trainer.jobs(self.values)) if isinstance(self.values, Mapping) else []
+
+
+def foreign_file(path: Path) -> ForeignFile | None:
+    """Return what a file of another trainer holds; None for other files.
 
     Raises SettingsError for a file of a program whose files have no translation.
     """
     if path.is_dir() or suffix_of(path) not in (".toml", ".json", ".yaml", ".yml"):
-        return "", {}
+        return None
+    lines: dict[str, int] = {}
+    values: Any = {}
     try:
-        values = {entry.key: entry.value for entry in read_entries(path)}
+        entries = read_entries(path)
+        values, lines = {entry.key: entry.value for entry in entries}, {entry.key: entry.line for entry in entries}
     except SettingsError:
         if suffix_of(path) == ".toml":
             raise
-        return "", {}  # the reader of the original's files, or of a list of datasets, says what is wrong
-    if other := untranslated(values):
-        raise SettingsError(f"{path} is a file of {other}", import_hint(path, other))
-    trainer = trainer_of(values) if suffix_of(path) == ".toml" else ""
-    return trainer, values if trainer else {}
+        # The reader of the original's files, or of a list of datasets, says what is wrong.
+        with suppress(ValueError, NotParsed):
+            values = json.loads(read_text(path))
+    name = trainer_of(values) if isinstance(values, dict | list) else ""
+    if name in UNTRANSLATED:
+        raise SettingsError(f"{path} is a file of {name}", import_hint(path, name))
+    return ForeignFile(path, TRAINERS[name], values, lines) if name else None
 
 
-def import_their_datasets(path: Path, values: Mapping[str, object], output: Path | None, partial: bool) -> None:
-    """Write a dataset TOML of another trainer as a list of datasets."""
-    write_datasets(path, their_datasets(path, values, Data()), output, partial)
+def import_their_datasets(file: ForeignFile, output: Path | None, partial: bool) -> None:
+    """Write a dataset file of another trainer as a list of datasets."""
+    run = Translation(file.trainer.name, file.path, {}, only_datasets=True)
+    datasets = their_datasets(run, file)
+    left_out = [*run.left_out, *datasets.left_out]
+    write_datasets(file.path, ImportedDatasets(datasets.entries, left_out, True), output, partial)
 
 
-def their_datasets(
-    path: Path, values: Mapping[str, object], data: Data, training: Mapping[str, object] | None = None
-) -> ImportedDatasets:
-    lost: list[Lost] = []
-    is_kohya = "datasets" in values
-    entries = with_different_ids((kohya_entries if is_kohya else pipe_entries)(values, lost, training))
-    if training is None and not is_kohya:
-        lost.append(("resolutions", values.get("resolutions"), "set aspect_bucket_alignment=16, as there", "look"))
-    found = import_datasets([DatasetEntry.of(entry, path) for entry in entries], path, data, Path(), {})
-    missing = [UnmappedValue(name, value, str(path), reason, effect) for name, value, reason, effect in lost]
-    return ImportedDatasets(found.entries, [*missing, *found.left_out], True)
+def their_datasets(run: Translation, file: ForeignFile) -> ImportedDatasets:
+    """Return the datasets of a run, or of a dataset file, as ours."""
+    found = list(file.trainer.entries(run, file.values))
+    entries = with_different_ids(
+        each.defaults | {name: key.value for name, key in each.taken.items()} for each in found
+    )
+    taken = import_datasets([DatasetEntry.of(entry, file.path) for entry in entries], file.path, Data(), Path(), {})
+    left_out = [item for each in found for item in each.left_out]
+    return ImportedDatasets(taken.entries, [*left_out, *taken.left_out], True)
+
+
+def with_different_ids(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return entries of folders of the same name with a number behind it."""
+    counts: Counter[str] = Counter()
+    different = []
+    for entry in entries:
+        counts[entry["id"]] += 1
+        number = counts[entry["id"]]
+        different.append(entry if number == 1 else {**entry, "id": f"{entry['id']}-{number}"})
+    return different
+
+
+def import_their_runs(file: ForeignFile, output: Path | None, force: bool, partial: bool) -> None:
+    """Write the runs of another trainer, each with its datasets and prompts as files of ours."""
+    for number, values in enumerate(file.runs, 1):
+        written = output if output is None or number == 1 else output.with_stem(f"{output.stem}-{number}")
+        import_their_run(file, values, written, force, partial)
 
 
 def import_their_run(
-    path: Path, values: Mapping[str, object], trainer: str, output: Path | None, force: bool, partial: bool
+    file: ForeignFile, values: Mapping[str, Any], output: Path | None, force: bool, partial: bool
 ) -> None:
-    """Write the training TOML of another trainer, and the dataset TOML that it names, as files of ours."""
-    found = (translate_kohya if trainer == KOHYA else translate_pipe)(values)
-    original = Original(path, [], is_simpletuner=False)
-    datasets = None
+    original, datasets = Original(file.path, [], is_simpletuner=False), None
     with report_unsupported_first(original, partial):
-        if found.datasets:
-            file = first_existing(found.datasets, (Path(), path.parent))
-            if file is None or output is None:
-                message = f"{path} names datasets in {found.datasets}, which become a file of their own"
-                raise SettingsError(message, "check that path" if output else "give --output=run.toml")
-            _, listed = other_trainer(file)
-            if not is_dataset_file(listed):
-                raise SettingsError(f"{file} lists no datasets as {trainer} has them", "name its dataset TOML")
-            training = flat(values)
-            datasets = their_datasets(file, listed, Data(), training)
+        run = file.trainer.begin(file.path, values, file.lines)
+        if (listed := file_of_datasets(run, file, output)) is not None:
+            datasets = their_datasets(run, listed)
             original.left_out += datasets.left_out
-            found.their_defaults[DATASETS] = str(datasets_path(output))
-            if trainer == KOHYA:
-                # sd-scripts has both per dataset, here they are settings of the run.
-                own = {"train_batch_size": ("batch_size", 1), "aspect_bucket_alignment": ("bucket_reso_steps", 64)}
-                known = {**training, "batch_size": training.get("train_batch_size", 1)}
-                found.their_defaults |= {
-                    ours: of_all_datasets(listed, *theirs, known, found.unsupported) for ours, theirs in own.items()
-                }
-                found.settings = [each for each in found.settings if each[0] != "train_batch_size"]
-        take_translated(original, found, trainer)
+            run.defaults[DATASETS] = str(datasets_path(output)) if output else None
+        run.answer(file.trainer.table)
+        if run.prompts:
+            run.defaults |= prompts_as_settings(run.prompts, output)
+        take_translated(original, run)
         loaded = check_runnable(resolve(sources_of(original, {})))
-    write_run(original, loaded, datasets, Path(), output, force)
+    prompts = run.prompts if "validation_prompt_file" in run.defaults else []
+    write_run(original, loaded, datasets, Path(), output, force, prompts)
+
+
+def file_of_datasets(run: Translation, file: ForeignFile, output: Path | None) -> ForeignFile | None:
+    """Return the dataset file that a run names; the run's own file where it lists them; None if there are none."""
+    trainer = file.trainer
+    name = run.get(trainer.dataset_file) if trainer.dataset_file else None
+    run.values.pop(trainer.dataset_file, None)
+    if not name:
+        return None if trainer.dataset_file else file
+    path = first_existing(str(name), (Path(), file.path.parent))
+    if path is None or output is None:
+        message = f"{file.path} names datasets in {name}, which become a file of their own"
+        raise SettingsError(message, "check that path" if output else "give --output=run.toml")
+    listed = foreign_file(path)
+    if listed is None or not listed.is_list:
+        raise SettingsError(f"{path} lists no datasets as {trainer.name} has them", "name its file of datasets")
+    return listed
+
+
+def prompts_as_settings(prompts: Sequence[Mapping[str, Any]], output: Path | None) -> dict[str, Any]:
+    """Return the setting of the prompts: a list, or where they have more than a text, the file beside the run's."""
+    if output is None or all(list(prompt) == ["prompt"] for prompt in prompts):
+        return {"validation_prompt": [prompt["prompt"] for prompt in prompts]}
+    return {"validation_prompt_file": str(prompts_path(output))}
 
 
 MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path")
@@ -139,17 +198,17 @@ def import_files(path: Path, output: Path | None, force: bool, partial: bool = F
     head = "" if path.is_dir() else first_text(path)
     if head.startswith(f"# {MARK}"):
         raise SettingsError(f"{path} is imported already: there is nothing to do", f"simpletuner train --config={path}")
-    trainer, values = other_trainer(path)
-    is_list = (head.startswith("[") and path.suffix.lower() == ".json") or is_dataset_file(values)
+    foreign = foreign_file(path)
+    is_list = (head.startswith("[") and path.suffix.lower() == ".json") or (foreign is not None and foreign.is_list)
     suffix = ".json" if is_list else ".toml"
     if output is not None:
         if output.suffix != suffix:
             raise SettingsError(f"{output}: a {suffix} file is written", f"name it {output.with_suffix(suffix)}")
         refuse_overwriting(output, force)
-    if trainer and is_list:
-        import_their_datasets(path, values, output, partial)
-    elif trainer:
-        import_their_run(path, values, trainer, output, force, partial)
+    if foreign and is_list:
+        import_their_datasets(foreign, output, partial)
+    elif foreign:
+        import_their_runs(foreign, output, force, partial)
     else:
         (import_dataset_file if is_list else import_run)(path, output, force, partial)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from simpletuner.errors import Mistake, SettingsError, SimpleTunerError, collect_error
 from simpletuner.importing.original import Original, UnmappedValue
@@ -60,8 +61,9 @@ def write_run(
     root: Path,
     output: Path | None,
     force: bool,
+    prompts: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write settings, and datasets next to them where they changed, and report what was left out."""
+    """Write settings, with datasets that changed and prompts next to them, and report what was left out."""
     text, count, changed = write_toml(original, loaded, root)
     written = [output] if output else []
     if datasets is not None and datasets.is_changed and output:
@@ -69,10 +71,14 @@ def write_run(
         refuse_overwriting(beside, force)
         write(beside, as_json(datasets))
         written.insert(0, beside)
+    if prompts and output:
+        refuse_overwriting(prompts_path(output), force)
+        write(prompts_path(output), "".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in prompts))
+        written.insert(-1, prompts_path(output))
     write(output, text)
     report_left_out(f"{original.file}: {count_noun(count, 'setting')}, {changed} with a remark", original.left_out)
     if output is not None:
-        names = " and ".join(map(str, written))
+        names = ", ".join(map(str, written[:-1])) + " and " * (len(written) > 1) + str(written[-1])
         verb = "are" if len(written) > 1 else "is"
         starts = "starts what is left of the run" if lost_of(original.left_out) else "starts the run"
         command = f"`simpletuner train --config={output}`"
@@ -96,6 +102,10 @@ def write_datasets(file: Path, datasets: ImportedDatasets, output: Path | None, 
 
 def datasets_path(output: Path) -> Path:
     return output.with_suffix(".datasets.json")
+
+
+def prompts_path(output: Path) -> Path:
+    return output.with_suffix(".prompts.jsonl")
 
 
 def as_json(datasets: ImportedDatasets) -> str:

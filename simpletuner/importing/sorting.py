@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
+from simpletuner.importing.foreign_trainer import Translation
 from simpletuner.importing.original import Effect, MappedValue, Original, UnmappedValue, names_accelerate, setting_of
-from simpletuner.importing.other_trainers import TranslatedFile
 from simpletuner.importing.translation import (
     OVERRIDES,
     OriginalConfig,
@@ -125,22 +125,21 @@ def take_or_leave(given: RawValue, config: OriginalConfig, original: Original, r
     original.leave_out(given, f"{before.given.name} ({before.given.place}) says {said}", "none" if is_same else "look")
 
 
-def take_translated(original: Original, found: TranslatedFile, trainer: str) -> None:
+def take_translated(original: Original, run: Translation) -> None:
     """Take what another trainer's file means here; what has another value there is left out, as lost."""
-    place = str(original.file)
     original.their_defaults = [
-        RawValue(name, value, f"{trainer} has it") for name, value in found.their_defaults.items() if value is not None
+        RawValue(name, value, f"{run.trainer} has it") for name, value in run.defaults.items() if value is not None
     ]
-    original.left_out += [
-        UnmappedValue(name, value, place, reason, effect) for name, value, reason, effect in found.unsupported
-    ]
-    original.left_out += [UnmappedValue(name, value, place, reason, "none") for name, value, reason in found.no_effect]
-    for setting, name, written, value in found.settings:
-        given = RawValue(name, written, place)
+    original.left_out += run.left_out
+    for setting, each in run.taken.items():
+        place = run.place(each.key)
+        given = RawValue(each.key, each.written, place)
         try:
-            original.taken[setting] = MappedValue(given, check_value(setting, RawValue(setting, value, place)))
+            taken = check_value(setting, RawValue(setting, each.value, place))
         except CannotMap as reason:
             original.leave_out(given, str(reason), effect_of(setting))
+        else:
+            original.taken[setting] = MappedValue(given, taken, each.note)
 
 
 def same_value(setting: str, one: object, other: object) -> bool:

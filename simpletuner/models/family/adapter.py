@@ -10,6 +10,7 @@ Yeh et al. 2023 (arXiv:2309.14859). OFT: Qiu et al. 2023 (arXiv:2306.07280), by 
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -143,7 +144,7 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA: `targets` are suffixes in lora_target_modules, `modules` full names of layers."""
+    """A LoRA: `targets` are suffixes and patterns in lora_target_modules, `modules` full names of layers."""
 
     rank: int
     alpha: float
@@ -256,9 +257,12 @@ def layers_named(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def layers_ending_with(model: nn.Module, target: str) -> list[str]:
-    """Names of linear and convolution layers that end with the dotted name `target`; all if it is empty."""
+    """Names of linear and convolution layers that end with the dotted name `target`, or match it as a pattern
+    of whole names (`transformer_blocks.*`); all if it is empty."""
     kinds = (nn.Linear, nn.Conv2d)
     names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    if "*" in target:
+        return fnmatch.filter(names, target)
     return [name for name in names if not target or f".{name}".endswith(f".{target}")]
 
 

@@ -98,7 +98,7 @@ class Lora(Section):
     lora_alpha: float | None = knob(None, "LoRA alpha; the update is scaled by alpha / rank. Default: the rank.", when="model_type=lora", gt=0)
     lokr_factor: int = knob(-1, "Size of the smaller factor of lora_type=lokr; -1: both near the square root of the layer's width.", when="model_type=lora and lora_type=lokr", ge=-1)
     lora_dropout: float = knob(0.0, "Dropout probability of the adapter's input.", when="model_type=lora", ge=0, lt=1)
-    lora_target_modules: str = knob("", "Comma-separated layer names, or their ends. Default: attention projections (see `simpletuner detect-blocks`).", when="model_type=lora")
+    lora_target_modules: str = knob("", "Comma-separated layer names, their ends, or patterns (`blocks.*`). Default: attention projections (`detect-blocks`).", when="model_type=lora")
     lora_init: Path | None = knob(None, "LoRA to continue from: a .safetensors file of diffusers, ComfyUI or kohya, or a diffusers or peft folder.", when="model_type=lora")
     assistant_lora: list[Path] = knob([], "LoRA merged into the frozen base and not exported, e.g. for distilled models; may be repeated.", when="model_type=lora")
     assistant_lora_strength: float = knob(1.0, "Scale of assistant_lora.", when="model_type=lora and assistant_lora")

@@ -19,7 +19,8 @@ from simpletuner.settings.files.raw_values import EXTRA_ARGS
 from simpletuner.settings.foreign.key_table import Ignores, Maps, Refuses
 from simpletuner.settings.foreign.original_names import TABLE
 
-KOHYA, PIPE = "kohya's sd-scripts", "diffusion-pipe"
+KOHYA, PIPE, GUI = "kohya's sd-scripts", "diffusion-pipe", "kohya_ss, the GUI"
+MUSUBI, ONETRAINER, AITOOLKIT = "musubi-tuner", "OneTrainer", "ai-toolkit"
 OF_KOHYA = frozenset(
     (
         *("network_module", "network_dim", "network_alpha", "network_args", "network_train_unet_only", "unet_lr"),
@@ -27,12 +28,9 @@ OF_KOHYA = frozenset(
         *("save_every_n_epochs", "save_every_n_steps", "save_model_as", "cache_latents"),
     )
 )
-"""Names that no other trainer's files have."""
-
-
-GUI, MUSUBI, ONETRAINER, AITOOLKIT = "kohya_ss, the GUI", "musubi-tuner", "OneTrainer", "ai-toolkit"
-OF_GUI = frozenset(("LoRA_type", "max_resolution", "lr_warmup", "adaptive_noise_scale"))
-OF_MUSUBI = frozenset(("dit", "dit_high_noise", "timestep_sampling", "discrete_flow_shift", "text_encoder1", "t5"))
+"""Names of sd-scripts, musubi-tuner and the GUI that no file of ours has."""
+OF_GUI = frozenset(("LoRA_type", "max_resolution", "lr_warmup", "stop_text_encoder_training"))
+OF_MUSUBI = frozenset(("dit", "dit_high_noise", "text_encoder1", "task", "fp8_scaled"))
 OF_MUSUBI_DATA = frozenset(("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file"))
 OF_ONETRAINER = frozenset(
     (
@@ -40,38 +38,37 @@ OF_ONETRAINER = frozenset(
         *("timestep_distribution", "output_dtype", "learning_rate_warmup_steps", "workspace_dir", "train_dtype"),
     )
 )
-"""Names of files that are recognised and not translated."""
 
 
-def trainer_of(values: Mapping[str, object]) -> str:
-    """Name of the program that wrote a file; empty if unknown.
+def trainer_of(values: Mapping[str, object] | list[Any]) -> str:
+    """Name of the program that wrote a file, by what it holds; empty if unknown.
 
-    Only keys that our own files never have count.
+    Only keys that our own files never have count. A list is one of datasets: OneTrainer's have a path and no id.
     """
-    if other := untranslated(values):
-        return other
-    if is_dataset_file(values):
-        return KOHYA if "datasets" in values else PIPE
-    model = values.get("model")
-    if isinstance(model, Mapping) and "type" in model and {"adapter", "optimizer", "dataset"} & values.keys():
-        return PIPE
-    return KOHYA if not OF_KOHYA.isdisjoint(flat(values)) else ""
-
-
-def untranslated(values: Mapping[str, object]) -> str:
-    """Program whose files are recognised by what is in them, but have no translation; empty for others."""
-    job, datasets = values.get("config"), values.get("datasets")
+    if isinstance(values, list):
+        concepts = all(isinstance(each, Mapping) and "path" in each and "id" not in each for each in values)
+        return ONETRAINER if values and concepts else ""
+    job, model, flattened = values.get("config"), values.get("model"), flat(values)
     if isinstance(job, Mapping) and isinstance(job.get("process"), list):
         return AITOOLKIT
-    tables = [values.get("general"), *(datasets if isinstance(datasets, list) else ())]
-    if any(isinstance(each, Mapping) and not OF_MUSUBI_DATA.isdisjoint(each) for each in tables):
-        return MUSUBI
+    if is_dataset_file(values):
+        tables = [values.get("general"), *as_list(values.get("datasets"))]
+        if any(isinstance(each, Mapping) and not OF_MUSUBI_DATA.isdisjoint(each) for each in tables):
+            return MUSUBI
+        return KOHYA if "datasets" in values else PIPE
     if len(OF_ONETRAINER & values.keys()) >= 2 and "model_family" not in values:
         return ONETRAINER
-    flattened = flat(values)
-    if "dit" in flattened and len(OF_MUSUBI & flattened.keys()) >= 1 and not OF_KOHYA.isdisjoint(flattened):
+    if isinstance(model, Mapping) and "type" in model and {"adapter", "optimizer", "dataset"} & values.keys():
+        return PIPE
+    if not OF_MUSUBI.isdisjoint(flattened) and not OF_KOHYA.isdisjoint(flattened):
         return MUSUBI
-    return GUI if "LoRA_type" in values or len(OF_GUI & values.keys()) >= 2 else ""
+    if "LoRA_type" in values or len(OF_GUI & values.keys()) >= 2:
+        return GUI
+    return KOHYA if not OF_KOHYA.isdisjoint(flattened) else ""
+
+
+def as_list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def is_dataset_file(values: Mapping[str, object]) -> bool:
@@ -106,15 +103,16 @@ def is_value_of_original(setting: str, value: object) -> bool:
 
 def import_hint(file: str | Path, trainer: str = "", is_list: bool = False) -> str:
     """Hint with the command that translates a file, or that none does."""
-    if trainer in (GUI, MUSUBI, ONETRAINER, AITOOLKIT):
-        way = "; its command that prints the training configuration writes sd-scripts' TOML" if trainer == GUI else ""
-        return (
-            f"it is not translated{way}: `simpletuner config init` begins a file of ours, and `config import` reads "
-            "those of sd-scripts, diffusion-pipe and the original SimpleTuner"
-        )
+    if trainer in UNTRANSLATED:
+        ways = f"`simpletuner config init` begins a file of ours, and `config import` reads those of {TRANSLATED}"
+        return f"it is not translated: {ways}"
     output = "--output=datasets.json" if is_list else "--output=run.toml"
     command = shlex.join(["simpletuner", "config", "import", str(file), output])
     return f"`{command}` translates it, or says what would be lost"
+
+
+UNTRANSLATED = (GUI, MUSUBI, ONETRAINER, AITOOLKIT)
+TRANSLATED = "sd-scripts, diffusion-pipe and the original SimpleTuner"
 
 
 def original_hint(name: str) -> str:

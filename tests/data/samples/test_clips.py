@@ -25,7 +25,7 @@ from simpletuner.data.samples.buckets import make_buckets
 from simpletuner.data.samples.dataset_warnings import dataset_warnings, remark_on_rates
 from simpletuner.data.samples.discovery import Discovery
 from simpletuner.errors import DataError
-from simpletuner.importing.other_datasets import clip_lengths
+from simpletuner.importing.trainers.diffusion_pipe import clip_lengths
 from simpletuner.models.catalog.support import clip_fps
 from simpletuner.models.families.ltxvideo import LTXVideo
 from simpletuner.models.families.ltxvideo2 import LTXVideo2

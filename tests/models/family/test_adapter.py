@@ -159,12 +159,23 @@ def test_losses_and_gradients_are_those_of_a_peft_loop_written_by_hand(key, pipe
     [
         ({"lora_target_modules": "to_qq"}, "has no layer `to_qq`; did you mean `to_q`?"),
         ({"lora_target_modules": "to_q,attn9.to_k"}, "has no layer `attn9.to_k`"),
+        ({"lora_target_modules": "to_q,blocks.*"}, "has no layer `blocks.*`"),
     ],
 )
 def test_a_target_that_no_layer_has_is_refused_with_the_nearest(lora, said, sdxl):
     with pytest.raises(SettingsError) as caught:
         _ = opened("sdxl", sdxl, **lora).adapter
     assert said in str(caught.value)
+
+
+def test_a_pattern_names_layers_by_their_whole_names(pipelines):
+    folder = pipelines("flux")
+    adapter = adapter_of(opened("flux", folder, lora_target_modules="single_transformer_blocks.*,proj_out"))
+    blocks = {name for name in adapter.modules if name.startswith("single_transformer_blocks.")}
+    # An end is that of any layer, also of the one outside of the blocks, which the pattern leaves out.
+    assert {*adapter.modules} - blocks == {"proj_out"}
+    ends = {name.partition(".0.")[2] for name in blocks if name.startswith("single_transformer_blocks.0.")}
+    assert {"attn.to_q", "attn.to_k", "attn.to_v", "norm.linear", "proj_mlp", "proj_out"} == ends
 
 
 def test_layers_without_a_gradient_are_not_adapted(pipelines):

@@ -1,0 +1,135 @@
+"""Folders of images and files of prompts as several trainers have them: their keys, captions, sizes and lines."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from simpletuner.data.config.places import id_of_folder
+from simpletuner.errors import SettingsError
+from simpletuner.importing.foreign_trainer import Translation
+from simpletuner.settings.files.config_files import NotParsed
+from simpletuner.settings.files.formats import read_text
+
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".jxl", ".avif", ".heic", ".tif", ".tiff", ".gif")
+VIDEOS = (".mp4", ".mkv", ".mov", ".webm", ".avi", ".m4v")
+"""Files that these trainers, or we, read."""
+EXAMPLES = 100
+"""Caption files that are read to find one of several lines."""
+
+
+def folder_entry(found: Translation, path_key: str, repeats_key: str) -> None:
+    """Take the folder of a dataset and its passes: `repeats` are passes besides the first here."""
+    path, passes = found.values.pop(path_key, None), found.number(repeats_key, 1)
+    name = str(path).rstrip("/\\")
+    found.defaults |= {
+        "id": id_of_folder(re.split(r"[/\\]", name)[-1]),
+        "type": "local",
+        "instance_data_dir": path,
+    }
+    if isinstance(path, str) and PureWindowsPath(path).drive:
+        found.remark(path_key, "a path of Windows: write where the folder is on this machine")
+    if not passes.is_integer():
+        found.lose(repeats_key, "passes are whole here: another number of them is not offered")
+    elif passes > 1:
+        found.put("repeats", repeats_key, int(passes) - 1)
+    found.values.pop(repeats_key, None)
+
+
+def size_of(resolution: object, is_bucketed: bool) -> dict[str, Any]:
+    """Return the keys of a size: the edge of a square, or width and height, whose area counts."""
+    if isinstance(resolution, Sequence) and len(resolution) == 2 and all(isinstance(side, int) for side in resolution):
+        resolution = math.isqrt(math.prod(resolution))
+    crop = {} if is_bucketed else {"crop": True, "crop_aspect": "square", "crop_style": "center"}
+    return {"resolution": resolution, "resolution_type": "pixel_area", **crop}
+
+
+def files_in(path: Any) -> list[Path]:
+    """Return the files of a folder that is here, relative to the current one."""
+    try:
+        return sorted(each for each in Path(path).iterdir() if each.is_file())
+    except (OSError, TypeError, ValueError):
+        return []
+
+
+def subfolders(found: Translation, key: str) -> None:
+    """Name images below a folder of a trainer that does not read subfolders."""
+    path = found.defaults["instance_data_dir"]
+    with suppress(OSError, ValueError, TypeError):
+        inner = (each for each in Path(path).rglob("*") if each.parent != Path(path))
+        if image := next((each for each in inner if each.suffix.lower() in IMAGES), None):
+            reason = f"images in subfolders, such as {image}, are not read there, but here: move them out of it"
+            found.remark(key, reason, path, "lost")
+
+
+def has_several_lines(files: Sequence[Path]) -> bool:
+    """True if one of the first caption files has more than one line."""
+    for file in files[:EXAMPLES]:
+        with suppress(OSError):
+            if file.read_bytes().strip().count(b"\n"):
+                return True
+    return False
+
+
+FLAGS = {
+    "n": "negative_prompt",
+    "d": "seed",
+    "s": "num_inference_steps",
+    "l": "guidance",
+}
+"""Options behind a prompt of sd-scripts and musubi-tuner (train_util.py, line_to_prompt_dict) by our keys."""
+FLAG = re.compile(r" --(\w+) ?")
+
+
+def prompt_of_line(line: str) -> tuple[dict[str, Any], list[str]]:
+    """Return a prompt with our keys, and the options that have none here: `a cat --w 768 --h 512 --d 1`."""
+    parts = FLAG.split(line.strip())
+    prompt: dict[str, Any] = {"prompt": parts[0]}
+    given = dict(zip(parts[1::2], (each.strip() for each in parts[2::2]), strict=True))
+    with suppress(ValueError):
+        if "w" in given or "h" in given:
+            width, height = int(given.pop("w", 512)), int(given.pop("h", 512))
+            prompt["resolution"] = f"{width}x{height}" + (f"@{given.pop('f')}" if "f" in given else "")
+    for name in list(given):
+        if key := FLAGS.get(name):
+            prompt[key] = given.pop(name) if key == "negative_prompt" else as_number(given.pop(name))
+    return prompt, sorted(given)
+
+
+def as_number(text: str) -> Any:
+    with suppress(ValueError):
+        return int(text)
+    with suppress(ValueError):
+        return float(text)
+    return text
+
+
+def prompts_of_file(run: Translation, key: str) -> None:
+    """Read the prompts of the text file that a run names, a line each."""
+    name = run.get(key)
+    if not isinstance(name, str) or not name:
+        run.drop([key], "no prompts")
+        return
+    file = next((folder / name for folder in (Path(), run.file.parent) if (folder / name).is_file()), None)
+    if file is None or file.suffix.lower() != ".txt":
+        why = "is not here" if file is None else "is no text file of a prompt per line"
+        run.look(key, f"{name} {why}: write its prompts as validation_prompt")
+        return
+    try:
+        lines = read_text(file).splitlines()
+    except (OSError, NotParsed) as error:
+        raise SettingsError(f"cannot read {file}: {error}", "correct that path") from None
+    others: set[str] = set()
+    for line in lines:
+        if line.strip() and not line.lstrip().startswith("#"):
+            prompt, unknown = prompt_of_line(line)
+            run.prompts.append(prompt)
+            others |= set(unknown)
+    if others:
+        run.remark(key, f"{shlex.join(f'--{name}' for name in sorted(others))} of its prompts have no place here")
+    run.drop([key], "its prompts are those of validation_prompt_file")

@@ -1,0 +1,269 @@
+"""The mechanism by which files of other trainers are translated: a table of keys, and functions of meaning.
+
+A trainer has a `KeyTable` for its run and one for a dataset. What several keys decide together is answered by
+functions, which come first and take the keys that they answer; the table answers the others, one by one. A key
+that neither knows is lost. The same mechanism fills settings (of a run) and keys of our dataset file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from simpletuner.importing.original import Effect, UnmappedValue
+from simpletuner.settings.foreign.key_table import Convert, Ignores, KeyTable, MappedField, Maps, Refuses, map_field
+from simpletuner.settings.foreign.original_names import is_off, names_of
+from simpletuner.settings.values.spelling import normalize_name
+
+Texts = Mapping[str, str]
+"""Names of a trainer by what is said of them; `name=value|value` adds values that ask for nothing special."""
+
+
+@dataclass(frozen=True)
+class TakenKey:
+    """A key that has become a setting, or a key of a dataset."""
+
+    key: str
+    written: Any
+    value: Any
+    note: str = ""
+
+
+@dataclass
+class Translation:
+    """A file of another trainer while it is translated. `values` are those without an answer yet, by full key."""
+
+    trainer: str
+    file: Path
+    values: dict[str, Any]
+    lines: Mapping[str, int] = field(default_factory=dict)
+    taken: dict[str, TakenKey] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Values of the trainer for what its file is silent about, by our names."""
+    left_out: list[UnmappedValue] = field(default_factory=list)
+    prompts: list[dict[str, Any]] = field(default_factory=list)
+    """Validation prompts with keys of validation_prompt_file."""
+    only_datasets: bool = False
+    """True if the file lists datasets, and no run is there."""
+    written: dict[str, Any] = field(init=False)
+    """All values of the file."""
+
+    def __post_init__(self) -> None:
+        self.written = dict(self.values)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return what the file says, whether it is answered already or not; null counts as silence."""
+        value = self.written.get(key)
+        return default if value is None else value
+
+    def word(self, key: str, default: str = "") -> str:
+        return normalize_name(self.get(key, default))
+
+    def number(self, key: str, default: float) -> float:
+        """Return a number, also one that is written as text; the default for what is none."""
+        try:
+            return float(self.get(key, default))
+        except (TypeError, ValueError):
+            return default  # whoever checks the value has the sentence
+
+    def is_on(self, key: str, default: bool = False) -> bool:
+        return not is_off(self.get(key, default))
+
+    def place(self, key: str) -> str:
+        line = self.lines.get(key, self.lines.get(key.partition(".")[0], 0))
+        return f"{self.file}:{line}" if line else str(self.file)
+
+    def put(self, setting: str, key: str, value: Any, note: str = "") -> None:
+        """Let a key become a setting, or a key of our dataset file."""
+        self.taken[setting] = TakenKey(key, self.written.get(key), value, note)
+        self.values.pop(key, None)
+
+    def rename(self, setting: str, key: str, default: Any = None) -> Any:
+        """Let a key become a setting of the same value, where the file has it, or else with a default."""
+        if self.get(key) is not None:
+            self.put(setting, key, self.written[key])
+        elif default is not None:
+            self.defaults[setting] = default
+        self.values.pop(key, None)
+        return self.get(key, default)
+
+    def remark(self, key: str, reason: str, value: Any = None, effect: Effect = "look") -> None:
+        """Say something of a key, whatever else becomes of it. A value stands for what the file is silent about."""
+        shown = self.written.get(key) if value is None else value
+        self.left_out.append(UnmappedValue(key, shown, self.place(key), reason, effect))
+
+    def leave(self, effect: Effect, key: str, reason: str, value: Any = None) -> None:
+        """Leave a key out for a reason."""
+        self.remark(key, reason, value, effect)
+        self.values.pop(key, None)
+
+    def lose(self, key: str, reason: str, value: Any = None) -> None:
+        self.leave("lost", key, reason, value)
+
+    def look(self, key: str, reason: str, value: Any = None) -> None:
+        self.leave("look", key, reason, value)
+
+    def drop(self, keys: Iterable[str], reason: str) -> None:
+        """Leave keys out that have no effect here."""
+        for key in keys:
+            if key in self.values:
+                self.leave("none", key, reason)
+
+    def refuse(self, keys: Iterable[str], reason: str) -> None:
+        """Leave keys out that change what is trained, unless they are off."""
+        for key in keys:
+            if key in self.values:
+                (self.drop([key], ASKS_FOR_NOTHING) if is_off(self.values[key]) else self.lose(key, reason))
+
+    def below(self, section: str) -> list[str]:
+        """Unanswered keys of a section."""
+        return [key for key in self.values if key.startswith(f"{section}.")]
+
+    def within(self, values: Mapping[str, Any], key: str = "") -> Translation:
+        """Return the translation of a part of the file, such as one of its datasets."""
+        line = self.lines.get(key, 0)
+        return Translation(self.trainer, self.file, dict(flatten(values)), dict.fromkeys(flat_keys(values), line))
+
+    def answer(self, table: KeyTable) -> None:
+        """Answer all other keys by a table."""
+        for key, value in list(self.values.items()):
+            found = map_field(table, MappedField(key, table.aliases.get(key, key), value, "unknown"))
+            if found.outcome == "set":
+                self.put(found.setting, key, found.value)
+            elif found.outcome == "neutral":
+                self.leave("none", key, found.note)
+            elif found.outcome == "unused":
+                self.look(key, found.note)
+            elif found.outcome == "refused":
+                self.lose(key, found.note)
+            elif is_off(value) or key.rpartition(".")[2].startswith(NOTES):
+                self.leave("none", key, ASKS_FOR_NOTHING)
+            else:
+                self.lose(key, f"not a key of {self.trainer} that is known here")
+
+
+ASKS_FOR_NOTHING = "asks for nothing special"
+NOTES = ("_", "$", "#", "//")
+"""Beginnings of names that people use for comments."""
+Translate = Callable[[Translation], None]
+
+
+def key_table(
+    maps: Texts,
+    converted: Mapping[str, Maps],
+    idle: Texts,
+    look: Texts,
+    lost: Texts,
+    aliases: Mapping[str, str] | None = None,
+) -> KeyTable:
+    """Return the table of a trainer's keys: `maps` by our setting, the others by the reason that is said.
+
+    `idle` has no effect here, `look` changes something besides the training, `lost` changes what is trained.
+    """
+    return KeyTable(
+        {
+            **{name: Maps(setting, neutral=neutral) for setting, name, neutral in names_of(maps)},
+            **{name: Ignores(reason, warns=False) for reason, name, _ in names_of(idle)},
+            **{name: Ignores(reason, neutral) for reason, name, neutral in names_of(look)},
+            **{name: Refuses(reason, neutral) for reason, name, neutral in names_of(lost)},
+            **converted,
+        },
+        aliases or {},
+        is_off=is_off,
+    )
+
+
+@dataclass(frozen=True)
+class ForeignTrainer:
+    """A program whose files are translated."""
+
+    name: str
+    table: KeyTable
+    meanings: tuple[Translate, ...]
+    """Functions of meaning of a run, in order."""
+    entries: Callable[[Translation, Mapping[str, Any] | Sequence[Any]], Iterator[Translation]]
+    """Translations of the datasets that a run, or a dataset file, lists: (run, its or the file's values)."""
+    dataset_file: str = ""
+    """Key that names the file of datasets."""
+    is_flat: bool = False
+    """True if sections are read as if their keys stood side by side."""
+    jobs: Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]] = lambda values: iter([values])
+    """Runs that a file describes."""
+
+    def begin(self, file: Path, values: Mapping[str, Any], lines: Mapping[str, int] | None = None) -> Translation:
+        """Return a run without its datasets: what its functions of meaning make of it."""
+        given = dict(side_by_side(values) if self.is_flat else flatten(values))
+        run = Translation(self.name, file, given, lines or {})
+        for meaning in self.meanings:
+            meaning(run)
+        return run
+
+
+def flatten(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (`section.key`, value); lists stay values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{section}{name}.")
+        else:
+            yield f"{section}{name}", value
+
+
+def flat_keys(values: Mapping[str, Any]) -> list[str]:
+    return [key for key, _ in flatten(values)]
+
+
+def side_by_side(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of all sections without them; those of a section go before the others."""
+    yield from ((name, value) for name, value in values.items() if not isinstance(value, Mapping))
+    yield from (each for value in values.values() if isinstance(value, Mapping) for each in value.items())
+
+
+# Conversions of values, which raise ValueError with the reason why there is none.
+
+
+def one_of(names: Mapping[str, str], what: str) -> Convert:
+    """Conversion by a table of a trainer's words."""
+
+    def convert(value: Any) -> str:
+        if (name := normalize_name(value)) not in names:
+            raise ValueError(f"this version does not have this {what}")
+        return names[name]
+
+    return convert
+
+
+def nonzero(value: Any) -> Any:
+    """Return a value, or None for 0, with which a name is off there."""
+    return value or None
+
+
+# Parts of meaning that several trainers share.
+
+LION = {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_weight_decay": 0.0}
+"""Defaults of Lion's packages (lion-pytorch, bitsandbytes)."""
+
+
+def optimizer_arguments(run: Translation, key: str, arguments: Iterable[str]) -> None:
+    """Take arguments of an optimizer as sd-scripts and musubi-tuner have them: `weight_decay=0.1`,
+    `eps=1e-8`, `betas=0.9,0.99`.
+
+    `decouple=True` is Prodigy's default.
+    """
+    for argument in arguments:
+        name, _, text = str(argument).partition("=")
+        settings = {
+            "weight_decay": ("adam_weight_decay",),
+            "eps": ("adam_epsilon",),
+            "betas": ("adam_beta1", "adam_beta2"),
+        }.get(name.strip(), ())
+        values = [value.strip() for value in text.strip("()[] ").split(",")]
+        if argument.replace(" ", "") == "decouple=True" and "prodigy" in run.word("optimizer_type"):
+            continue
+        if len(values) != len(settings):
+            run.remark(key, "it has no place here", argument, "lost")
+            continue
+        for setting, value in zip(settings, values, strict=True):
+            run.taken[setting] = TakenKey(key, argument, value)
+    run.values.pop(key, None)
