@@ -53,7 +53,7 @@ from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.hooks import RunHook
 from simpletuner.training.metrics.metrics import Tracker, open_metrics
 from simpletuner.training.metrics.speed import EXPORTING
-from simpletuner.training.run_folder.other_project import refuse_other_base
+from simpletuner.training.run_folder.other_project import commit_of_run, refuse_other_base
 from simpletuner.training.run_folder.output_dir import (
     accept_start,
     check_room,
@@ -214,7 +214,8 @@ def train(run: Run) -> Rows:
         verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
         world.activity.begin("reading the base model", watched=False)
         with no_collection():  # the classes of the model are imported here
-            family = load_family(session.settings, world, stop, skips_checked=True)
+            commit = commit_of_run(session.settings, run.checkpoint) if world.is_first else ""
+            family = load_family(session.settings, world, stop, skips_checked=True, commit=commit)
             _ = family.meta_denoiser
         run, sampled = prove_family(run, family)
         wait_for_base_checksums = start_base_checksums(world, family, run.checkpoint)

@@ -13,7 +13,7 @@ import numpy as np
 
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
 from simpletuner.errors import SimpleTunerError
-from simpletuner.models.catalog.registry import flavour_of
+from simpletuner.models.catalog.registry import repository_named
 from simpletuner.runs.metrics import MetricColumns, parse_lines
 from simpletuner.runs.settings_record import HISTORY
 from simpletuner.settings import Loaded, Settings
@@ -118,8 +118,7 @@ def base_of(model: Model) -> str:
 
 def hub_id(model: Model) -> str | None:
     """Return the base model's id on the hub; None for a folder, and for the tiny flavour."""
-    flavour = flavour_of(model)
-    name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
+    name = repository_named(model)
     return name if HUB_ID.fullmatch(name) and not Path(name).exists() else None
 
 

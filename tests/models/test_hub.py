@@ -6,17 +6,21 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import ranks
 from conftest import ROOT, SMALL
-from hub import Hub, serving
+from hub import COMMIT, Hub, serving
 from modular import as_modular
 
 NAME = "somebody/tiny-flux"
 DECOYS = ("flux1-dev.safetensors", "transformer/model.fp16.safetensors", "text_encoders/clip.safetensors", "demo.png")
 """What published repositories hold beside the pipeline itself."""
+
+
+LATER = "89abcdef0123456789abcdef0123456789abcdef"
 
 
 @pytest.fixture
@@ -43,9 +47,9 @@ def variables(hub: Hub, folder: Path) -> dict[str, str]:
 def fetch(hub, starter, shapes, tmp_path):
     """Train on a model of the hub, and return what was said."""
 
-    def run(output: str, name: str, family: str = "flux", **more: str) -> str:
-        arguments = command(tmp_path / output, shapes, name, family)
-        run = starter.start(ranks.command_line_at_hub, 1, variables(hub, tmp_path) | more, arguments)
+    def run(output: str, name: str, family: str = "flux", more: Sequence[str] = (), **variable: str) -> str:
+        arguments = [*command(tmp_path / output, shapes, name, family), *more]
+        run = starter.start(ranks.command_line_at_hub, 1, variables(hub, tmp_path) | variable, arguments)
         assert run.wait() == [0], run.said
         return run.said
 
@@ -66,6 +70,26 @@ def test_a_modular_pipeline_is_fetched_with_its_own_index(hub, flux, fetch, tmp_
     said = fetch("run", "somebody/modular", "auto")
     assert set(hub.fetched) == {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert "FluxModularPipeline by its own call" in " ".join(said.split())
+
+
+def test_a_run_is_of_one_commit_of_its_base_model(hub, fetch, starter, shapes, tmp_path):
+    """A branch that moves between two starts, or between two machines of a start, changes nothing."""
+    fetch("run", NAME)
+    pushed = tmp_path / "pushed"
+    shutil.copytree(tmp_path / "hub", pushed)
+    with (pushed / NAME / "vae/config.json").open("a") as file:
+        file.write("\n")
+    hub.push(LATER, pushed)
+    machines = starter.start(
+        ranks.machine_at_hub, 2, variables(hub, tmp_path), command(tmp_path / "machines", shapes, NAME)
+    )
+    assert machines.wait() == [0, 0] and f"{NAME}@{COMMIT}" in machines.said, machines.said
+    shutil.rmtree(tmp_path / "home")  # as on a machine that has nothing of it yet
+    said = fetch("run", NAME, more=["--max_train_steps=2"])
+    assert f"{NAME}@{COMMIT}" in said and LATER not in said and "changed since the checkpoint" not in said
+    said = fetch("run", NAME, more=["--max_train_steps=3", "--revision=main"])
+    sentence = f"base commit was {NAME}@{COMMIT} at the checkpoint, and is {NAME}@{LATER} now"
+    assert sentence in " ".join(said.split())
 
 
 def test_what_the_hub_does_not_have_is_one_sentence(hub, shapes, tmp_path):

@@ -21,9 +21,22 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.root = root
+        self.commit = COMMIT
+        self.roots: dict[str, Path] = {}
+        """Root of each commit but the newest, of which branches are."""
         self.fetched: list[str] = []
         self.created: list[dict] = []
         self.tokens: set[str] = set()
+
+    def push(self, commit: str, root: Path) -> None:
+        self.roots[self.commit] = self.root
+        self.commit, self.root = commit, root
+
+    def commit_named(self, revision: str) -> str:
+        return revision if revision in self.roots else self.commit
+
+    def root_of(self, commit: str) -> Path:
+        return self.roots.get(commit, self.root)
 
     @property
     def address(self) -> str:
@@ -73,24 +86,26 @@ class Answer(BaseHTTPRequestHandler):
     def answer(self, with_body: bool) -> None:
         words = unquote(urlsplit(self.path).path).strip("/").split("/")
         if words[:2] == ["api", "models"]:
-            self.tell(self.server.root / words[2] / words[3], words[4])
+            commit = self.server.commit_named(words[5] if len(words) > 5 else "")
+            self.tell(self.server.root_of(commit) / words[2] / words[3], words[4], commit)
             return
         if words[:2] == ["api", "datasets"]:
             self.tell(self.server.root / "datasets" / words[2] / words[3], *words[4:5])
             return
         if words[0] == "datasets":
             words = ["datasets/" + words[1], *words[2:]]
-        path = self.server.root.joinpath(words[0], words[1], *words[4:])
+        commit = self.server.commit_named("".join(words[3:4]))
+        path = self.server.root_of(commit).joinpath(words[0], words[1], *words[4:])
         if not path.is_file():
             self.refuse("EntryNotFound")
             return
         content = path.read_bytes()
-        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}
         if with_body:
             self.server.fetched.append("/".join(words[4:]))
         self.reply(200, content, headers, with_body)
 
-    def tell(self, folder: Path, question: str = "") -> None:
+    def tell(self, folder: Path, question: str = "", commit: str = COMMIT) -> None:
         if not folder.is_dir():
             self.refuse("RepoNotFound")
             return
@@ -106,7 +121,7 @@ class Answer(BaseHTTPRequestHandler):
         ]
         info = {
             "id": "/".join(folder.parts[-2:]),
-            "sha": COMMIT,
+            "sha": commit,
             "siblings": [{"rfilename": each["path"]} for each in tree],
             "tags": [],
             "private": False,

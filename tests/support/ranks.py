@@ -78,6 +78,12 @@ def command_line_at_hub(variables: dict[str, str], arguments: list[str]) -> None
     command_line(arguments)
 
 
+def machine_at_hub(variables: dict[str, str], arguments: list[str]) -> None:
+    """Run the command line as a machine of its own: rank 0 has the model already, the others ask the hub."""
+    own = {"HF_HUB_OFFLINE": "1"} if os.environ["RANK"] == "0" else {"HF_HOME": variables["HF_HOME"] + "-of-others"}
+    command_line_at_hub(variables | own, arguments)
+
+
 def command_line_beside(folder: str, arguments: list[str]) -> None:
     """Run the command line where modules of a folder can be imported."""
     sys.path.insert(0, folder)

@@ -145,6 +145,7 @@ class AutomaticFamily(ModelFamily):
         calls = f"one call for each sample, since {found.unbatched}" if found.unbatched else "one call for all samples"
         guided = f"without guidance, since {found.unguided}" if found.unguided else "with guidance"
         return {
+            **super().facts(),
             "pipeline": f"{self.pipeline_class.__name__} by its own call, proven with {versions}",
             "found": f"{found.schedule.objective}, {calls}, sampled {guided}{found.kinds}",
         }

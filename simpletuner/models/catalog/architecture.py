@@ -20,6 +20,7 @@ from simpletuner.models.catalog.registry import (
     check_model,
     flavour_of,
     flavours_of,
+    repository_named,
     revision_of,
     tiny_architecture,
 )
@@ -90,10 +91,7 @@ def architecture_of(model: Model, warn: Callable[[str], None]) -> Architecture:
         raise SettingsError(f"{name} is no folder", "check pretrained_model_name_or_path")
     if not name:
         check_named(model)
-    flavour = flavour_of(model)
-    return architecture_in_hub_cache(
-        name or (flavour.hub if flavour else ""), revision_of(model)
-    ) or published_architecture(model, warn)
+    return architecture_in_hub_cache(repository_named(model), revision_of(model)) or published_architecture(model, warn)
 
 
 def folder_of(model: Model) -> str:

@@ -113,6 +113,12 @@ def flavour_of(model: Model) -> Flavour | None:
     return flavours.get(model.model_flavour) if model.model_flavour else next(iter(flavours.values()), None)
 
 
+def repository_named(model: Model) -> str:
+    """Return the name of a base model, or the repository of its flavour; empty for a family without one."""
+    flavour = flavour_of(model)
+    return model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
+
+
 def revision_of(model: Model) -> str | None:
     """Hub revision of a model: from the settings, else of the published flavour."""
     flavour = None if model.pretrained_model_name_or_path else flavour_of(model)

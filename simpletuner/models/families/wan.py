@@ -73,10 +73,10 @@ class Wan(ModelFamily):
         return FIRST  # also of a LoRA that is loaded into the second
 
     def facts(self) -> Mapping[str, str]:
+        if not self.other_denoiser:
+            return super().facts()
         low, high = self.sigma_range
-        return (
-            {"denoiser": f"{self.denoiser_name}, for noise levels {low:g} to {high:g}"} if self.other_denoiser else {}
-        )
+        return {**super().facts(), "denoiser": f"{self.denoiser_name}, for noise levels {low:g} to {high:g}"}
 
     def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         if self.other_denoiser and not self._frozen:

@@ -29,6 +29,7 @@ from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae
 from simpletuner.models.folder.diffusers_io import cast_inputs
+from simpletuner.models.folder.weights import BASE_COMMIT, commit_of, repository_of
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import Shape
@@ -214,7 +215,8 @@ class ModelFamily(PipelineFolder, ABC):
 
     def facts(self) -> Mapping[str, str]:
         """Return rows for the summary, the model card and checkpoints."""
-        return {}
+        commit = commit_of(self.folder)
+        return {BASE_COMMIT: f"{repository_of(self.folder)}@{commit}"} if commit else {}
 
     @property
     def cache_facts(self) -> Mapping[str, str]:

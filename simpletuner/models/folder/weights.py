@@ -1,10 +1,12 @@
-"""Weight files of a pipeline folder: safetensors of one variant. A pickle is never read, whatever its name.
+"""Files of a pipeline folder: its index, weights as safetensors of one variant, its commit in the hub's cache.
 
-The index of a folder is model_index.json, or modular_model_index.json if it is alone.
+A pickle is never read, whatever its name. The index is model_index.json, or modular_model_index.json if it is
+alone. A folder of the hub's cache is `models--OWNER--NAME/snapshots/COMMIT`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,23 @@ def variant_of(path: Path) -> str | None:
     """The variant in a weights file's name (`model.fp16-00001-of-00002.safetensors` -> fp16), or None."""
     _, dot, rest = path.name.removesuffix(".safetensors").partition(".")
     return rest.partition("-")[0] if dot else None
+
+
+BASE_COMMIT = "base commit"
+"""Name of the fact in a run's summary and checkpoints: `OWNER/NAME@COMMIT`."""
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit that a folder is of; empty for a folder outside of the hub's cache."""
+    return folder.name if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name) else ""
+
+
+def repository_of(folder: Path) -> str:
+    return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+
+
+def commit_in(fact: str, repository: str) -> str:
+    """Return the commit of a recorded fact; empty where it is of another repository, or none at all."""
+    name, _, commit = fact.rpartition("@")
+    return commit if name == repository and COMMIT.fullmatch(commit) else ""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, explain_system_errors
-from simpletuner.models.catalog.registry import TINY, check_pipeline, flavour_of, revision_of, suggest_base
+from simpletuner.models.catalog.registry import TINY, check_pipeline, repository_named, revision_of, suggest_base
 from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.folder.malformed import CHECK_COPY, translate_load_errors
 from simpletuner.models.folder.named_code import refuse_code
@@ -14,6 +14,7 @@ from simpletuner.models.folder.weights import (
     COMPONENT_SUFFIXES,
     INDEX,
     MODULAR_INDEX,
+    commit_of,
     index_file,
     read_index,
     refuse_pickles,
@@ -34,10 +35,13 @@ VARIANT_WEIGHTS = "*/*.*.safetensors"
 """Weights with a variant's name in theirs, such as model.fp16.safetensors."""
 
 
-def load_family(settings: Settings, world: World, stop: Callable[[], None], skips_checked: bool = False) -> ModelFamily:
+def load_family(
+    settings: Settings, world: World, stop: Callable[[], None], skips_checked: bool = False, commit: str = ""
+) -> ModelFamily:
     """Collective: open the base model's folder, which the first rank builds or downloads if need be.
 
     With `skips_checked`, what an earlier start has found complete here is not checked again (`note_checked`).
+    A model of the hub is of one commit on all ranks: of `commit`, or of the one that the first rank is answered.
     Raises EnvironmentNotReady for a folder that is malformed or lacks anything that would be made up.
     """
     model = settings.model
@@ -56,11 +60,13 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None], skip
         if world.is_first:
             convert_once(path, model, cls, folder)
     else:
-        folder = local_folder(model) or (download(model) if world.is_first else None)
+        folder = local_folder(model) or (download(model, commit) if world.is_first else None)
     world.store_barrier("base model", stop, DOWNLOAD_SECONDS)
     if world.size > 1:
         world.barrier()  # what is wrong with the folder ends all ranks alike, none while another still asks its store
-    folder = folder or download(model)  # on the other ranks: from the hub's cache, if they share it with the first
+    # Of the same commit, whatever the branch names by now; from the hub's cache, where ranks share it with the first.
+    first = world.from_first("commit of the base model", lambda: commit_of(folder) if folder else "", stop)
+    folder = folder or download(model, first)
     with translate_load_errors(folder):
         refuse_special_files(folder)
         refuse_pickles(folder)
@@ -92,13 +98,13 @@ def folder_at_hand(settings: Settings) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    model, flavour = settings.model, flavour_of(settings.model)
+    model = settings.model
     if model.model_flavour == TINY and not model.pretrained_model_name_or_path:
         folder = tiny_folder(settings)
         return folder if folder.is_dir() else None
     if folder := local_folder(model):
         return folder
-    name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
+    name = repository_named(model)
     try:
         return Path(snapshot_download(name, revision=revision_of(model), local_files_only=True)) if name else None
     except (HFValidationError, LocalEntryNotFoundError):
@@ -131,19 +137,21 @@ def local_folder(model: Model) -> Path | None:
     return path if model.pretrained_model_name_or_path and path.is_dir() else None
 
 
-def download(model: Model) -> Path:
-    """Fetch what is missing of a published pipeline and return its folder.
+def download(model: Model, commit: str = "") -> Path:
+    """Fetch what is missing of a published pipeline, at a commit if one is named, and return its folder.
 
     Raises EnvironmentNotReady when the hub does not have it or cannot be reached.
     """
-    index = read_index(fetch_files(model, [INDEX, MODULAR_INDEX]))
+    found = fetch_files(model, [INDEX, MODULAR_INDEX], commit=commit)
+    # Files of one commit, also where somebody pushes another one between these requests.
+    index, commit = read_index(found), commit_of(found)
     components = [part for part, value in index.items() if isinstance(value, list) and value[0]]
     wanted = [INDEX, MODULAR_INDEX, *(f"{part}/*{suffix}" for part in components for suffix in COMPONENT_SUFFIXES)]
     # Many repositories also hold the whole model as a single file and in other precisions.
-    return fetch_files(model, wanted, None if model.variant else [VARIANT_WEIGHTS])
+    return fetch_files(model, wanted, None if model.variant else [VARIANT_WEIGHTS], commit)
 
 
-def fetch_files(model: Model, wanted: list[str], ignored: list[str] | None = None) -> Path:
+def fetch_files(model: Model, wanted: list[str], ignored: list[str] | None = None, commit: str = "") -> Path:
     """Fetch files of a published pipeline by patterns, and return its folder.
 
     Raises EnvironmentNotReady when the hub does not have it or cannot be reached.
@@ -151,10 +159,9 @@ def fetch_files(model: Model, wanted: list[str], ignored: list[str] | None = Non
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    flavour = flavour_of(model)
-    name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
+    name = repository_named(model)
     try:
-        revision = revision_of(model)
+        revision = commit or revision_of(model)
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=ignored))
     except HFValidationError:
         raise SettingsError(f"{name} is neither a folder nor a hub id", "check pretrained_model_name_or_path") from None
@@ -163,4 +170,8 @@ def fetch_files(model: Model, wanted: list[str], ignored: list[str] | None = Non
         # Random weights are no cure for a name that is mistyped.
         named = model.pretrained_model_name_or_path
         hint = f"there is no folder {named} here: check pretrained_model_name_or_path" if named else suggest_base(model)
-        raise EnvironmentNotReady(f"cannot fetch {name} from the hub: {reason}", hint) from None
+        if commit:
+            branch = revision_of(model) or "main"
+            hint = f"the run has begun with this commit: --revision={branch} takes what is there now"
+        place = f" at {commit}" if commit else ""
+        raise EnvironmentNotReady(f"cannot fetch {name}{place} from the hub: {reason}", hint) from None

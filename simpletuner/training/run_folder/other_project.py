@@ -24,7 +24,8 @@ from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.scan.comparison import hash_content
 from simpletuner.errors import EnvironmentNotReady, OtherRunsFolder
-from simpletuner.models.catalog.registry import flavours_of
+from simpletuner.models.catalog.registry import flavours_of, repository_named
+from simpletuner.models.folder.weights import BASE_COMMIT, commit_in
 from simpletuner.runs.data_listing import DataListing, place_of, read_listing_of
 from simpletuner.runs.metrics import parse_lines
 from simpletuner.runs.settings_record import HISTORY, SETTINGS, read_settings
@@ -39,6 +40,19 @@ MOST_READ = 1000
 """Images that are opened, where those of a moved folder are looked for."""
 HUB, HUB_MODEL = "datasets--", "models--"
 """Prefixes of the folders of datasets and models in the hub's cache, with one folder per commit."""
+
+
+def commit_of_run(settings: Settings, checkpoint: Checkpoint | None) -> str:
+    """Return the commit of the hub that a run's base model was read at first; empty for one that has none.
+
+    It is taken again as long as the settings name the same: without it a branch that has moved since would
+    change the frozen weights under a LoRA, or the VAE under its cached latents.
+    """
+    before = read_settings(settings.training.output_dir / SETTINGS) or {}
+    if checkpoint is None or before.get("revision") != settings.model.revision:
+        return ""
+    fact = checkpoint.state.get("proven", {}).get(BASE_COMMIT, "")
+    return commit_in(str(fact), repository_named(settings.model))
 
 
 def refuse_other_model(session: Session, checkpoint: Checkpoint | None) -> None:
