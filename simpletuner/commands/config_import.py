@@ -41,6 +41,7 @@ from simpletuner.importing.sorting import (
     working_folder,
 )
 from simpletuner.importing.toml_document import MARK, sources_of
+from simpletuner.importing.trainers.ai_toolkit import AI_TOOLKIT
 from simpletuner.importing.trainers.diffusion_pipe import DIFFUSION_PIPE
 from simpletuner.importing.trainers.sd_scripts import SD_SCRIPTS
 from simpletuner.importing.translation import OriginalConfig, translate
@@ -58,7 +59,7 @@ from simpletuner.settings.resolving.sources import from_accelerate, from_env_fil
 from simpletuner.settings.values.spelling import normalize_name
 from simpletuner.system.files.atomic import refuse_overwriting
 
-TRAINERS = {each.name: each for each in (SD_SCRIPTS, DIFFUSION_PIPE)}
+TRAINERS = {each.name: each for each in (SD_SCRIPTS, DIFFUSION_PIPE, AI_TOOLKIT)}
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ def import_their_runs(file: ForeignFile, output: Path | None, force: bool, parti
     """Write the runs of another trainer, each with its datasets and prompts as files of ours."""
     for number, values in enumerate(file.runs, 1):
         written = output if output is None or number == 1 else output.with_stem(f"{output.stem}-{number}")
+        if written is not None and number > 1:
+            refuse_overwriting(written, force)
         import_their_run(file, values, written, force, partial)
 
 
@@ -165,12 +168,14 @@ def file_of_datasets(run: Translation, file: ForeignFile, output: Path | None) -
     trainer = file.trainer
     name = run.get(trainer.dataset_file) if trainer.dataset_file else None
     run.values.pop(trainer.dataset_file, None)
-    if not name:
-        return None if trainer.dataset_file else file
-    path = first_existing(str(name), (Path(), file.path.parent))
+    if not name and trainer.dataset_file:
+        return None
+    path = first_existing(str(name), (Path(), file.path.parent)) if name else file.path
     if path is None or output is None:
-        message = f"{file.path} names datasets in {name}, which become a file of their own"
+        message = f"{file.path} names datasets{f' in {name}' if name else ''}, which become a file of their own"
         raise SettingsError(message, "check that path" if output else "give --output=run.toml")
+    if not name:
+        return file
     listed = foreign_file(path)
     if listed is None or not listed.is_list:
         raise SettingsError(f"{path} lists no datasets as {trainer.name} has them", "name its file of datasets")

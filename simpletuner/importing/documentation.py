@@ -34,8 +34,7 @@ a line per setting, and comments that say what changed, what was left out, and w
 config.env, the WebUI's file, a list of datasets, or a folder such as `config/foo`, with the file that the original
 takes there. Where the original's defaults are others and the result depends on them, they are written, too: those of
 its settings, its optimizers, its families and its LoRA targets. What it does not read (warm-up steps with
-lr_scheduler=constant) is left out. dataset TOML and training TOML of kohya's sd-scripts and diffusion-pipe's TOML are
-translated as well, where they map one to one.
+lr_scheduler=constant) is left out. Files of other trainers: [from-other-trainers.md](from-other-trainers.md).
 
 - A file that would train something else here ends the import with exit code 2 and writes nothing: names under
   "Refused, and decisive", optimizers and bases that this version has not got, references, audio and other

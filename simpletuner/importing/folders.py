@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -57,6 +57,30 @@ def files_in(path: Any) -> list[Path]:
         return []
 
 
+def images_of(files: Sequence[Path]) -> list[Path]:
+    return [file for file in files if file.suffix.lower() in IMAGES]
+
+
+def captioned(image: Path, suffix: str) -> bool:
+    """True if an image has a caption file of its name that is not empty."""
+    with suppress(OSError):
+        return bool(image.with_suffix(suffix).read_bytes().strip())
+    return False
+
+
+def stills_and_clips(path: object, video: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the additions to a folder's entry, for its stills and for its clips, which are two datasets here.
+
+    Without a block `video` all of its files are stills; both are yielded for a folder that is not here.
+    """
+    suffixes = {file.suffix.lower() for file in files_in(path)}
+    has_clips = bool(video) and (not suffixes or not suffixes.isdisjoint(VIDEOS))
+    if not has_clips or not suffixes or not suffixes.isdisjoint(IMAGES):
+        yield {}
+    if has_clips:
+        yield {"dataset_type": "video", "video": dict(video)}
+
+
 def subfolders(found: Translation, key: str) -> None:
     """Name images below a folder of a trainer that does not read subfolders."""
     path = found.defaults["instance_data_dir"]
@@ -86,7 +110,7 @@ FLAGS = {
 FLAG = re.compile(r" --(\w+) ?")
 
 
-def prompt_of_line(line: str) -> tuple[dict[str, Any], list[str]]:
+def prompt_of_line(line: str, flags: Mapping[str, str] = FLAGS) -> tuple[dict[str, Any], list[str]]:
     """Return a prompt with our keys, and the options that have none here: `a cat --w 768 --h 512 --d 1`."""
     parts = FLAG.split(line.strip())
     prompt: dict[str, Any] = {"prompt": parts[0]}
@@ -96,7 +120,7 @@ def prompt_of_line(line: str) -> tuple[dict[str, Any], list[str]]:
             width, height = int(given.pop("w", 512)), int(given.pop("h", 512))
             prompt["resolution"] = f"{width}x{height}" + (f"@{given.pop('f')}" if "f" in given else "")
     for name in list(given):
-        if key := FLAGS.get(name):
+        if key := flags.get(name):
             prompt[key] = given.pop(name) if key == "negative_prompt" else as_number(given.pop(name))
     return prompt, sorted(given)
 

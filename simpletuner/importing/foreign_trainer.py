@@ -76,9 +76,16 @@ class Translation:
         return f"{self.file}:{line}" if line else str(self.file)
 
     def put(self, setting: str, key: str, value: Any, note: str = "") -> None:
-        """Let a key become a setting, or a key of our dataset file."""
-        self.taken[setting] = TakenKey(key, self.written.get(key), value, note)
+        """Let a key become a setting, or a key of our dataset file; where it is silent, this is the default."""
+        if key in self.written:
+            self.taken[setting] = TakenKey(key, self.written[key], value, note)
+        else:
+            self.defaults[setting] = value
         self.values.pop(key, None)
+
+    def of(self, setting: str, default: Any = None) -> Any:
+        """Return the value that a setting has so far."""
+        return self.taken[setting].value if setting in self.taken else self.defaults.get(setting, default)
 
     def rename(self, setting: str, key: str, default: Any = None) -> Any:
         """Let a key become a setting of the same value, where the file has it, or else with a default."""

@@ -15,7 +15,7 @@ from simpletuner.app import main
 from simpletuner.settings import load
 from simpletuner.settings.declared.sections import SECTION_OF
 from simpletuner.settings.foreign.original_names import TABLE
-from simpletuner.settings.foreign.recognition import KOHYA, OF_KOHYA, PIPE, trainer_of
+from simpletuner.settings.foreign.recognition import AITOOLKIT, KOHYA, OF_KOHYA, PIPE, trainer_of
 
 KOHYA_DATA = """\
 [general]
@@ -99,17 +99,22 @@ def run(capsys):
     return run
 
 
+JOB = "job: extension\nconfig:\n  name: x\n  process:\n    - type: sd_trainer\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "whose"), [(KOHYA_DATA, KOHYA), (KOHYA_RUN, KOHYA), (PIPE_DATA, PIPE), (PIPE_RUN, PIPE)]
+    ("text", "whose"),
+    [(KOHYA_DATA, KOHYA), (KOHYA_RUN, KOHYA), (PIPE_DATA, PIPE), (PIPE_RUN, PIPE), (JOB, AITOOLKIT)],
 )
 def test_commands_that_read_settings_say_whose_file_it_is_and_what_to_do(run, text, whose):
-    Path("their.toml").write_text(text)
+    their = "their.yaml" if text == JOB else "their.toml"
+    Path(their).write_text(text)
     output = "datasets.json" if text in (KOHYA_DATA, PIPE_DATA) else "run.toml"
-    for command in (("config", "validate", "their.toml"), ("train", "--dry_run", "--config=their.toml")):
+    for command in (("config", "validate", their), ("train", "--dry_run", f"--config={their}")):
         code, _, err = run(*command)
         assert code == 2 and err.splitlines() == [
-            f"error: their.toml is a file of {whose}",
-            f"hint: `simpletuner config import their.toml --output={output}` translates it, or says what would be lost",
+            f"error: {their} is a file of {whose}",
+            f"hint: `simpletuner config import {their} --output={output}` translates it, or says what would be lost",
         ]
 
 
@@ -374,7 +379,6 @@ FOREIGN = {
     "gui.json": ('{"LoRA_type": "Standard", "network_dim": 32, "epoch": 10}', "kohya_ss, the GUI"),
     "one.json": ('{"training_method": "LORA", "base_model_name": "m", "model_type": "FLUX_DEV_1"}', "OneTrainer"),
     "krea.json": ('{"attention_mechanism": "FLASH", "base_model_name": "m", "training_method": "LORA"}', "OneTrainer"),
-    "ai.yaml": ("job: extension\nconfig:\n  name: x\n  process:\n    - type: sd_trainer\n", "ai-toolkit"),
     "data.toml": ('[[datasets]]\nimage_directory = "stills"\n', "musubi-tuner"),
     "musubi.toml": ('dit = "x"\nnetwork_module = "networks.lora_wan"\nnetwork_dim = 4\n', "musubi-tuner"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from simpletuner.importing.folders import IMAGES, VIDEOS, files_in, folder_entry, size_of, subfolders
+from simpletuner.importing.folders import VIDEOS, files_in, folder_entry, size_of, stills_and_clips, subfolders
 from simpletuner.importing.foreign_trainer import LION, ForeignTrainer, Translation, key_table
 from simpletuner.importing.trainers.sd_scripts import FASTER, OPTIMIZER, SCHEDULE
 from simpletuner.settings.foreign.recognition import PIPE
@@ -205,13 +205,9 @@ def kinds(given: Mapping[str, object], is_middle: bool) -> Iterator[dict[str, An
 
     Videos are never of the bucket of 1 frame there (dataset.py, `_find_closest_ar_bucket`).
     """
-    lengths, suffixes = clip_lengths(given), {file.suffix.lower() for file in files_in(given.get("path"))}
-    has_clips = bool(lengths) and (not suffixes or not suffixes.isdisjoint(VIDEOS))
-    if not has_clips or not suffixes or not suffixes.isdisjoint(IMAGES):
-        yield {}
-    if has_clips:
-        place = {"clip_position": "middle"} if is_middle else {}
-        yield {"dataset_type": "video", "video": {"frame_buckets": lengths, **place}}
+    place = {"clip_position": "middle"} if is_middle else {}
+    lengths = clip_lengths(given)
+    yield from stills_and_clips(given.get("path"), {"frame_buckets": lengths, **place} if lengths else {})
 
 
 def clip_lengths(given: Mapping[str, object]) -> list[Any]:
