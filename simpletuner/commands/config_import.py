@@ -43,6 +43,7 @@ from simpletuner.importing.sorting import (
 from simpletuner.importing.toml_document import MARK, sources_of
 from simpletuner.importing.trainers.ai_toolkit import AI_TOOLKIT
 from simpletuner.importing.trainers.diffusion_pipe import DIFFUSION_PIPE
+from simpletuner.importing.trainers.kohya_gui import KOHYA_GUI
 from simpletuner.importing.trainers.sd_scripts import SD_SCRIPTS
 from simpletuner.importing.translation import OriginalConfig, translate
 from simpletuner.models.catalog.registry import check_trainable
@@ -59,7 +60,7 @@ from simpletuner.settings.resolving.sources import from_accelerate, from_env_fil
 from simpletuner.settings.values.spelling import normalize_name
 from simpletuner.system.files.atomic import refuse_overwriting
 
-TRAINERS = {each.name: each for each in (SD_SCRIPTS, DIFFUSION_PIPE, AI_TOOLKIT)}
+TRAINERS = {each.name: each for each in (SD_SCRIPTS, KOHYA_GUI, DIFFUSION_PIPE, AI_TOOLKIT)}
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,21 @@ def import_their_datasets(file: ForeignFile, output: Path | None, partial: bool)
 def their_datasets(run: Translation, file: ForeignFile) -> ImportedDatasets:
     """Return the datasets of a run, or of a dataset file, as ours."""
     found = list(file.trainer.entries(run, file.values))
-    entries = with_different_ids(
-        each.defaults | {name: key.value for name, key in each.taken.items()} for each in found
-    )
+    entries = []
+    for each, entry in zip(found, with_different_ids(each.as_entry() for each in found), strict=True):
+        conditions = with_different_ids(
+            {**other.as_entry(), "id": f"{entry['id']}-{CONDITION_IDS[other.defaults['conditioning_type']]}"}
+            for other in each.conditions
+        )
+        entries += [entry | ({"conditioning_data": [other["id"] for other in conditions]} if conditions else {})]
+        entries += conditions
     taken = import_datasets([DatasetEntry.of(entry, file.path) for entry in entries], file.path, Data(), Path(), {})
-    left_out = [item for each in found for item in each.left_out]
+    left_out = [item for each in found for item in (*each.left_out, *(i for c in each.conditions for i in c.left_out))]
     return ImportedDatasets(taken.entries, [*left_out, *taken.left_out], True)
+
+
+CONDITION_IDS = {"mask": "masks", "reference_strict": "references", "reference_loose": "references"}
+"""Ends of the ids of masks and references, by their conditioning_type."""
 
 
 def with_different_ids(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -168,14 +178,15 @@ def file_of_datasets(run: Translation, file: ForeignFile, output: Path | None) -
     trainer = file.trainer
     name = run.get(trainer.dataset_file) if trainer.dataset_file else None
     run.values.pop(trainer.dataset_file, None)
-    if not name and trainer.dataset_file:
+    listed = None if name else trainer.folders(run)
+    if not name and trainer.dataset_file and not listed:
         return None
     path = first_existing(str(name), (Path(), file.path.parent)) if name else file.path
     if path is None or output is None:
         message = f"{file.path} names datasets{f' in {name}' if name else ''}, which become a file of their own"
         raise SettingsError(message, "check that path" if output else "give --output=run.toml")
     if not name:
-        return file
+        return replace(file, values=listed or file.values)
     listed = foreign_file(path)
     if listed is None or not listed.is_list:
         raise SettingsError(f"{path} lists no datasets as {trainer.name} has them", "name its file of datasets")

@@ -41,6 +41,14 @@ def folder_entry(found: Translation, path_key: str, repeats_key: str) -> None:
     found.values.pop(repeats_key, None)
 
 
+def condition(found: Translation, path: object, kind: str, **keys: object) -> None:
+    """Add a folder of masks or references to a dataset, `kind` being its conditioning_type."""
+    other = Translation(found.trainer, found.file, {}, found.lines)
+    other.defaults = {"id": "", "type": "local", "instance_data_dir": path, "dataset_type": "conditioning"}
+    other.defaults |= {"conditioning_type": kind, **keys}
+    found.conditions.append(other)
+
+
 def size_of(resolution: object, is_bucketed: bool) -> dict[str, Any]:
     """Return the keys of a size: the edge of a square, or width and height, whose area counts."""
     if isinstance(resolution, Sequence) and len(resolution) == 2 and all(isinstance(side, int) for side in resolution):
@@ -133,6 +141,19 @@ def as_number(text: str) -> Any:
     return text
 
 
+def prompts_of_lines(run: Translation, key: str, lines: Sequence[str]) -> None:
+    """Take prompts, one a line; lines that begin with # are comments."""
+    others: set[str] = set()
+    for line in lines:
+        if line.strip() and not line.lstrip().startswith("#"):
+            prompt, unknown = prompt_of_line(line)
+            run.prompts.append(prompt)
+            others |= set(unknown)
+    if others:
+        run.remark(key, f"{shlex.join(f'--{name}' for name in sorted(others))} of its prompts have no place here")
+    run.drop([key], "its prompts are those of validation_prompt_file")
+
+
 def prompts_of_file(run: Translation, key: str) -> None:
     """Read the prompts of the text file that a run names, a line each."""
     name = run.get(key)
@@ -148,12 +169,4 @@ def prompts_of_file(run: Translation, key: str) -> None:
         lines = read_text(file).splitlines()
     except (OSError, NotParsed) as error:
         raise SettingsError(f"cannot read {file}: {error}", "correct that path") from None
-    others: set[str] = set()
-    for line in lines:
-        if line.strip() and not line.lstrip().startswith("#"):
-            prompt, unknown = prompt_of_line(line)
-            run.prompts.append(prompt)
-            others |= set(unknown)
-    if others:
-        run.remark(key, f"{shlex.join(f'--{name}' for name in sorted(others))} of its prompts have no place here")
-    run.drop([key], "its prompts are those of validation_prompt_file")
+    prompts_of_lines(run, key, lines)

@@ -7,12 +7,15 @@ that neither knows is lost. The same mechanism fills settings (of a run) and key
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from simpletuner.errors import SettingsError
 from simpletuner.importing.original import Effect, UnmappedValue
+from simpletuner.settings.declared.errors import shorten
 from simpletuner.settings.foreign.key_table import Convert, Ignores, KeyTable, MappedField, Maps, Refuses, map_field
 from simpletuner.settings.foreign.original_names import is_off, names_of
 from simpletuner.settings.values.spelling import normalize_name
@@ -47,6 +50,8 @@ class Translation:
     """Validation prompts with keys of validation_prompt_file."""
     only_datasets: bool = False
     """True if the file lists datasets, and no run is there."""
+    conditions: list[Translation] = field(default_factory=list)
+    """Masks and references of a dataset, each a dataset of its own."""
     written: dict[str, Any] = field(init=False)
     """All values of the file."""
 
@@ -62,11 +67,12 @@ class Translation:
         return normalize_name(self.get(key, default))
 
     def number(self, key: str, default: float) -> float:
-        """Return a number, also one that is written as text; the default for what is none."""
+        """Return a finite number, also one that is written as text; the default for what is none."""
         try:
-            return float(self.get(key, default))
-        except (TypeError, ValueError):
+            number = float(self.get(key, default))
+        except (TypeError, ValueError, OverflowError):
             return default  # whoever checks the value has the sentence
+        return number if math.isfinite(number) else default
 
     def is_on(self, key: str, default: bool = False) -> bool:
         return not is_off(self.get(key, default))
@@ -124,9 +130,27 @@ class Translation:
             if key in self.values:
                 (self.drop([key], ASKS_FOR_NOTHING) if is_off(self.values[key]) else self.lose(key, reason))
 
+    def as_entry(self) -> dict[str, Any]:
+        """Return what has become of a dataset, by the keys of ours."""
+        return self.defaults | {name: key.value for name, key in self.taken.items()}
+
     def below(self, section: str) -> list[str]:
         """Unanswered keys of a section."""
         return [key for key in self.values if key.startswith(f"{section}.")]
+
+    def tables(self, values: Mapping[str, Any], key: str, lists: Sequence[str] = ()) -> list[Mapping[str, Any]]:
+        """Return the tables of a list, of which only `lists` have lists or tables as values.
+
+        Raises SettingsError for values of other kinds.
+        """
+        found = values.get(key) or []
+        for each in found if isinstance(found, list) else [found]:
+            odd = each if isinstance(each, Mapping) else {key: each}
+            for name, value in odd.items():
+                if odd is not each or (isinstance(value, list | Mapping) and name not in lists):
+                    kind = "a single value" if odd is each else "a list of tables"
+                    raise SettingsError(f"{self.file}: {name} = {shorten(value)} is not {kind}", "correct that value")
+        return found if isinstance(found, list) else [found]
 
     def within(self, values: Mapping[str, Any], key: str = "") -> Translation:
         """Return the translation of a part of the file, such as one of its datasets."""
@@ -194,6 +218,8 @@ class ForeignTrainer:
     """Translations of the datasets that a run, or a dataset file, lists: (run, its or the file's values)."""
     dataset_file: str = ""
     """Key that names the file of datasets."""
+    folders: Callable[[Translation], Mapping[str, Any] | None] = lambda run: None
+    """Values of a dataset file for the folders that a run without one names."""
     is_flat: bool = False
     """True if sections are read as if their keys stood side by side."""
     jobs: Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]] = lambda values: iter([values])
@@ -252,13 +278,19 @@ LION = {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_weight_decay": 0.0}
 """Defaults of Lion's packages (lion-pytorch, bitsandbytes)."""
 
 
-def optimizer_arguments(run: Translation, key: str, arguments: Iterable[str]) -> None:
-    """Take arguments of an optimizer as sd-scripts and musubi-tuner have them: `weight_decay=0.1`,
-    `eps=1e-8`, `betas=0.9,0.99`.
+PRODIGY = {
+    "decouple": ("true",),
+    **dict.fromkeys(("use_bias_correction", "safeguard_warmup"), ("false",)),
+    "d_coef": ("1", "1.0"),
+    "d0": ("1e_6", "1e_06", "0.000001"),
+}
+"""Defaults of Prodigy's package (prodigyopt), which ours has, too."""
 
-    `decouple=True` is Prodigy's default.
-    """
-    for argument in arguments:
+
+def optimizer_arguments(run: Translation, key: str, arguments: object) -> None:
+    """Take arguments of an optimizer as sd-scripts and musubi-tuner have them: `weight_decay=0.1`,
+    `eps=1e-8`, `betas=0.9,0.99`."""
+    for argument in arguments if isinstance(arguments, list) else [arguments] if arguments else []:
         name, _, text = str(argument).partition("=")
         settings = {
             "weight_decay": ("adam_weight_decay",),
@@ -266,7 +298,7 @@ def optimizer_arguments(run: Translation, key: str, arguments: Iterable[str]) ->
             "betas": ("adam_beta1", "adam_beta2"),
         }.get(name.strip(), ())
         values = [value.strip() for value in text.strip("()[] ").split(",")]
-        if argument.replace(" ", "") == "decouple=True" and "prodigy" in run.word("optimizer_type"):
+        if "prodigy" in run.word("optimizer_type") and normalize_name(text) in PRODIGY.get(name.strip(), ()):
             continue
         if len(values) != len(settings):
             run.remark(key, "it has no place here", argument, "lost")

@@ -27,8 +27,10 @@ def sources_of(original: Original, values: Mapping[str, Any]) -> list[Source]:
 
     `values` are those that any source of the run gives.
     """
-    known = {*values, *(canonical_name(item.name) for item in original.left_out if item.effect != "none")}
     own = {each.name: each for each in original.their_defaults}
+    unmapped = {canonical_name(item.name) for item in original.left_out if item.effect != "none"}
+    # A remark on a name of another trainer takes nothing from the value that its function of meaning has found.
+    known = {*values, *(unmapped if original.is_simpletuner else ())}
     defaults = [
         own.get(name) or RawValue(name, theirs, THEIR_DEFAULT)
         for name, theirs in {**(defaults_there(values) if original.is_simpletuner else {}), **own}.items()

@@ -161,12 +161,12 @@ def test_diffusion_pipe_becomes_a_run_of_ours(run):
     ("before", "after", "said"),
     [
         ("network_train_unet_only = true", "", "text encoders are not trained"),
-        ('"networks.lora"', '"lycoris.kohya"', "only networks.lora"),
+        ('"networks.lora"', '"networks.dylora"', "only networks.lora"),
         ("min_snr_gamma = 5", "noise_offset = 0.1", "noise_offset = 0.1 "),
         ('"AdamW8bit"', '"CAME"', "does not have this optimizer"),
-        ('"cosine"', '"cosine_with_restarts"', "does not have this schedule"),
+        ('"cosine"', '"inverse_sqrt"', "does not have this schedule"),
         ("weight_decay=0.1", "decouple=True", "decouple=True"),
-        ('dataset_config = "data.toml"', 'train_data_dir = "d"', "[[datasets.subsets]]"),
+        ('dataset_config = "data.toml"', 'train_data_dir = "d"', "REPEATS_PHRASE"),
         ('"bf16"', '"fp16"', "mixed_precision = 'fp16' "),
     ],
 )
@@ -180,7 +180,12 @@ def test_what_has_no_place_here_ends_the_import(run, before, after, said):
 
 @pytest.mark.parametrize(
     "line",
-    ["flip_aug = true", "is_reg = true", 'conditioning_data_dir = "c"', "keep_tokens = 1\nshuffle_caption = true"],
+    [
+        "flip_aug = true",
+        "is_reg = true",
+        'conditioning_data_dir = "c"',
+        "keep_tokens_separator = '|'\nshuffle_caption = true",
+    ],
 )
 def test_datasets_that_would_be_others_end_the_import(run, line):
     Path("data.toml").write_text(f"{KOHYA_DATA}  {line}\n")
@@ -376,7 +381,6 @@ def test_datasets_of_other_trainers_are_named_where_ours_are_expected(run, name,
 
 
 FOREIGN = {
-    "gui.json": ('{"LoRA_type": "Standard", "network_dim": 32, "epoch": 10}', "kohya_ss, the GUI"),
     "one.json": ('{"training_method": "LORA", "base_model_name": "m", "model_type": "FLUX_DEV_1"}', "OneTrainer"),
     "krea.json": ('{"attention_mechanism": "FLASH", "base_model_name": "m", "training_method": "LORA"}', "OneTrainer"),
     "data.toml": ('[[datasets]]\nimage_directory = "stills"\n', "musubi-tuner"),

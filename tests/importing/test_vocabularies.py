@@ -15,6 +15,8 @@ from trainer_files import answers, put, vocabulary
 from simpletuner.errors import SettingsError
 from simpletuner.importing.original import UnmappedValue
 from simpletuner.importing.trainers.ai_toolkit import AI_TOOLKIT
+from simpletuner.importing.trainers.kohya_gui import KOHYA_GUI
+from simpletuner.importing.trainers.sd_scripts import SD_SCRIPTS
 
 OTHER: dict[str, list[Any]] = {
     "flag": [True, False],
@@ -44,9 +46,28 @@ def ai_toolkit(name: str, value: Any) -> list[UnmappedValue]:
     return answers(AI_TOOLKIT, {"job": "extension", "config": {"name": "mine", "process": [process]}})
 
 
-PROGRAMS = {"ai_toolkit": ai_toolkit}
-MODEL = ("model.arch", "model.is_", "network", "model.name_or_path")
-"""Keys whose defaults are another model than the file's."""
+def sd_scripts(name: str, value: Any) -> list[UnmappedValue]:
+    network = {"network_module": "networks.lora", "network_train_unet_only": True}
+    base = {"pretrained_model_name_or_path": "xl", **network}
+    flux = {**network, "network_module": "networks.lora_flux", "model_prediction_type": "raw"}
+    return [item for each in (base, flux, {"clip_g": "x"}) for item in answers(SD_SCRIPTS, each | {name: value})]
+
+
+def kohya_gui(name: str, value: Any) -> list[UnmappedValue]:
+    bases = ({"LoRA_type": "Standard", "sdxl": True, "unet_lr": 1e-4}, {"sdxl": True})
+    return [item for base in bases for item in answers(KOHYA_GUI, base | {name: value})]
+
+
+PROGRAMS = {"ai_toolkit": ai_toolkit, "sd_scripts": sd_scripts, "kohya_gui": kohya_gui}
+MODEL = {
+    "ai_toolkit": ("model.arch", "model.is_", "network", "model.name_or_path"),
+    "sd_scripts": (
+        *("network_module", "network_train_unet_only", "pretrained_model_name_or_path", "model_prediction_type"),
+        "clip_g",
+    ),
+    "kohya_gui": ("LoRA_type", "sdxl", "unet_lr"),
+}
+"""Beginnings of keys whose defaults are another model than the file's."""
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -59,6 +80,6 @@ def test_every_key_of_a_program_is_answered(program):
             except SettingsError:
                 continue  # a sentence
             unknown += [item.given for item in said if item.reason.startswith("not a key of")]
-        if not name.startswith(MODEL):
+        if not name.startswith(MODEL[program]):
             lost += [item.given for item in PROGRAMS[program](name, default) if item.effect == "lost"]
     assert (unknown, lost) == ([], [])

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from simpletuner.errors import SettingsError
 from simpletuner.importing.folders import (
+    IMAGES,
+    condition,
     files_in,
     folder_entry,
     has_several_lines,
@@ -24,6 +29,7 @@ from simpletuner.importing.foreign_trainer import (
     one_of,
     optimizer_arguments,
 )
+from simpletuner.importing.trainers.sd_scripts_networks import NETWORKS, network
 from simpletuner.settings.foreign.key_table import Maps
 from simpletuner.settings.foreign.recognition import KOHYA
 
@@ -32,32 +38,23 @@ OPTIMIZERS = {
     **dict.fromkeys(("adamw", "adamw8bit", "pagedadamw8bit", "adamw8bitkahan", "adamw_optimi"), "adamw"),
     **dict.fromkeys(("lion", "lion8bit", "pagedlion8bit"), "lion"),
     "prodigy": "prodigy",
+    "adamwschedulefree": "adamw_schedulefree",
 }
 """Optimizers that differ from those here in the precision of their moments at most; Prodigy's package also uses
 each estimate one step earlier than its paper."""
-SCHEDULES = {name: name for name in ("constant", "constant_with_warmup", "linear", "cosine")}
+SCHEDULES = {name: name for name in ("constant", "constant_with_warmup", "linear", "cosine", "polynomial")}
 OPTIMIZER = Maps("optimizer", one_of(OPTIMIZERS, "optimizer"))
 SCHEDULE = Maps("lr_scheduler", one_of(SCHEDULES, "schedule"))
-NETWORKS = {
-    "networks.lora": "",
-    "networks.lora_flux": "flux",
-    "networks.lora_sd3": "sd3",
-    "networks.lora_lumina": "lumina2",
-}
-"""Modules that are a LoRA, with the family that they are of."""
-ATTENTION_BLOCKS = "to_q,to_k,to_v,to_out.0,proj_in,proj_out,ff.net.0.proj,ff.net.2"
-"""U-Net layers that `networks.lora` adapts: linear ones and 1 x 1 convolutions of attention blocks."""
-BLOCKS = {
-    "flux": "transformer_blocks.*,single_transformer_blocks.*",
-    "sd3": "transformer_blocks.*",
-    "lumina2": "layers.*,noise_refiner.*,context_refiner.*,norm_out.*",
-}
-"""Layers that the networks of transformers adapt: all of their blocks, and Lumina's last one."""
-FUSED = "q, k and v are one matrix there; here each has a LoRA of its own, of the same rank"
-SHIFTS = {"flux": 3.0, "sd3": 1.0, "lumina2": 6.0}
-DIMS = re.compile(r"(\w+_)?(dims?|alpha|lrs?|lr_weight|lr_ratio|dropout|blocks?|block_indices|sigma|beta)$")
-OF_ALL = ("resolution", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "caption_extension", "num_repeats")
-"""Names of a training file that hold for datasets which are silent about them."""
+SHIFTS = {"flux": 3.0, "chroma": 3.0, "sd3": 1.0, "lumina2": 6.0, "hunyuanimage": 5.0}
+"""Shift of the families that match flows, where the file is silent."""
+OF_ALL = (
+    *("resolution", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_no_upscale", "caption_extension"),
+    *("shuffle_caption", "keep_tokens", "keep_tokens_separator", "secondary_separator", "caption_separator"),
+    *("enable_wildcard", "caption_prefix", "caption_suffix", "caption_dropout_every_n_epochs", "dataset_repeats"),
+    *("caption_tag_dropout_rate", "token_warmup_min", "token_warmup_step", "color_aug", "flip_aug", "alpha_mask"),
+    *("face_crop_aug_range", "random_crop", "conditioning_data_dir", "masked_loss", "resize_interpolation"),
+)
+"""Names of a training file that hold for datasets which are silent about them (config_util.py, argparse_config)."""
 
 RUN = key_table(
     maps={
@@ -106,14 +103,19 @@ RUN = key_table(
             "log_config log_tracker_name log_tracker_config debug_dataset config_file output_config use_safetensors "
             "deepspeed zero_stage split_mode skip_until_initial_step resize_interpolation async_upload "
             "huggingface_repo_type huggingface_path_in_repo huggingface_repo_visibility save_state_to_huggingface "
-            "resume_from_huggingface t5xxl_device t5xxl_dtype clip_l_dropout_rate cache_info attn_mode mem_eff_save "
-            "diffusers_xformers support_dreambooth network_multiplier offload_optimizer_device "
+            "resume_from_huggingface t5xxl_device t5xxl_dtype cache_info attn_mode mem_eff_save "
+            "diffusers_xformers offload_optimizer_device "
             "offload_optimizer_nvme_path offload_param_device offload_param_nvme_path zero3_init_flag "
-            "zero3_save_16bit_model fp16_master_weights_and_gradients"
+            "zero3_save_16bit_model fp16_master_weights_and_gradients save_clip save_t5xxl blockwise_fused_optimizers "
+            "double_blocks_to_swap single_blocks_to_swap skip_latents_validity_check split_attn text_encoder_cpu "
+            "vae_chunk_size vae_disable_cache fp8_scaled fp8_vl use_flash_attn use_sage_attn use_t5xxl_cache_only "
+            "unsloth_offload_checkpointing sample_batch_size t5_tokenizer_path fused_optimizer_groups"
         ),
-        "used only with another schedule": (
-            "lr_scheduler_num_cycles lr_scheduler_power lr_decay_steps lr_scheduler_timescale "
-            "lr_scheduler_min_lr_ratio lr_scheduler_args"
+        "used only with another schedule": "lr_decay_steps lr_scheduler_timescale lr_scheduler_min_lr_ratio",
+        "used only with another model": (
+            "clip_g_dropout_rate=0 clip_l_dropout_rate=0 t5_dropout_rate=0 gemma2_max_token_length system_prompt "
+            "llm_adapter_path llm_adapter_lr self_attn_lr cross_attn_lr mlp_lr mod_lr qwen3_max_token_length "
+            "t5_max_token_length"
         ),
         "used only with another loss_type": "huber_schedule huber_c huber_scale",
         "used only with what is refused": "multires_noise_discount adaptive_noise_scale noise_offset_random_strength",
@@ -126,27 +128,21 @@ RUN = key_table(
             "validation_split validation_seed validate_every_n_steps validate_every_n_epochs max_validation_steps"
         ),
         "text encoders and VAE come from the base's pipeline folder, or from single_file_config": (
-            "clip_l clip_g t5xxl ae vae gemma2"
+            "clip_l clip_g t5xxl ae vae gemma2 byt5 text_encoder qwen3"
         ),
     },
     lost={
         "it has no place here": (
             "noise_offset multires_noise_iterations ip_noise_gamma ip_noise_gamma_random_strength zero_terminal_snr "
-            "min_timestep=0 max_timestep=1000 loss_type=l2 masked_loss full_bf16 full_fp16 fp8_base fp8_base_unet "
-            "fp16_base max_token_length=75 scale_weight_norms base_weights base_weights_multiplier dim_from_weights "
+            "min_timestep=0 max_timestep=1000 loss_type=l2 full_bf16 full_fp16 fp8_base fp8_base_unet "
+            "max_token_length=75 scale_weight_norms base_weights base_weights_multiplier dim_from_weights "
             "scale_v_pred_loss_like_noise_pred v_pred_like_loss debiased_estimation_loss weighted_captions block_lr "
-            "lr_scheduler_type use_lion_optimizer fused_optimizer_groups optimizer_accumulation_steps "
+            "lr_scheduler_type lr_scheduler_args use_lion_optimizer "
             "train_text_encoder network_train_text_encoder_only text_encoder_lr learning_rate_te learning_rate_te1 "
-            "learning_rate_te2 learning_rate_te3 stop_text_encoder_training in_json dataset_class dataset_repeats "
+            "learning_rate_te2 learning_rate_te3 stop_text_encoder_training in_json dataset_class "
             "apply_t5_attn_mask apply_lg_attn_mask pos_emb_random_crop_rate enable_scaled_pos_embed training_shift=1 "
-            "model_type=flux|chroma mode_scale=1.29 logit_mean logit_std=1"
-        ),
-        "it is a key of a dataset: write it into the file of dataset_config": (
-            "shuffle_caption keep_tokens keep_tokens_separator secondary_separator caption_separator=, "
-            "enable_wildcard caption_prefix caption_suffix caption_dropout_every_n_epochs caption_tag_dropout_rate "
-            "token_warmup_min=1 token_warmup_step color_aug flip_aug face_crop_aug_range random_crop alpha_mask "
-            "bucket_no_upscale caption_extention class_tokens conditioning_data_dir resolution enable_bucket "
-            "min_bucket_reso max_bucket_reso bucket_reso_steps=64 caption_extension num_repeats"
+            "mode_scale=1.29 logit_mean logit_std=1 controlnet_model_name_or_path train_t5xxl num_last_block_to_freeze "
+            "no_token_padding caption_extention"
         ),
     },
 )
@@ -155,51 +151,35 @@ RUN = key_table(
 def model(run: Translation) -> None:
     """Family and kind of the run, which sd-scripts knows by its script."""
     module, name = str(run.get("network_module", "")), str(run.get("pretrained_model_name_or_path", ""))
-    family = NETWORKS.get(module, "") or ("flux" if "ae" in run.written and "t5xxl" in run.written else "")
+    family = run.defaults.get("model_family") or NETWORKS.get(module) or of_encoders(run)
+    if family == "flux" and run.word("model_type") == "chroma":
+        family = "chroma"
+    run.drop(["model_type"], "it is model_family here")
+    if family == "anima":
+        raise SettingsError(f"{run.file} trains Anima, a model that this version does not have", "see `config init`")
     run.defaults |= {
         "model_family": family or ("sd2x" if run.is_on("v2") else "sdxl" if "xl" in name.lower() else "sd1x"),
-        "model_type": "lora" if module in NETWORKS else "full",
+        "model_type": "lora" if module else "full",
     }
-    if run.defaults["model_family"] == "sd1x" and not SD1.search(name.lower()):
+    if not family and run.defaults["model_family"] == "sd1x" and not SD1.search(name.lower()):
         reason = "taken for Stable Diffusion 1, since its name has no `xl`: otherwise set model_family"
         run.remark("pretrained_model_name_or_path", reason)
     run.drop(["v2"], "asks for nothing special")
-    skipped = run.values.pop("clip_skip", None)
-    if skipped not in (1, None) and run.defaults["model_family"] != "sdxl":
+    if run.number("clip_skip", 1) != 1 and run.defaults["model_family"] in ("sd1x", "sd2x"):
         run.lose("clip_skip", "it has no place here")
+    run.drop(["clip_skip"], "it is not used, or 1")
 
 
 SD1 = re.compile(r"v1|1[._-][45]|sd-?1|sd_?1")
 """Part of the names of Stable Diffusion 1."""
 
 
-def network(run: Translation) -> None:
-    """Layers, rank and scale: rank 4 and alpha 1 where the file is silent, and an alpha of 0 is the rank."""
-    module = run.get("network_module")
-    if module not in NETWORKS:
-        is_whole = module is None
-        reason = (
-            "a whole model: text encoders are trained there as its script says, and here never: check its script"
-            if is_whole
-            else "only networks.lora and those of FLUX, SD3 and Lumina have the same layers here"
-        )
-        run.lose("network_module", reason, module)
-        return
-    family = run.defaults["model_family"]
-    run.defaults |= {
-        "lora_rank": 4,
-        "lora_alpha": None if run.get("network_alpha") == 0 else 1.0,
-        "lora_target_modules": BLOCKS.get(family, ATTENTION_BLOCKS),
-    }
-    if family in BLOCKS:
-        run.remark("network_module", FUSED)
-    for argument in run.values.pop("network_args", None) or []:
-        name, _, value = str(argument).partition("=")
-        if DIMS.match(name.strip()) or name.strip() in ("algo", "preset", "split_qkv", "train_t5xxl"):
-            run.remark("network_args", "it has no place here", f"{name}={value}", "lost")
-    if not run.is_on("network_train_unet_only") and not (run.get("text_encoder_lr") == 0 and run.number("unet_lr", 0)):
-        run.lose("network_train_unet_only", "text encoders are not trained by this version", False)
-    run.drop(["text_encoder_lr"], "text encoders are not trained") if run.is_on("network_train_unet_only") else None
+def of_encoders(run: Translation) -> str:
+    """Return the family by the text encoders that a file names, or nothing."""
+    names = {name for name in run.written if run.get(name)}
+    ways = {"anima": {"qwen3"}, "lumina2": {"gemma2"}, "hunyuanimage": {"byt5"}, "sd3": {"clip_g"}}
+    found = next((family for family, keys in ways.items() if keys & names), "")
+    return found or ("flux" if {"ae", "t5xxl"} <= names else "")
 
 
 def length(run: Translation) -> None:
@@ -224,8 +204,32 @@ def optimizer(run: Translation) -> None:
     if not name:
         run.values.pop("optimizer_type", None)
     run.defaults |= LION if OPTIMIZERS.get(name) == "lion" else {}
-    run.defaults |= {"adam_weight_decay": 0.0} if name == "prodigy" else {}
+    run.defaults |= {"adam_weight_decay": 0.0} if name in ("prodigy", "adamwschedulefree") else {}
+    if run.defaults["model_type"] == "lora" and (key := next((key for key in FP8 if run.is_on(key)), "")):
+        run.put("base_model_precision", key, "float8")
     optimizer_arguments(run, "optimizer_args", run.get("optimizer_args") or [])
+
+
+FP8 = ("fp8_base", "fp8_base_unet")
+"""Options that store the base of a network in 8 bits (e4m3)."""
+
+
+def schedule(run: Translation) -> None:
+    """Schedules that are called otherwise here: cosine_with_restarts of one cycle, and the ends of two others."""
+    name, cycles = run.word("lr_scheduler", "constant"), run.number("lr_scheduler_num_cycles", 1)
+    if run.word("optimizer_type").endswith("schedulefree"):
+        run.drop(["lr_scheduler", "lr_warmup_steps"], "optimizers without a schedule leave it out there, too")
+        run.defaults["lr_scheduler"] = "constant"
+    elif name == "cosine_with_restarts" and cycles <= 1:
+        run.put("lr_scheduler", "lr_scheduler", "cosine")
+    elif name == "cosine_with_min_lr" and cycles == 1:
+        run.put("lr_scheduler", "lr_scheduler", "cosine")
+        rate = run.number("unet_lr", 0) or run.number("learning_rate", 2e-6)
+        run.put("lr_end", "lr_scheduler_min_lr_ratio", rate * run.number("lr_scheduler_min_lr_ratio", 0))
+    elif name == "polynomial":
+        run.defaults["lr_end"] = 1e-7
+        run.rename("lr_power", "lr_scheduler_power", 1.0)
+    run.drop(["lr_scheduler_num_cycles", "lr_scheduler_power"], f"lr_scheduler={name} has none")
 
 
 def warmup(run: Translation) -> None:
@@ -245,9 +249,14 @@ def objective(run: Translation) -> None:
         # Whatever the base's scheduler says (train_network.py:275).
         run.defaults["prediction_type"] = "v_prediction" if run.is_on("v_parameterization") else "epsilon"
         run.drop(["v_parameterization"], "it is prediction_type here")
+        run.drop(OF_FLOWS, "used only with another model")
         return
+    run.drop(["v_parameterization"], "used only with another model")
     sampling, shift = run.word("timestep_sampling", "sigma"), run.number("discrete_flow_shift", SHIFTS[family])
-    predicted = run.word("model_prediction_type", "sigma_scaled" if family == "flux" else "raw")
+    if family == "sd3":  # which has no other names (sd3_train_utils.py:894)
+        sampling, shift = "sigma", run.number("training_shift", 1.0)
+        run.drop(["discrete_flow_shift", "timestep_sampling", "sigmoid_scale"], "used only with another model")
+    predicted = run.word("model_prediction_type", "sigma_scaled" if family in ("flux", "chroma") else "raw")
     if predicted != "raw":
         reason = (
             "there the loss compares a denoised image with noise less image (flux_train_utils.py); with raw, as its "
@@ -257,45 +266,83 @@ def objective(run: Translation) -> None:
     noise_levels(run, sampling, shift, run.word("weighting_scheme", "uniform"))
     run.defaults |= {"flux_guidance_value": 3.5} if family == "flux" else {}
     run.drop(["model_prediction_type"], "the velocity is predicted here, too")
+    run.drop(["training_shift"], "it is flow_schedule_shift here")
 
 
 def noise_levels(run: Translation, sampling: str, shift: float, weighting: str) -> None:
-    """Settings of the distribution of noise levels of sd-scripts and musubi-tuner, silent values included."""
+    """Settings of the distribution of noise levels of sd-scripts and musubi-tuner, silent values included.
+
+    `weighting` says how levels are drawn, with `sigma` alone.
+    """
+    if sampling == "sigma" and weighting == "logit_normal" and run.number("logit_mean", 0) == 0:
+        sampling, scale = "shift", run.number("logit_std", 1.0)
+    else:
+        scale = run.number("sigmoid_scale", 1.0)
     even = {"flow_use_uniform_schedule": True, "flow_schedule_shift": 1.0}
     curves = {
         "uniform": even,
         "sigma": even | {"flow_schedule_shift": shift},
-        "sigmoid": {"flow_schedule_shift": 1.0, "flow_sigmoid_scale": run.number("sigmoid_scale", 1.0)},
-        "shift": {"flow_schedule_shift": shift, "flow_sigmoid_scale": run.number("sigmoid_scale", 1.0)},
-        "flux_shift": {"flow_schedule_auto_shift": True, "flow_sigmoid_scale": run.number("sigmoid_scale", 1.0)},
+        "sigmoid": {"flow_schedule_shift": 1.0, "flow_sigmoid_scale": scale},
+        "shift": {"flow_schedule_shift": shift, "flow_sigmoid_scale": scale},
+        **{name: {"flow_schedule_auto_shift": True, "flow_sigmoid_scale": scale} for name in AUTO_SHIFTS},
     }
     if sampling not in curves:
         run.lose("timestep_sampling", "this version does not draw noise levels so", sampling)
     elif sampling == "sigma" and weighting not in ("uniform", "none"):
         run.lose("weighting_scheme", "this version does not draw or weigh noise levels so")
     for name, value in curves.get(sampling, {}).items():
-        key = {"flow_schedule_shift": "discrete_flow_shift", "flow_sigmoid_scale": "sigmoid_scale"}.get(name, "")
-        run.put(name, key if key in run.written else "timestep_sampling", value) if (
-            key in run.written or "timestep_sampling" in run.written
-        ) else run.defaults.update({name: value})
-    run.drop(["timestep_sampling", "discrete_flow_shift", "sigmoid_scale"], f"timestep_sampling={sampling} decides")
+        key = OF_CURVES.get(name, "")
+        key = key if key in run.written else "timestep_sampling"
+        run.put(name, key, value) if key in run.written else run.defaults.update({name: value})
+    names = ["timestep_sampling", "discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std", "mode_scale"]
+    run.drop(names, f"timestep_sampling={sampling} decides")
     run.drop(["weighting_scheme"], "it weighs nothing there")
+
+
+OF_FLOWS = (
+    *("timestep_sampling", "discrete_flow_shift", "sigmoid_scale", "model_prediction_type", "weighting_scheme"),
+    *("logit_mean", "logit_std", "mode_scale", "training_shift", "guidance_scale"),
+)
+AUTO_SHIFTS = ("flux_shift",)
+"""Samplings that shift levels by the size of an image, on the line of the base's scheduler."""
+OF_CURVES = {"flow_schedule_shift": "discrete_flow_shift", "flow_sigmoid_scale": "sigmoid_scale"}
 
 
 def datasets_and_prompts(run: Translation) -> None:
     """Silent datasets take sizes and extensions of the training file; a file of prompts is read."""
     run.defaults |= {"train_batch_size": 1, "caption_dropout_probability": 0.0}
-    if "train_data_dir" in run.values and "dataset_config" in run.written:
-        run.drop(["train_data_dir"], "dataset_config goes before it")
-    elif "train_data_dir" in run.values:
-        reason = (
-            "folders named N_PHRASE are not read: list them as [[datasets.subsets]] in a file that dataset_config names"
-        )
-        run.lose("train_data_dir", reason)
+    run.values.pop("dataset_config", None)
     if "dataset_config" in run.written:
-        run.drop([*OF_ALL, "bucket_reso_steps"], "it holds for datasets that are silent about it")
+        run.drop(["train_data_dir"], "dataset_config goes before it")
+    elif path := run.get("train_data_dir"):
+        run.values.pop("train_data_dir", None)
+        if not folders(run):
+            reason = "its folders named REPEATS_PHRASE, which say what is trained, are not here: run it where they are"
+            run.remark("train_data_dir", reason, effect="lost")
+            run.defaults["instance_data_dir"] = path
+    run.drop([*OF_ALL, "bucket_reso_steps"], "it holds for datasets that are silent about it")
     run.refuse(["reg_data_dir"], "images of the class are a dataset with is_regularisation_data here, and another loss")
     prompts_of_file(run, "sample_prompts")
+
+
+def folders(run: Translation) -> dict[str, Any] | None:
+    """Return datasets for the folders of train_data_dir that are named REPEATS_PHRASE; None without any.
+
+    As config_util.py:612 reads them.
+    """
+    if run.get("dataset_config") or not isinstance(path := run.get("train_data_dir"), str):
+        return None
+    found = []
+    for base in [Path(path), run.file.parent / path]:
+        with suppress(OSError, ValueError):
+            found = found or [each for each in sorted(base.iterdir()) if each.is_dir()]
+    subsets = []
+    for folder in found:
+        repeats, _, phrase = folder.name.partition("_")
+        with suppress(ValueError):
+            if int(repeats) > 0:
+                subsets.append({"image_dir": str(folder), "num_repeats": int(repeats), "class_tokens": phrase})
+    return {"datasets": [{"subsets": subsets}]} if subsets else None
 
 
 DATASET = key_table(
@@ -303,7 +350,8 @@ DATASET = key_table(
     converted={},
     idle={
         FASTER: (
-            "batch_size enable_bucket cache_info bucket_reso_steps validation_seed resize_interpolation debug_dataset"
+            "batch_size enable_bucket cache_info bucket_reso_steps validation_seed resize_interpolation debug_dataset "
+            "masked_loss"
         ),
         "nothing is shuffled": "token_warmup_min caption_separator",
         "used only with is_reg": "prior_loss_weight",
@@ -312,27 +360,37 @@ DATASET = key_table(
     look={"images are held out by eval_split": "validation_split"},
     lost={
         "it has no place here": (
-            "keep_tokens shuffle_caption flip_aug color_aug random_crop bucket_no_upscale alpha_mask caption_prefix "
+            "keep_tokens flip_aug color_aug random_crop bucket_no_upscale alpha_mask caption_prefix "
             "caption_tag_dropout_rate caption_dropout_every_n_epochs token_warmup_step caption_suffix "
             "keep_tokens_separator secondary_separator face_crop_aug_range custom_attributes network_multiplier=1"
         ),
         "images of the class weigh in the loss there; here a dataset with is_regularisation_data is held to the base": (
             "is_reg"
         ),
-        "controls are not trained from files of sd-scripts": "conditioning_data_dir",
+        "without masked_loss they are not masks: controls are not trained from files of sd-scripts": (
+            "conditioning_data_dir"
+        ),
         "captions are read from .txt files": "caption_extension=.txt metadata_file",
     },
 )
 
 
+LISTS = ("resolution", "face_crop_aug_range", "custom_attributes")
+"""Keys of a dataset that take lists or tables."""
+
+
 def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iterator[Translation]:
     """Yield a translation for each subset. Values of the training file hold where the dataset file has none."""
     listed = values if isinstance(values, Mapping) else {}
-    general = {name: run.written[name] for name in OF_ALL if name in run.written} | (listed.get("general") or {})
-    of_run(run, listed, general)
-    for dataset in listed.get("datasets") or []:
+    own = {name: run.written[name] for name in OF_ALL if name in run.written}
+    if "dataset_repeats" in own:
+        own["num_repeats"] = own.pop("dataset_repeats")
+    general = own | dict(*run.tables(listed, "general", LISTS))
+    datasets = run.tables(listed, "datasets", ("subsets", *LISTS))
+    of_run(run, datasets, general)
+    for dataset in datasets:
         seen = set()
-        for subset in dataset.get("subsets") or [{}]:
+        for subset in run.tables(dataset, "subsets", LISTS) or [{}]:
             merged = {**general, **dataset, **subset}
             merged.pop("subsets", None)
             path, repeats = merged.get("image_dir"), merged.get("num_repeats", 1)
@@ -352,7 +410,7 @@ def entry(found: Translation) -> Translation:
     if isinstance(resolution, str):
         resolution = [int(side) if side.strip().isdigit() else side for side in resolution.split(",")]
         resolution = resolution[0] if len(resolution) == 1 else resolution
-    if isinstance(resolution, list) and len(set(resolution)) > 1 and not is_bucketed:
+    if isinstance(resolution, list) and resolution[1:] != resolution[:-1] and not is_bucketed:
         found.lose("resolution", "without buckets all images are cropped to squares here")
     found.defaults |= size_of(resolution, is_bucketed)
     if is_bucketed:
@@ -360,10 +418,29 @@ def entry(found: Translation) -> Translation:
     found.drop(["min_bucket_reso", "max_bucket_reso"], "buckets have the area of resolution")
     captions(found, path)
     subfolders(found, "image_dir")
-    if not found.get("shuffle_caption"):
-        found.drop(["keep_tokens"], "nothing is shuffled")
+    tags(found)
+    if found.is_on("masked_loss") and found.get("conditioning_data_dir"):
+        reason = "the loss is over the mask alone here, and there over the whole image, of which the rest is 0"
+        found.look("conditioning_data_dir", reason)
+        condition(found, found.get("conditioning_data_dir"), "mask")
     found.answer(DATASET)
     return found
+
+
+ORDERS = 10
+"""Orders of the tags of a caption, which are encoded before the training here."""
+
+
+def tags(found: Translation) -> None:
+    """Shuffle tags as there, between commas, but in so many orders."""
+    kept, joined = int(found.number("keep_tokens", 0)), found.get("caption_separator", ",")
+    if not found.is_on("shuffle_caption"):
+        found.drop(["keep_tokens", "keep_tokens_separator", "secondary_separator"], "nothing is shuffled")
+    elif joined == "," and not found.get("keep_tokens_separator") and not found.get("secondary_separator"):
+        orders = {"enable": True, "count": ORDERS, "position_start": kept, "include_original": False}
+        found.remark("shuffle_caption", f"there in another order each time, and here in one of {ORDERS}")
+        found.put("caption_shuffle", "shuffle_caption", orders)
+        found.drop(["keep_tokens", "caption_separator"], "it is caption_shuffle here")
 
 
 def captions(found: Translation, path: object) -> None:
@@ -371,14 +448,18 @@ def captions(found: Translation, path: object) -> None:
     extension = str(found.get("caption_extension", ""))
     # sd-scripts adds the dot, and has .caption by itself.
     suffix = f".{extension.lstrip('.')}" if extension else ".caption"
-    tokens = found.values.pop("class_tokens", None)
+    tokens = found.get("class_tokens")
     files = [file for file in files_in(path) if file.suffix == suffix]
-    if tokens is not None and (files or (suffix == ".txt" and not files_in(path))):
+    stems = {file.stem for file in files}
+    images = [file for file in files_in(path) if file.suffix.lower() in IMAGES]
+    if tokens is not None and images and all(image.stem in stems for image in images):
+        found.drop(["class_tokens"], f"all images have a {suffix} file, which goes before it")
+    elif tokens is not None and (files or (suffix == ".txt" and not files_in(path))):
         found.lose("class_tokens", f"images with a {suffix} file have that caption there, and the others this phrase")
     elif tokens is not None:
         if not files_in(path):
             found.look("class_tokens", f"the caption of all images here; there {suffix} files go before it")
-        found.values.pop("caption_extension", None)
+        found.drop(["class_tokens", "caption_extension"], "it is instance_prompt here")
         found.defaults |= {"caption_strategy": "instanceprompt", "instance_prompt": tokens}
         return
     if suffix != ".txt":
@@ -407,7 +488,7 @@ def bucket_limits(found: Translation, edge: object) -> None:
             found.look("min_bucket_reso", reason, least)
 
 
-def of_run(run: Translation, listed: Mapping[str, Any], general: Mapping[str, Any]) -> None:
+def of_run(run: Translation, datasets: Sequence[Mapping[str, Any]], general: Mapping[str, Any]) -> None:
     """Give the run what sd-scripts has per dataset: the size of a batch, and the step of bucket sizes.
 
     What the dataset file says goes before the training file (config_util.py, `search_value`).
@@ -417,7 +498,7 @@ def of_run(run: Translation, listed: Mapping[str, Any], general: Mapping[str, An
         ("aspect_bucket_alignment", "bucket_reso_steps", "bucket_reso_steps", 64),
     ):
         silent = general.get(key, run.get(of_file, default))
-        found = {each.get(key, silent) for each in listed.get("datasets") or []}
+        found = {each.get(key, silent) for each in datasets}
         if len(found) > 1:
             run.remark(key, "here one value holds for all datasets", sorted(found), "lost")
         elif found:
@@ -428,8 +509,9 @@ def of_run(run: Translation, listed: Mapping[str, Any], general: Mapping[str, An
 SD_SCRIPTS = ForeignTrainer(
     KOHYA,
     RUN,
-    (model, network, length, optimizer, warmup, objective, datasets_and_prompts),
+    (model, network, length, optimizer, schedule, warmup, objective, datasets_and_prompts),
     entries,
     dataset_file="dataset_config",
+    folders=folders,
     is_flat=True,
 )

@@ -1,0 +1,70 @@
+"""Files of other trainers with values of other kinds than their programs take end with a sentence, never a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trainer_files import vocabulary
+
+from simpletuner.commands.config_import import import_files
+from simpletuner.errors import SettingsError
+
+JUNK = st.recursive(
+    st.sampled_from([None, True, -1, 0, 1.5, 1e300, "", "x", "1e-4", "C:\\a", "a b=c", "0", "1,2"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "path", "id"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+BASES: dict[str, dict[str, Any]] = {
+    "sd_scripts": {"network_module": "networks.lora", "dataset_config": "data.json"},
+    "kohya_gui": {"LoRA_type": "LyCORIS/LoKr", "train_data_dir": "train"},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train/2_a").mkdir(parents=True)
+    Path("train/2_a/a.png").touch()
+    Path("data.json").write_text('{"datasets": [{"subsets": [{"image_dir": "train/2_a"}]}]}')
+
+
+def end_with_a_sentence(file: str, values: object, output: str) -> None:
+    Path(file).write_text(json.dumps(values))
+    try:
+        import_files(Path(file), Path(output), True, True)
+    except SettingsError as error:
+        assert error.message and "this is a bug" not in error.message
+
+
+@pytest.mark.parametrize("program", BASES)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_values_of_any_kind_end_with_a_sentence(program, data):
+    names = st.sampled_from([name for name, _, _ in vocabulary(program)])
+    end_with_a_sentence(
+        "run.json", BASES[program] | data.draw(st.dictionaries(names, JUNK, min_size=1, max_size=6)), "run.toml"
+    )
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_datasets_of_any_kind_end_with_a_sentence(data):
+    """`datasets` is a list, or the file is no file of datasets."""
+    subset = st.dictionaries(st.sampled_from(["image_dir", "num_repeats", "resolution", "class_tokens"]), JUNK)
+    dataset = st.dictionaries(st.sampled_from(["resolution", "batch_size", "enable_bucket"]), JUNK)
+    entry = data.draw(dataset) | {"subsets": data.draw(JUNK | st.lists(subset, max_size=2))}
+    end_with_a_sentence("data.json", {"general": data.draw(JUNK | dataset), "datasets": [entry]}, "run.json")
+
+
+def test_ten_thousand_names_end_with_a_sentence():
+    values = {"LoRA_type": "Standard", **{f"name_{number}": number for number in range(1, 10_000)}}
+    Path("run.json").write_text(json.dumps(values))
+    with pytest.raises(SettingsError, match="name_9999 = 9999"):
+        import_files(Path("run.json"), Path("run.toml"), True)
