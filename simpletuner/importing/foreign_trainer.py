@@ -71,8 +71,8 @@ class Translation:
         try:
             number = float(self.get(key, default))
         except (TypeError, ValueError, OverflowError):
-            return default  # whoever checks the value has the sentence
-        return number if math.isfinite(number) else default
+            return float(default)  # whoever checks the value has the sentence
+        return number if math.isfinite(number) else float(default)
 
     def is_on(self, key: str, default: bool = False) -> bool:
         return not is_off(self.get(key, default))

@@ -498,9 +498,10 @@ def of_run(run: Translation, datasets: Sequence[Mapping[str, Any]], general: Map
         ("aspect_bucket_alignment", "bucket_reso_steps", "bucket_reso_steps", 64),
     ):
         silent = general.get(key, run.get(of_file, default))
-        found = {each.get(key, silent) for each in datasets}
+        values = [each.get(key, silent) for each in datasets]
+        found = [value for number, value in enumerate(values) if value not in values[:number]]
         if len(found) > 1:
-            run.remark(key, "here one value holds for all datasets", sorted(found), "lost")
+            run.remark(key, "here one value holds for all datasets", sorted(found, key=str), "lost")
         elif found:
             run.values.pop(of_file, None)
             run.defaults[setting] = found.pop()

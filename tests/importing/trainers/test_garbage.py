@@ -1,4 +1,4 @@
-"""Files of other trainers with values of other kinds than their programs take end with a sentence, never a traceback."""
+"""Files of other trainers with values of odd kinds end with a sentence, never with a traceback."""
 
 from __future__ import annotations
 
