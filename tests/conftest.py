@@ -309,6 +309,19 @@ def shapes(built_once) -> Path:
     return built_once("shapes0", lambda folder: subprocess.run([*draw, str(folder)], check=True, capture_output=True))
 
 
+@pytest.fixture(scope="session")
+def few_shapes(built_once, shapes) -> Path:
+    """Twelve of the pictures, a batch of four of each size: a third of what is encoded."""
+
+    def copy(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        for path in sorted(shapes.glob("*.png"))[::3]:
+            for each in (path, path.with_suffix(".txt")):
+                os.link(each, folder / each.name)
+
+    return built_once("few/shapes0", copy)
+
+
 def base(family: str, pipeline: Path, pictures: Path) -> tuple[str, ...]:
     """Return the flags that name a model and pictures, and shorten captions."""
     return (

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engines import opened, prepared_by, settings_of, steps_of, whole, write
+from engines import opened, prepared_by, rows_of, settings_of, steps_of, whole, write
 from torch._dynamo.utils import counters
 
+from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation.prepare import Prepared
 from simpletuner.training.validation.validator import Validator
@@ -25,7 +26,10 @@ FIRST_IMAGE = "00"
 
 @dataclass(frozen=True)
 class Result:
-    """What a case has computed: each step's loss and norm, the first gradients, and latents that it sampled then."""
+    """What a case has computed: each step's loss and norm, the first gradients, and latents that it sampled then.
+
+    Gradients are whole of a family's first case, and of the others what this rank holds.
+    """
 
     steps: list[list[float]]
     gradients: dict[str, torch.Tensor]
@@ -33,8 +37,10 @@ class Result:
     graphs: int
 
 
-def case(family: str, engine: str, steps: int, what: str = "", **more: Any) -> dict[str, Any]:
+def case(family: str, engine: str, steps: int = 1, what: str = "", **more: Any) -> dict[str, Any]:
     """Return a case for `compare_in_turn`, of parts that differ in length: 5 x 5 tokens, or 3 x 3 of 32 px each.
+
+    One step is enough: latents are sampled after it, so they show what the update has made of the weights.
 
     Captions differ in length, so that there are masks.
     """
@@ -56,17 +62,19 @@ def compare_in_turn(cases: list[dict[str, Any]], report: str) -> None:
             settings = settings_of(case, case["engine"], Path(case["folder"]) / case["label"], world.size)
             if family not in prepared:
                 prepared[family] = prepared_by(world, settings)
-            result = computed(world, settings, prepared[family], case["steps"])
-            taken[case["label"]] = differences(result, expected.setdefault(family, result))
+            result = computed(world, settings, prepared[family], case["steps"], is_first=family not in expected)
+            found = differences(result, expected.setdefault(family, result))
+            found["gradients"] = largest(map(float, world.gather_texts(str(found["gradients"]))))
+            taken[case["label"]] = found
         write(taken, report, joined)
 
 
-def computed(world: World, settings: Any, prepared: Prepared, steps: int) -> Result:
+def computed(world: World, settings: Any, prepared: Prepared, steps: int, *, is_first: bool) -> Result:
     """Take some steps; the gradients of the first one are what AdamW's first moment has of it."""
     with opened(world, settings, prepared) as (trainer, state):
         taken = steps_of(trainer, world, 1)
         moment = state.engine.optimizer_state().tensors["exp_avg"]()
-        gradients = {name: whole(tensor).clone() for name, tensor in moment.items()}
+        gradients = {name: (whole(each) if is_first else each).clone() for name, each in moment.items()}
         are_sampled = bool(settings.validation.validation_prompt)  # what is prepared serves cases without prompts, too
         validators = [each for each in trainer.evaluations if are_sampled and isinstance(each, Validator)]
         samples = [sample for each in validators for sample in each._samples(lambda done: None)]
@@ -104,9 +112,9 @@ def largest(values: Iterable[float]) -> float:
 
 
 def gradient_difference(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of a weight's gradient, relative to its norm or to 1e-4 of that of all."""
+    """Return the largest difference of what this rank holds of a gradient, relative to the norm of that part of the
+    whole one, or to 1e-4 of that of all."""
     assert gradients.keys() == expected.keys()
     least = 1e-4 * torch.stack([each.norm() for each in expected.values()]).norm()
-    return largest(
-        float((gradients[name] - each).norm() / each.norm().clamp(min=least)) for name, each in expected.items()
-    )
+    parts = ((local_tensor(each), rows_of(expected[name], each)) for name, each in gradients.items())
+    return largest(float((ours - theirs).norm() / theirs.norm().clamp(min=least)) for ours, theirs in parts)

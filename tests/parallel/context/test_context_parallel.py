@@ -18,13 +18,13 @@ SPLIT = [name for name, preset in presets().items() if preset.heads]
 
 
 @pytest.fixture
-def compared(starter, pipelines, shapes, tmp_path):
+def compared(starter, pipelines, few_shapes, tmp_path):
     """Train on some ranks; return by (family, engine, what else differs) how it differs from the family's first."""
 
     def run(world: int, *cases: dict) -> dict[str, dict]:
         report = tmp_path / f"report-{world}.json"
         placed = [
-            each | {"base": str(pipelines(family)), "pictures": str(shapes), "folder": str(tmp_path / family)}
+            each | {"base": str(pipelines(family)), "pictures": str(few_shapes), "folder": str(tmp_path / family)}
             for each in cases
             for family in [each["family"]]
         ]
@@ -45,7 +45,7 @@ def assert_equal(taken: dict[str, dict]) -> None:
 @pytest.mark.long
 def test_every_family_on_two_ranks_that_share_a_sequence(compared):
     engines = ("whole", "cp2", "cp2-alltoall")
-    taken = compared(2, *(case(family, name, 2) for family in SPLIT for name in engines))
+    taken = compared(2, *(case(family, name) for family in SPLIT for name in engines))
     assert len(SPLIT) == 11 and sum("latents" in found for found in taken.values()) == 33
     assert_equal(taken)
 
@@ -53,25 +53,24 @@ def test_every_family_on_two_ranks_that_share_a_sequence(compared):
 @pytest.mark.long
 def test_four_ranks_of_which_two_or_four_share_a_sequence(compared):
     layouts = ("whole", "cp2", "cp2-alltoall", "cp4", "cp4-alltoall", "hybrid-cp2")
-    others = [case("qwen_image", name, 2) for name in ("whole", "cp4")]
-    taken = compared(4, *(case("flux", name, 5 if name == "whole" else 2) for name in layouts), *others)
+    others = [case("qwen_image", name) for name in ("whole", "cp4")]
+    taken = compared(4, *(case("flux", name) for name in layouts), *others)
     assert sum("latents" in found for found in taken.values()) == 8
     assert_equal(taken)
-    first, *_, last = taken["flux whole"]["values"]
-    assert last < first
 
 
 @pytest.mark.long
 def test_accumulated_recomputed_and_compiled_steps_are_the_same(compared):
+    """Plain steps are those of the first test. What is exchanged is never traced, so `eager` shows what backends do."""
     less_memory = {"passes": 2, "gradient_checkpointing": True}
     as_a_whole = {"dynamo_backend": "eager", "dynamo_use_regional_compilation": False}
     cases = []
-    for family, compiled in (("flux", as_a_whole), ("qwen_image", {"dynamo_backend": "aot_eager"})):
-        cases += [case(family, engine, 3) for engine in ("fsdp2", "cp2", "cp2-alltoall")]
-        cases += [case(family, engine, 2, ", less memory", **less_memory) for engine in ("cp2", "cp2-alltoall")]
-        cases.append(case(family, "cp2-alltoall", 1, ", compiled", compile=compiled, validation_prompt=[]))
-    cases.append(case("flux", "cp2-cpu", 3))
-    rounded = [case("flux", engine, 3, ", bf16", mixed_precision="bf16") for engine in ("fsdp2", "cp2")]
+    for family, compiled in (("flux", as_a_whole), ("qwen_image", {"dynamo_backend": "eager"})):
+        cases.append(case(family, "fsdp2", 2))
+        cases += [case(family, engine, what=", less memory", **less_memory) for engine in ("cp2", "cp2-alltoall")]
+        cases.append(case(family, "cp2-alltoall", what=", compiled", compile=compiled, validation_prompt=[]))
+    cases.append(case("flux", "cp2-cpu", 2))
+    rounded = [case("flux", engine, 2, ", bf16", mixed_precision="bf16") for engine in ("fsdp2", "cp2")]
     taken = compared(2, *cases, *rounded)
     whole, split = (taken.pop(each["label"]) for each in rounded)
     assert_equal(taken)
