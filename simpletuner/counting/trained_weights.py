@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.parallel.model.blocks import block_paths, count_parameters
+from simpletuner.parallel.model.blocks import block_paths, count_parameters, recommended_blocks
 from simpletuner.parallel.moments import TrainedWeights
 
 
@@ -15,7 +15,7 @@ def trained_weights(family: ModelFamily) -> TrainedWeights:
     trained, count = saved, sum(map(torch.Size.numel, saved.values()))
     if family.adapter is None:
         trained = {name: each.shape for name, each in model.named_parameters() if each.requires_grad}
-    blocks = block_paths(model)
+    blocks = block_paths(model, recommended_blocks(model))
     shapes = [(tuple(shape), is_hidden_matrix(name, len(shape), blocks)) for name, shape in trained.items()]
     return TrainedWeights(shapes, count_parameters(model) if family.adapter is None else count, count)
 

@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def is_address(text: str) -> bool:
     return True
 
 
+@cache  # 6 ms: each package's metadata is a mail of a thousand lines, and a start asks three times
 def versions() -> dict[str, str]:
     """Return the versions of what decides the results, without importing the packages."""
     # Not Python's third number, which decides no result.

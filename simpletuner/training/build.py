@@ -233,7 +233,7 @@ def open_engine(settings: Settings, mesh: Mesh, family: ModelFamily, checkpoint:
 
     model = family.denoiser()
     blocks = recommended_blocks(model)
-    optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model))
+    optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model, blocks))
     if is_lora:
         # Still on the meta device: the base is allocated in its final dtype, not converted.
         freeze(model, compute_dtype(settings))

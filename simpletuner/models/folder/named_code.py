@@ -53,7 +53,7 @@ def refuse_entry(index: Path, name: str, value: Sequence[object]) -> None:
     library, cls = (*named, "")[:2]
     if name == "_class_name" or not (WORD.fullmatch(library) and WORD.fullmatch(cls)):
         raise EnvironmentNotReady(f"{index} names code as {name}: {value!r:.80}", HINT)
-    if library not in ("diffusers", "transformers", *pipeline_packages()):
+    if library not in ("diffusers", "transformers") and library not in pipeline_packages():
         raise EnvironmentNotReady(f"{index} takes {name} from {library!r:.60}, which is not read", HINT)
     if library == "diffusers" and cls.startswith("AutoModel"):
         raise EnvironmentNotReady(f"{index} names no class of {name}: {cls} stands for any", HINT)

@@ -37,9 +37,9 @@ class ClassStats:
 def class_stats(model: nn.Module) -> dict[str, ClassStats]:
     stats: dict[str, ClassStats] = {}
 
-    def visit(module: nn.Module, path: str, above: tuple[str, ...]) -> dict[nn.Parameter, int]:
-        """Elements of each parameter in a module; a parameter that is shared is one of each that has it."""
-        held = {parameter: parameter.numel() for parameter in module.parameters(recurse=False)}
+    def visit(module: nn.Module, path: str, above: tuple[str, ...]) -> dict[int, int]:
+        """Elements of each parameter in a module, by its id; a parameter that is shared is one of each that has it."""
+        held = {id(parameter): parameter.numel() for parameter in module.parameters(recurse=False)}
         repeated, pattern = repeated_in(module), re.sub(r"\b\d+\b", "*", path)
         for child_name, child in module.named_children():
             name, child_path = type(child).__name__, f"{path}.{child_name}".lstrip(".")
@@ -146,8 +146,7 @@ def recommended_blocks(model: nn.Module) -> tuple[str, ...]:
     return choose(class_stats(model), count_parameters(model))
 
 
-def block_paths(model: nn.Module) -> tuple[str, ...]:
-    classes = recommended_blocks(model)
+def block_paths(model: nn.Module, classes: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name, module in model.named_modules() if type(module).__name__ in classes)
 
 

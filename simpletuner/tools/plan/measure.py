@@ -63,7 +63,7 @@ def random_engine(
         with attention_by(training.attention_backend, world.device, dtype, training.attention_kernel):
             model = family.denoiser()
             blocks = recommended_blocks(model)
-            optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model))
+            optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model, blocks))
             if (adapter := family.adapter) is not None:
                 freeze(model, dtype)
                 adapter.attach_new(model)
