@@ -11,6 +11,7 @@ import gc
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 import ranks  # noqa: E402
 from flags import last_wins, tokens_of  # noqa: E402
 from patience import PATIENCE  # noqa: E402
+from shared_fork_server import share_fork_server  # noqa: E402
 
 BUILT = "TESTS_BUILT_ONCE"
 """The variable that names the folder of `built_once`."""
@@ -116,6 +118,7 @@ def fork_server_context():
 
 @pytest.fixture(scope="session")
 def fork_server():
+    share_fork_server(Path(os.environ[BUILT]))
     return fork_server_context()
 
 
@@ -275,9 +278,13 @@ def run_on(starter, tmp_path):
     return run
 
 
+CACHED = ("flux", "flux2", "sdxl")
+"""Families of which several tests of engines find all encoded."""
+
+
 @pytest.fixture
-def arguments_of(pipelines, shapes, tmp_path):
-    """Return what those functions are told of a run: its family, pictures, folder and settings."""
+def arguments_of(pipelines, shapes, filled_caches, tmp_path):
+    """Return what those functions are told of a run: its family, pictures, folders and settings."""
 
     def made(family: str, **more):
         return {
@@ -285,6 +292,7 @@ def arguments_of(pipelines, shapes, tmp_path):
             "base": str(pipelines(family)),
             "pictures": str(shapes),
             "folder": str(tmp_path),
+            "caches": str(filled_caches(family) if family in CACHED else tmp_path),
             **more,
         }
 
@@ -333,10 +341,41 @@ def base(family: str, pipeline: Path, pictures: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def sdxl_flags(sdxl, shapes) -> tuple[str, ...]:
+def filled_caches(fork_server, built_once, pipelines, shapes, tmp_path_factory) -> Callable[[str], Path]:
+    """Return a folder of a test's own whose caches have all latents and captions of `shapes`, by family.
+
+    Encoding them is a third of what a run of one step takes.
+    """
+
+    def build(folder: Path) -> None:
+        family = folder.name
+        flags = [*SMALL, *base(family, pipelines(family), shapes), *cache_flags(folder), "--max_train_steps=1"]
+        with TemporaryDirectory() as made:
+            run = Starter(fork_server, Path(made)).train(1, f"--output_dir={made}/run", *flags)
+            assert run.wait() == [0], run.said
+
+    def filled(family: str) -> Path:
+        folder = tmp_path_factory.mktemp("caches") / family
+        return shutil.copytree(built_once(f"caches/{family}", build), folder)
+
+    return cache(filled)
+
+
+def cache_flags(folder: Path) -> tuple[str, ...]:
+    return f"--cache_dir_vae={folder / 'latents'}", f"--cache_dir_text={folder / 'text'}"
+
+
+@pytest.fixture
+def sdxl_uncached(sdxl, shapes) -> tuple[str, ...]:
+    """Flags of a run that encodes all of its images and captions, into its output folder."""
     return base("sdxl", sdxl, shapes)
 
 
 @pytest.fixture
-def flux_flags(flux, shapes) -> tuple[str, ...]:
-    return base("flux", flux, shapes)
+def sdxl_flags(sdxl_uncached, filled_caches) -> tuple[str, ...]:
+    return *sdxl_uncached, *cache_flags(filled_caches("sdxl"))
+
+
+@pytest.fixture
+def flux_flags(flux, shapes, filled_caches) -> tuple[str, ...]:
+    return *base("flux", flux, shapes), *cache_flags(filled_caches("flux"))

@@ -272,10 +272,10 @@ def test_what_vanishes_meanwhile_is_no_error(home):
 
 
 def test_a_training_run_holds_its_caches_on_every_rank_and_a_killed_one_does_not(
-    cache, home, sdxl_flags, starter, train
+    cache, home, sdxl_uncached, starter, train
 ):
     output = home / "run"
-    flags = (f"--output_dir={output}", *sdxl_flags, "--train_batch_size=2")
+    flags = (f"--output_dir={output}", *sdxl_uncached, "--train_batch_size=2")
     run = starter.train(2, *SMALL, *flags, "--max_train_steps=100000")
     end = time.monotonic() + PATIENCE
     while not (output / "metrics.jsonl").exists():
@@ -293,5 +293,5 @@ def test_a_training_run_holds_its_caches_on_every_rank_and_a_killed_one_does_not
     assert entries["latents"] == 36 and entries["text"] > 0
     cache("clear", "latents", "text", *flags, "--yes")
     assert not list(output.rglob("*.shard"))
-    again = train(output, *sdxl_flags, "--train_batch_size=4", "--max_train_steps=1")
+    again = train(output, *sdxl_uncached, "--train_batch_size=4", "--max_train_steps=1")
     assert "encoding 36 images" in again.said

@@ -10,7 +10,6 @@ from typing import Any
 import engines
 import pytest
 import torch
-from conftest import base
 from lora_runs import checkpoint, numbers, predictions_of_flux, same_tensors
 from PIL import Image
 
@@ -86,12 +85,12 @@ def with_weights(kind: str, base_model: Path, weights: dict[str, torch.Tensor], 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_each_kind_resumes_bit_for_bit_and_other_programs_open_what_it_exports(
-    kind, flux, shapes, train, tmp_path
+    kind, flux, flux_flags, train, tmp_path
 ):
     own = {"oft": (), "lokr": ("--lora_alpha=8", "--lokr_factor=2")}.get(kind, ("--lora_alpha=8",))
     lora = ("--model_type=lora", f"--lora_type={kind}", "--lora_rank=4", "--learning_rate=1e-2", *own)
     drawn = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")
-    flags = (*base("flux", flux, shapes), *lora, *drawn, "--train_batch_size=2", "--mixed_precision=bf16")
+    flags = (*flux_flags, *lora, *drawn, "--train_batch_size=2", "--mixed_precision=bf16")
     flags = (*flags, "--gradient_checkpointing", "--use_ema", "--checkpoint_step_interval=2")
     run = train(tmp_path / "four", *flags, "--max_train_steps=4")
     shutil.copytree(run.output, tmp_path / "halves")

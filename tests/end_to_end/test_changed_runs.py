@@ -29,8 +29,7 @@ def state_of(output: Path) -> dict:
 @pytest.mark.parametrize("engine", [(1, "--train_batch_size=4"), (2, "--train_batch_size=2", "--fsdp_enable")])
 def test_another_optimizer_starts_without_state_and_the_rest_goes_on(engine, sdxl_flags, train, tmp_path):
     world, *flags = engine
-    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
-    flags = (*sdxl_flags, *flags, *caches)
+    flags = (*sdxl_flags, *flags)
     output = tmp_path / "run"
     kinds = {"lion": {"exp_avg"}, "adamw": {"exp_avg", "exp_avg_sq"}, "adagrad": {"sum"}}
     for steps, (optimizer, moments) in enumerate(kinds.items(), start=1):

@@ -10,7 +10,6 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
 from conftest import base
 from safetensors import safe_open
 
@@ -25,12 +24,13 @@ ENGINES = {
 """In this order, each from what the one before has exported; stages 1 and 2 of ZeRO are one class of DeepSpeed."""
 
 
-def assert_opened_by_its_own_classes(pipeline: Path) -> None:
-    """Open every component with the class that model_index.json, or its own config.json, names."""
+def assert_opened_by_its_own_classes(pipeline: Path, only: str | None = None) -> None:
+    """Open every component, or only one, with the class that model_index.json, or its own config.json, names."""
     import diffusers
 
     index = json.loads((pipeline / "model_index.json").read_text())
-    for name, (library, cls) in [item for item in index.items() if isinstance(item[1], list) and any(item[1])]:
+    components = {name: value for name, value in index.items() if isinstance(value, list) and any(value)}
+    for name, (library, cls) in components.items() if only is None else [(only, components[only])]:
         getattr(importlib.import_module(library), cls).from_pretrained(pipeline / name)
         config = pipeline / name / "config.json"
         if library == "diffusers" and config.exists():
@@ -39,16 +39,23 @@ def assert_opened_by_its_own_classes(pipeline: Path) -> None:
             diffusers.AutoModel.from_pretrained(str(pipeline / name))
 
 
-@pytest.mark.long
-def test_each_engine_trains_what_another_has_exported_and_every_part_opens(sdxl, shapes, train, tmp_path):
-    pipeline = sdxl
+def files_of(pipeline: Path) -> dict[Path, bytes]:
+    """Return all files of a pipeline's components but the denoiser."""
+    files = [path for path in pipeline.glob("*/*") if path.is_file() and path.parent.name != "unet"]
+    return {path.relative_to(pipeline): path.read_bytes() for path in files}
+
+
+def test_each_engine_trains_what_another_has_exported_and_every_part_opens(sdxl, sdxl_flags, train, tmp_path):
+    """All parts of what the first exports; later ones are denoisers beside the same files."""
+    pipeline, others = sdxl, files_of(sdxl)
     for name, (world, *flags) in ENGINES.items():
         if "zero" in name and importlib.util.find_spec("deepspeed") is None:
             continue
-        output = tmp_path / name
-        train(output, *base("sdxl", pipeline, shapes), *flags, "--max_train_steps=1", "--use_ema", world=world)
+        output, model = tmp_path / name, f"--pretrained_model_name_or_path={pipeline}"
+        train(output, *sdxl_flags, model, *flags, "--max_train_steps=1", "--use_ema", world=world)
         for pipeline in (output / "pipeline", output / "pipeline-ema"):
-            assert_opened_by_its_own_classes(pipeline)
+            assert_opened_by_its_own_classes(pipeline, only=None if name == "plain" else "unet")
+            assert files_of(pipeline) == others
         config = json.loads((output / "checkpoints/checkpoint-000001/model/config.json").read_text())
         assert config["_class_name"] == "UNet2DConditionModel"
 
@@ -90,9 +97,9 @@ def test_only_what_the_index_names_is_exported_and_nothing_from_outside(sdxl, sh
     assert "inside a component of the base model" in refused.said
 
 
-def test_what_is_not_ours_is_neither_replaced_nor_removed(sdxl, shapes, train, tmp_path):
+def test_what_is_not_ours_is_neither_replaced_nor_removed(sdxl_flags, train, tmp_path):
     output = tmp_path / "run"
-    flags = (*base("sdxl", sdxl, shapes), "--train_batch_size=4")
+    flags = (*sdxl_flags, "--train_batch_size=4")
     (output / "pipeline").mkdir(parents=True)
     (output / "pipeline" / "thesis.txt").write_text("years")
     refused = train(output, *flags, "--max_train_steps=1", code=3)
@@ -101,7 +108,7 @@ def test_what_is_not_ours_is_neither_replaced_nor_removed(sdxl, shapes, train, t
     shutil.rmtree(output)
     train(output, *flags, "--max_train_steps=1")
     (output / "pipeline" / "README.md").write_text("my model")
-    own = (*base("sdxl", output / "pipeline", shapes), "--train_batch_size=4")
+    own = (*flags, f"--pretrained_model_name_or_path={output / 'pipeline'}")
     refused = train(output, *own, "--max_train_steps=2", code=3)
     assert "is where the trained pipeline would be written" in refused.said
     train(output, *flags, "--max_train_steps=2")
@@ -117,9 +124,9 @@ def times_of(output: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in files}
 
 
-def test_finished_means_that_the_pipeline_is_whole_and_nothing_else_is_left(sdxl, shapes, train, starter, tmp_path):
+def test_finished_means_that_the_pipeline_is_whole_and_nothing_else_is_left(sdxl_flags, train, tmp_path):
     output = tmp_path / "run"
-    flags = (*base("sdxl", sdxl, shapes), "--train_batch_size=4", "--max_train_steps=2")
+    flags = (*sdxl_flags, "--train_batch_size=4", "--max_train_steps=2")
     train(output, *flags)
     weights = next((output / "pipeline" / "unet").glob("*.safetensors"))
     whole = weights.read_bytes()

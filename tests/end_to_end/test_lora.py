@@ -25,12 +25,11 @@ FILE = "pipeline_lora_weights/pytorch_lora_weights.safetensors"
 KOHYA = "pipeline_lora_weights/lora_for_kohya.safetensors"
 
 
-def test_a_run_resumes_bit_for_bit_and_its_file_is_opened_and_trained_on(flux, shapes, train, tmp_path):
+def test_a_run_resumes_bit_for_bit_and_its_file_is_opened_and_trained_on(flux, flux_flags, train, tmp_path):
     from diffusers import FluxPipeline
     from peft import LoraConfig, set_peft_model_state_dict
 
-    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
-    flags = (*base("flux", flux, shapes), *caches, *LORA, *DRAWN, "--train_batch_size=2", "--use_ema")
+    flags = (*flux_flags, *LORA, *DRAWN, "--train_batch_size=2", "--use_ema")
     flags = (*flags, "--lora_dropout=0.1", "--mixed_precision=bf16", "--gradient_checkpointing")
     run = train(tmp_path / "four", *flags, "--max_train_steps=4")
     output = run.output
@@ -84,8 +83,7 @@ def test_a_run_resumes_bit_for_bit_and_its_file_is_opened_and_trained_on(flux, s
 
 
 def test_ranks_that_share_the_batch_train_what_one_rank_does_and_resume_each_other(sdxl_flags, train, tmp_path):
-    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
-    flags = (*sdxl_flags, *caches, *LORA, *DRAWN, "--validation_step_interval=1")
+    flags = (*sdxl_flags, *LORA, *DRAWN, "--validation_step_interval=1")
     plain = train(tmp_path / "plain", *flags, "--train_batch_size=4", "--max_train_steps=4")
     train(tmp_path / "shared", *flags, "--train_batch_size=2", "--max_train_steps=2", world=2)
     train(tmp_path / "shared", *flags, "--train_batch_size=4", "--max_train_steps=3")
@@ -220,11 +218,10 @@ def test_dropout_differs_between_ranks_steps_and_seeds_but_not_within_a_sequence
     assert len(alone) == len(set(alone)) == 8
 
 
-def test_an_assistant_is_a_base_with_its_weights_merged_and_is_not_exported(flux, shapes, train, tmp_path):
+def test_an_assistant_is_a_base_with_its_weights_merged_and_is_not_exported(flux, flux_flags, train, tmp_path):
     from diffusers import FluxPipeline
 
-    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
-    flags = (*base("flux", flux, shapes), *caches, *LORA)
+    flags = (*flux_flags, *LORA)
     helper = train(tmp_path / "helper", *flags, "--max_train_steps=3", "--train_batch_size=4", "--export_format=kohya")
     pipeline = FluxPipeline.from_pretrained(flux)
     pipeline.load_lora_weights(helper.output / "pipeline_lora_weights")

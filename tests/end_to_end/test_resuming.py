@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import SMALL, base
 from patience import PATIENCE
 from safetensors.torch import load_file
 
@@ -38,8 +39,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("engine", [(1, "--train_batch_size=4"), (2, "--train_batch_size=2"), (2, *FSDP2)])
 def test_two_and_two_steps_equal_four_bit_for_bit(engine, sdxl_flags, train, tmp_path):
     world, *flags = engine
-    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
-    flags = (*sdxl_flags, *flags, *caches, "--use_ema", "--ema_decay=0.9")
+    flags = (*sdxl_flags, *flags, "--use_ema", "--ema_decay=0.9")
     straight = train(tmp_path / "straight", *flags, "--max_train_steps=4", world=world)
     train(tmp_path / "halves", *flags, "--max_train_steps=2", world=world)
     halves = train(tmp_path / "halves", *flags, "--max_train_steps=4", world=world)
@@ -109,8 +109,10 @@ def test_another_order_of_images_is_refused_and_nothing_is_set_aside(sdxl_flags,
 
 
 @pytest.mark.long
-def test_killed_in_caching_training_and_saving_it_goes_on_and_nothing_is_corrupt(flux_flags, train, starter, tmp_path):
-    flags = (*flux_flags, *FSDP2, "--max_train_steps=8", "--vae_batch_size=1", "--use_ema")
+def test_killed_in_caching_training_and_saving_it_goes_on_and_nothing_is_corrupt(
+    flux, shapes, train, starter, tmp_path
+):
+    flags = (*base("flux", flux, shapes), *FSDP2, "--max_train_steps=8", "--vae_batch_size=1", "--use_ema")
     flags = (*flags, "--checkpoint_step_interval=2")
     straight = train(tmp_path / "straight", *flags, world=2)
     output = tmp_path / "killed"
@@ -125,7 +127,7 @@ def test_killed_in_caching_training_and_saving_it_goes_on_and_nothing_is_corrupt
     }
     waits = random.Random(0)
     for name, reached in moments.items():
-        run = starter.train(2, f"--output_dir={output}", *small(), *flags)
+        run = starter.train(2, f"--output_dir={output}", *SMALL, *flags)
         end = time.monotonic() + PATIENCE
         while not reached():
             assert time.monotonic() < end, f"never came to: {name}\n{run.said}"
@@ -160,12 +162,6 @@ def test_killed_in_caching_training_and_saving_it_goes_on_and_nothing_is_corrupt
 
 def lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
-
-
-def small() -> tuple[str, ...]:
-    from conftest import SMALL
-
-    return SMALL
 
 
 def test_an_incomplete_checkpoint_is_passed_over_with_the_reason(sdxl_flags, train, tmp_path):

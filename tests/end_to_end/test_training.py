@@ -139,7 +139,7 @@ def test_pictures_are_drawn_by_the_sharded_model_as_by_a_whole_one(sdxl_flags, t
     assert runs[2].losses == pytest.approx(runs[0].losses, rel=1e-5)
 
 
-def test_caches_are_filled_by_all_ranks_and_only_what_changed_is_made_again(sdxl_flags, sdxl, shapes, train, tmp_path):
+def test_caches_are_filled_by_all_ranks_and_only_what_changed_is_made_again(sdxl, shapes, train, tmp_path):
     pictures, pipeline = tmp_path / "pictures", tmp_path / "base"
     shutil.copytree(shapes, pictures)
     shutil.copytree(sdxl, pipeline)
@@ -290,8 +290,8 @@ def test_a_run_inside_its_own_pictures_never_trains_on_what_it_draws_and_draws_t
     assert names == ["trained-00.png", "trained-01.png"]
 
 
-def test_compressed_caches_and_latents_in_bf16_train_as_plain_ones(flux_flags, train, tmp_path):
-    flags = (*flux_flags, "--max_train_steps=2")
+def test_compressed_caches_and_latents_in_bf16_train_as_plain_ones(flux, shapes, train, tmp_path):
+    flags = (*base("flux", flux, shapes), "--max_train_steps=2")
     plain = train(tmp_path / "plain", *flags)
     small = train(tmp_path / "small", *flags, "--compress_disk_cache")
     assert small.losses == plain.losses
@@ -306,8 +306,10 @@ def test_compressed_caches_and_latents_in_bf16_train_as_plain_ones(flux_flags, t
     assert len(halved.rows) == 4
 
 
-def test_what_is_encoded_while_training_is_what_a_cache_would_hold_on_one_rank_and_on_two(flux_flags, train, tmp_path):
-    flags = (*flux_flags, "--max_train_steps=3", "--train_batch_size=4", "--validation_prompt=a red circle")
+def test_what_is_encoded_while_training_is_what_a_cache_would_hold_on_one_rank_and_on_two(
+    flux, shapes, train, tmp_path
+):
+    flags = (*base("flux", flux, shapes), "--max_train_steps=3", "--validation_prompt=a red circle")
     one_by_one = ("--vae_batch_size=1", "--text_encoder_batch_size=1")
     cached = train(tmp_path / "cached", *flags, *one_by_one)
     on_demand = ("--vae_cache_disable", "--text_cache_disable")
@@ -322,8 +324,9 @@ def test_what_is_encoded_while_training_is_what_a_cache_would_hold_on_one_rank_a
     assert images[0] == images[1]
 
 
-def test_what_is_encoded_at_its_first_use_is_stored_and_no_run_encodes_it_again(flux_flags, train, tmp_path):
-    flags = (*flux_flags, "--dataloader_prefetch_qlen=1", "--vae_batch_size=1", "--text_encoder_batch_size=1")
+def test_what_is_encoded_at_its_first_use_is_stored_and_no_run_encodes_it_again(flux, shapes, train, tmp_path):
+    flags = (*base("flux", flux, shapes), "--dataloader_prefetch_qlen=1")
+    flags = (*flags, "--vae_batch_size=1", "--text_encoder_batch_size=1")
     losses = {}
     for name, kind in (("filled", ()), ("grown", ("--vae_cache_ondemand", "--text_cache_ondemand"))):
         train(tmp_path / name, *flags, *kind, "--max_train_steps=3", "--train_batch_size=2", world=2)

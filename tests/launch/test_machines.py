@@ -227,14 +227,14 @@ def test_machines_that_disagree_say_so_at_once_on_both(machines, sdxl_flags, tmp
 
 
 @pytest.mark.long
-def test_machines_with_other_disks_say_so_on_both_before_anything_is_encoded(machines, sdxl_flags, shapes, tmp_path):
+def test_machines_with_other_disks_say_so_on_both_before_anything_is_encoded(machines, sdxl_uncached, shapes, tmp_path):
     copy, output, elsewhere = tmp_path / "copy", tmp_path / "run", tmp_path / "elsewhere"
     shutil.copytree(shapes, copy)
     (copy / "0003.png").unlink()
     output.mkdir()
     elsewhere.mkdir()
     first, second = (f"rank {number} (host {machine.name})" for number, machine in enumerate(machines))
-    flags = (f"--output_dir={output}", *sdxl_flags, "--train_batch_size=2")
+    flags = (f"--output_dir={output}", *sdxl_uncached, "--train_batch_size=2")
 
     machines[1].disks[shapes] = copy
     run = pair(machines, *flags)

@@ -116,6 +116,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) -> Settings:
     """Return the settings of a small run on one of the engines."""
     shared, passes = Path(arguments["folder"]), arguments.get("passes", 1)
+    caches = Path(arguments.get("caches", shared))
     *words, engine = name.split()
     dtype, parallel = arguments.get("mixed_precision", "no"), Parallel(**ENGINES[engine])
     optimizer = {"optimizer": arguments.get("optimizer", "adamw")}
@@ -141,8 +142,8 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
             aspect_bucket_alignment=arguments.get("alignment", 16),
             tokenizer_max_length=arguments.get("tokenizer_max_length", tokens_of(arguments["family"])),
             caption_dropout_probability=arguments.get("caption_dropout", 0.0),
-            cache_dir_vae=shared / "latents",
-            cache_dir_text=shared / "text",
+            cache_dir_vae=caches / "latents",
+            cache_dir_text=caches / "text",
         ),
         training=Training(
             output_dir=folder,

@@ -2,8 +2,9 @@
 
 Command lines, parents, sessions, signals, sockets, environments, namespaces and exit codes are those of
 `simpletuner train`; what is left out is the start of interpreters with their imports: 1.5 CPU seconds of each launcher,
-3.7 of each rank. The page forks the runs that it starts in the same way. Launchers that start ranks cold are some in
-`end_to_end/test_ending.py`, and some in `launch/test_machines.py`; pages that start runs cold those of `test_runs.py`.
+3.7 of each rank. The page forks the runs and plans that it starts in the same way. Launchers that start ranks cold are
+some in `end_to_end/test_ending.py`, and some in `launch/test_machines.py`; a page that starts runs cold is that of
+`test_runs.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +27,7 @@ from simpletuner.run_log import stop_run_log
 
 MODULE = ["-m", "simpletuner"]
 """How the command of a rank goes on after the interpreter and its flags."""
-FORKED = ("train", "net")
+FORKED = ("train", "net", "plan", "detect-blocks")
 """Commands that are forked; a page's exports, for one, would end before a browser shows that they run."""
 
 
@@ -76,6 +78,7 @@ def become_rank(arguments: Sequence[str], kept: Sequence[int], variables: Mappin
         first = descriptor + 1
     os.environ.clear()
     os.environ.update(variables)
+    tempfile.tempdir = None  # TMPDIR may be another one
     sys.argv = ["simpletuner", *arguments]
     stop_run_log()
     open_streams()

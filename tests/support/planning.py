@@ -68,7 +68,7 @@ def moments_of(engine: Engine) -> int:
 
 
 def saved_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:
-    """Step twice and save; write, by engine, what was really taken, beside the estimate, by kind.
+    """Take a step and save; write, by engine, what was really taken, beside the estimate, by kind.
 
     `disk` is a checkpoint's bytes, `copies` those of its copies in the host's memory, and `moments` what this rank
     holds of them (not of DeepSpeed, see tests/zero/deepspeed/test_estimate.py).
@@ -80,9 +80,9 @@ def saved_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> N
             prepared = prepared or prepared_by(world, settings)
             with opened(world, settings, prepared) as (trainer, state):
                 weights, saver = trained_weights(trainer.family), trainer.checkpointer
-                for trainer.step in (1, 2):
-                    batch, _ = trainer.next_batch()
-                    trainer.train_step(batch)
+                batch, _ = trainer.next_batch()
+                trainer.train_step(batch)
+                trainer.step = 1
                 saver.save(trainer.step, batch.next_state)
                 assert saver.background is not None
                 copies = sum(buffer.block.nbytes for buffer in saver.background.copies.buffers.values())

@@ -91,9 +91,9 @@ def test_there_is_one_way_to_write_a_file():
 
 
 @pytest.mark.long
-def test_a_run_and_its_export_write_through_no_link(sdxl_flags, train, tmp_path: Path):
+def test_a_run_and_its_export_write_through_no_link(sdxl_uncached, train, tmp_path: Path):
     """A run first shows its names; the second finds a link beside each, to a file and to a folder of the user's."""
-    flags = (*sdxl_flags, "--max_train_steps=2", "--train_batch_size=4", "--validation_prompt=a circle")
+    flags = (*sdxl_uncached, "--max_train_steps=2", "--train_batch_size=4", "--validation_prompt=a circle")
     flags += ("--validation_num_inference_steps=1", "--profile_steps=1:2", "--export_single_file=true")
     one, two, outside = tmp_path / "one", tmp_path / "two", tmp_path / "outside"
     train(one, *flags)

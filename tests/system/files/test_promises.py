@@ -94,9 +94,9 @@ def test_without_locks_a_second_run_of_this_machine_is_found_by_its_process(tmp_
 
 
 @pytest.mark.parametrize("what", SAID)
-def test_a_run_trains_and_resumes_there_and_says_what_it_cannot_promise(what, starter, sdxl_flags, tmp_path):
+def test_a_run_trains_and_resumes_there_and_says_what_it_cannot_promise(what, starter, sdxl_uncached, tmp_path):
     output = tmp_path / "run"
-    flags = ["train", f"--output_dir={output}", *SMALL, *sdxl_flags, "--train_batch_size=4"]
+    flags = ["train", f"--output_dir={output}", *SMALL, *sdxl_uncached, "--train_batch_size=4"]
     for steps in (1, 2):
         run = starter.start(command_line_without, 1, what, LACKS[what][0], [*flags, f"--max_train_steps={steps}"])
         assert run.wait() == [0], run.said

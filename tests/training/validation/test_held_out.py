@@ -32,8 +32,7 @@ def test_the_held_out_loss_is_the_same_on_any_number_of_ranks_and_after_a_kill(s
     for colour in ((0xD9, 0x48, 0x01), (0x23, 0x8B, 0x45)):
         assert (np.abs(pixels - colour).max(1) < 8).any()
 
-    caches = (f"--cache_dir_vae={plain.output}/cache/latents", f"--cache_dir_text={plain.output}/cache/text")
-    two = (*flags, *caches, "--train_batch_size=2", "--checkpoint_step_interval=2")
+    two = (*flags, "--train_batch_size=2", "--checkpoint_step_interval=2")
     first = train(tmp_path / "two", *two, "--max_train_steps=2", "--fsdp_enable", world=2)
     # as if it had been killed after its checkpoint, and before what follows it was written
     metrics = first.output / "metrics.jsonl"
