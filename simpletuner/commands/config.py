@@ -39,6 +39,13 @@ class Format(StrEnum):
     KUBEFLOW = "kubeflow"
     SKYPILOT = "skypilot"
     DSTACK = "dstack"
+    AI_TOOLKIT = "ai-toolkit"
+    KOHYA = "kohya"
+    DIFFUSION_PIPE = "diffusion-pipe"
+
+
+OF_TRAINERS = (Format.AI_TOOLKIT, Format.KOHYA, Format.DIFFUSION_PIPE)
+"""Formats of other trainers."""
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -197,7 +204,12 @@ def export(
     everything: Annotated[bool, typer.Option("--all", help="Include settings at their default.")] = False,
     output: Output = None,
 ) -> None:
-    """Write settings in a format that replays them 1:1. The replay command goes to stderr."""
+    """Write settings in a format that replays them 1:1, or for another trainer. The command goes to stderr."""
+    if to in OF_TRAINERS:
+        from simpletuner.commands.config_export import export_to_trainer
+
+        export_to_trainer(load(flags, config), to.value, output)
+        return
     from simpletuner.settings.declared.errors import is_secret
     from simpletuner.tools.config_files import export_checked
 

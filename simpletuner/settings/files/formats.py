@@ -167,6 +167,21 @@ def toml_entries(text: str) -> Iterator[FileEntry]:
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
+def toml_document(values: Mapping[str, Any], table: str = "") -> Iterator[str]:
+    """Yield the lines of a table, and those of the tables in it, each below a heading of its own."""
+    tables = {name: value for name, value in values.items() if isinstance(value, Mapping) or is_tables(value)}
+    yield from (toml_line(name, value) for name, value in values.items() if name not in tables)
+    for name, value in tables.items():
+        heading = f"{table}{name}"
+        for each in value if is_tables(value) else [value]:
+            yield from ("", f"[[{heading}]]" if is_tables(value) else f"[{heading}]")
+            yield from toml_document(each, f"{heading}.")
+
+
+def is_tables(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
+
+
 def toml_line(name: str, value: object) -> str:
     return f"{name} = {toml_text(toml_value(value))}"
 

@@ -1,0 +1,127 @@
+"""`config export --to` another trainer: what is written is read back by its import, and the rest is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from simpletuner.app import main
+from simpletuner.settings import load, settings_as_json
+from simpletuner.settings.declared.sections import SECTION_OF
+
+RUN = {
+    "model_type": "lora",
+    "learning_rate": 3e-4,
+    "max_train_steps": 700,
+    "train_batch_size": 2,
+    "seed": 5,
+    "lora_rank": 8,
+    "adam_weight_decay": 0.05,
+    "gradient_accumulation_steps": 2,
+}
+ALL_LAYERS = "transformer_blocks.*,single_transformer_blocks.*"
+FILES = {"ai-toolkit": "job.yaml", "kohya": "train.toml", "diffusion-pipe": "main.toml"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command line in this process; return exit code and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        return int(caught.value.code or 0), capsys.readouterr().err
+
+    return run
+
+
+def exported(run, to: str, **settings: object) -> tuple[list[str], dict[str, object], list[dict]]:
+    """Export a run and import it again; return what was not said, the settings, and the datasets."""
+    Path("run.json").write_text(json.dumps({"data_backend_config": "data.json", **settings}))
+    if not Path("data.json").exists():
+        entry = {"id": "photos", "instance_data_dir": "photos", "resolution": 512, "repeats": 3}
+        Path("data.json").write_text(json.dumps([entry | {"caption_lines": "one"}]))
+    code, err = run("config", "export", f"--to={to}", f"--output={FILES[to]}", "--config=run.json")
+    assert code == 0, err
+    code, said = run("config", "import", FILES[to], "--output=back.toml", "--force")
+    assert code == 0, said
+    unsaid = [line.partition("not said there: ")[2] for line in err.splitlines() if "not said there: " in line]
+    made = settings_as_json(load({}, Path("back.toml"), environment={}))
+    return unsaid, made, json.loads(Path("back.datasets.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "unsaid"),
+    [
+        ("ai-toolkit", {"aspect_bucket_alignment": 32, "gradient_accumulation_steps": 1}, ["allow_dataset_over"]),
+        ("kohya", {"max_grad_norm": 0.5}, ["dataset `photos`: caption_lines"]),
+        ("diffusion-pipe", {"aspect_bucket_alignment": 16, "seed": 42}, ["dataset `photos`: skip_uncaptioned"]),
+    ],
+)
+def test_a_run_that_another_trainer_can_have_comes_back_as_it_was(run, to, settings, unsaid):
+    given = {**RUN, "model_family": "flux", "lora_target_modules": ALL_LAYERS, "flow_schedule_shift": 1.0, **settings}
+    found, made, [data] = exported(run, to, **given, caption_dropout_probability=0.0)
+    assert [each[: len(start)] for each, start in zip(found, unsaid, strict=True)] == unsaid, found
+    assert {name: made[name] for name in given} == given
+    assert (data["instance_data_dir"], data["resolution"], data["repeats"]) == ("photos", 512, 3)
+
+
+def test_what_has_no_word_there_is_said(run):
+    found, made, _ = exported(run, "diffusion-pipe", **RUN, model_family="flux", ema_decay=0.9, use_ema=True)
+    names = {each.partition(" ")[0] for each in found if not each.startswith("dataset")}
+    assert {"use_ema", "seed", "lora_target_modules", "aspect_bucket_alignment"} <= names
+    assert all(made[name] != value for name, value in {"use_ema": True, "seed": 5}.items())
+
+
+def test_layers_of_attention_are_named_for_ai_toolkit(run):
+    found, made, _ = exported(run, "ai-toolkit", **RUN, model_family="flux", flow_use_uniform_schedule=True)
+    [process] = yaml.safe_load(Path("job.yaml").read_text())["config"]["process"]
+    assert process["network"]["network_kwargs"]["only_if_contains"][:3] == ["to_q", "to_k", "to_v"]
+    assert "transformer_blocks.*to_q*" in str(made["lora_target_modules"])
+    assert not [each for each in found if each.startswith("lora_target_modules")]
+    assert made["flow_use_uniform_schedule"] is True
+
+
+def test_every_difference_that_is_not_said_is_none(run):
+    """What the import makes of the file equals the run, but for what was said and for what trains nothing else."""
+    aside = ("checkpoints", "compile", "hub", "launch", "logging", "validation", "data", "parallel")
+    found, made, _ = exported(run, "kohya", **RUN, model_family="sdxl", lora_alpha=4, snr_gamma=5, use_ema=True)
+    ours = settings_as_json(load({}, Path("run.json"), environment={}))
+    said = {each.partition(" ")[0] for each in found}
+    wrong = {name for name in ours if ours[name] != made[name] and SECTION_OF[name] not in aside}
+    assert wrong - {"num_train_epochs", "pretrained_model_name_or_path", "output_dir"} <= said
+    assert {"use_ema", "lora_target_modules", "prediction_type"} <= said
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "said"),
+    [
+        ("kohya", {"model_family": "wan", "model_type": "lora"}, "written for LoRAs, and not for wan"),
+        ("kohya", {"model_family": "sdxl"}, "whole models"),
+        ("diffusion-pipe", {"model_family": "pixart_sigma"}, "diffusion-pipe does not train pixart_sigma"),
+        ("ai-toolkit", {"model_family": "sana"}, "ai-toolkit does not train sana"),
+        ("diffusion-pipe", {"model_family": "sdxl"}, "has no word for it: without an adapter both text encoders"),
+    ],
+)
+def test_a_run_that_another_trainer_cannot_have_is_refused(run, to, settings, said):
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    code, err = run("config", "export", f"--to={to}", f"--output={FILES[to]}", "--instance_data_dir=photos", *flags)
+    assert code == 2 and said in err and "this is a bug" not in err, err
+    assert not Path(FILES[to]).exists()
+
+
+def test_files_are_of_the_trainers_format(run):
+    flux = ("--model_family=flux", "--model_type=lora", "--instance_data_dir=photos")
+    code, err = run("config", "export", "--to=kohya", "--output=run.json", *flux)
+    assert code == 2 and "name it run.toml" in err
+    code, err = run("config", "export", "--to=kohya", *flux)
+    assert code == 2 and "give --output=run.toml" in err
