@@ -44,6 +44,7 @@ from simpletuner.importing.toml_document import MARK, sources_of
 from simpletuner.importing.trainers.ai_toolkit import AI_TOOLKIT
 from simpletuner.importing.trainers.diffusion_pipe import DIFFUSION_PIPE
 from simpletuner.importing.trainers.kohya_gui import KOHYA_GUI
+from simpletuner.importing.trainers.onetrainer import ONE_TRAINER
 from simpletuner.importing.trainers.sd_scripts import SD_SCRIPTS
 from simpletuner.importing.translation import OriginalConfig, translate
 from simpletuner.models.catalog.registry import check_trainable
@@ -60,7 +61,7 @@ from simpletuner.settings.resolving.sources import from_accelerate, from_env_fil
 from simpletuner.settings.values.spelling import normalize_name
 from simpletuner.system.files.atomic import refuse_overwriting
 
-TRAINERS = {each.name: each for each in (SD_SCRIPTS, KOHYA_GUI, DIFFUSION_PIPE, AI_TOOLKIT)}
+TRAINERS = {each.name: each for each in (SD_SCRIPTS, KOHYA_GUI, DIFFUSION_PIPE, AI_TOOLKIT, ONE_TRAINER)}
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,11 @@ def foreign_file(path: Path) -> ForeignFile | None:
     except SettingsError:
         if suffix_of(path) == ".toml":
             raise
-        # The reader of the original's files, or of a list of datasets, says what is wrong.
+        # The reader of the original's files says what is wrong; a list is one of datasets.
         with suppress(ValueError, NotParsed):
             values = json.loads(read_text(path))
-    name = trainer_of(values) if isinstance(values, dict | list) else ""
+            values = values if isinstance(values, list) else {}
+    name = trainer_of(values)
     if name in UNTRANSLATED:
         raise SettingsError(f"{path} is a file of {name}", import_hint(path, name))
     return ForeignFile(path, TRAINERS[name], values, lines) if name else None

@@ -60,7 +60,7 @@ def size_of(resolution: object, is_bucketed: bool) -> dict[str, Any]:
 def files_in(path: Any) -> list[Path]:
     """Return the files of a folder that is here, relative to the current one."""
     try:
-        return sorted(each for each in Path(path).iterdir() if each.is_file())
+        return sorted(each for each in Path(path).iterdir() if each.is_file()) if path else []
     except (OSError, TypeError, ValueError):
         return []
 
@@ -93,7 +93,7 @@ def subfolders(found: Translation, key: str) -> None:
     """Name images below a folder of a trainer that does not read subfolders."""
     path = found.defaults["instance_data_dir"]
     with suppress(OSError, ValueError, TypeError):
-        inner = (each for each in Path(path).rglob("*") if each.parent != Path(path))
+        inner = (each for each in Path(path).rglob("*") if path and each.parent != Path(path))
         if image := next((each for each in inner if each.suffix.lower() in IMAGES), None):
             reason = f"images in subfolders, such as {image}, are not read there, but here: move them out of it"
             found.remark(key, reason, path, "lost")

@@ -15,7 +15,7 @@ from simpletuner.app import main
 from simpletuner.settings import load
 from simpletuner.settings.declared.sections import SECTION_OF
 from simpletuner.settings.foreign.original_names import TABLE
-from simpletuner.settings.foreign.recognition import AITOOLKIT, KOHYA, OF_KOHYA, PIPE, trainer_of
+from simpletuner.settings.foreign.recognition import AITOOLKIT, KOHYA, OF_KOHYA, ONETRAINER, PIPE, trainer_of
 
 KOHYA_DATA = """\
 [general]
@@ -99,15 +99,23 @@ def run(capsys):
     return run
 
 
+PRESET = '{"attention_mechanism": "FLASH", "base_model_name": "m", "training_method": "LORA"}'
 JOB = "job: extension\nconfig:\n  name: x\n  process:\n    - type: sd_trainer\n"
 
 
 @pytest.mark.parametrize(
     ("text", "whose"),
-    [(KOHYA_DATA, KOHYA), (KOHYA_RUN, KOHYA), (PIPE_DATA, PIPE), (PIPE_RUN, PIPE), (JOB, AITOOLKIT)],
+    [
+        (KOHYA_DATA, KOHYA),
+        (KOHYA_RUN, KOHYA),
+        (PIPE_DATA, PIPE),
+        (PIPE_RUN, PIPE),
+        (JOB, AITOOLKIT),
+        (PRESET, ONETRAINER),
+    ],
 )
 def test_commands_that_read_settings_say_whose_file_it_is_and_what_to_do(run, text, whose):
-    their = "their.yaml" if text == JOB else "their.toml"
+    their = {JOB: "their.yaml", PRESET: "their.json"}.get(text, "their.toml")
     Path(their).write_text(text)
     output = "datasets.json" if text in (KOHYA_DATA, PIPE_DATA) else "run.toml"
     for command in (("config", "validate", their), ("train", "--dry_run", f"--config={their}")):
@@ -381,8 +389,6 @@ def test_datasets_of_other_trainers_are_named_where_ours_are_expected(run, name,
 
 
 FOREIGN = {
-    "one.json": ('{"training_method": "LORA", "base_model_name": "m", "model_type": "FLUX_DEV_1"}', "OneTrainer"),
-    "krea.json": ('{"attention_mechanism": "FLASH", "base_model_name": "m", "training_method": "LORA"}', "OneTrainer"),
     "data.toml": ('[[datasets]]\nimage_directory = "stills"\n', "musubi-tuner"),
     "musubi.toml": ('dit = "x"\nnetwork_module = "networks.lora_wan"\nnetwork_dim = 4\n', "musubi-tuner"),
 }

@@ -16,6 +16,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.importing.original import UnmappedValue
 from simpletuner.importing.trainers.ai_toolkit import AI_TOOLKIT
 from simpletuner.importing.trainers.kohya_gui import KOHYA_GUI
+from simpletuner.importing.trainers.onetrainer import ONE_TRAINER
 from simpletuner.importing.trainers.sd_scripts import SD_SCRIPTS
 
 OTHER: dict[str, list[Any]] = {
@@ -58,8 +59,23 @@ def kohya_gui(name: str, value: Any) -> list[UnmappedValue]:
     return [item for base in bases for item in answers(KOHYA_GUI, base | {name: value})]
 
 
-PROGRAMS = {"ai_toolkit": ai_toolkit, "sd_scripts": sd_scripts, "kohya_gui": kohya_gui}
+def onetrainer(name: str, value: Any) -> list[UnmappedValue]:
+    quiet = {"train": False}
+    values = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "training_method": "LORA", "base_model_name": "some/model"}
+    values |= {
+        "text_encoder": quiet,
+        "text_encoder_2": quiet,
+        "concepts": [{"path": "x"}],
+        "samples": [{"prompt": "x"}],
+    }
+    values = copy.deepcopy(values)
+    put(values, name, value)
+    return answers(ONE_TRAINER, values)
+
+
+PROGRAMS = {"onetrainer": onetrainer, "ai_toolkit": ai_toolkit, "sd_scripts": sd_scripts, "kohya_gui": kohya_gui}
 MODEL = {
+    "onetrainer": ("model_type", "training_method"),
     "ai_toolkit": ("model.arch", "model.is_", "network", "model.name_or_path"),
     "sd_scripts": (
         *("network_module", "network_train_unet_only", "pretrained_model_name_or_path", "model_prediction_type"),

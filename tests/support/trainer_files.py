@@ -40,3 +40,8 @@ def put(target: Any, path: str, value: Any) -> None:
         target = target.setdefault(section, {})
         target = target[0] if isinstance(target, list) else target
     target[name] = value
+
+
+def value_of(own: Any, setting: str) -> Any:
+    """Return a setting's value, whatever its section."""
+    return next(getattr(section, setting) for _, section in own if hasattr(section, setting))

@@ -111,8 +111,8 @@ def import_hint(file: str | Path, trainer: str = "", is_list: bool = False) -> s
     return f"`{command}` translates it, or says what would be lost"
 
 
-UNTRANSLATED = (MUSUBI, ONETRAINER)
-TRANSLATED = "sd-scripts, kohya_ss, diffusion-pipe, ai-toolkit and the original SimpleTuner"
+UNTRANSLATED = (MUSUBI,)
+TRANSLATED = "sd-scripts, kohya_ss, diffusion-pipe, ai-toolkit, OneTrainer and the original SimpleTuner"
 
 
 def original_hint(name: str) -> str:

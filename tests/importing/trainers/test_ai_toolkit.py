@@ -11,7 +11,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trainer_files import put, vocabulary
+from trainer_files import put, value_of, vocabulary
 
 from simpletuner.commands.config_import import foreign_file, import_files
 from simpletuner.data.config.caption_rules import compile_rule
@@ -62,10 +62,6 @@ def made(name: str = "run"):
         json.loads(Path(f"{name}.datasets.json").read_text()),
         text,
     )
-
-
-def value_of(own: Any, setting: str) -> Any:
-    return next(getattr(section, setting) for _, section in own if hasattr(section, setting))
 
 
 def test_a_job_is_a_run_with_ai_toolkits_defaults_where_it_is_silent():
