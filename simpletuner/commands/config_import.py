@@ -44,6 +44,7 @@ from simpletuner.importing.toml_document import MARK, sources_of
 from simpletuner.importing.trainers.ai_toolkit import AI_TOOLKIT
 from simpletuner.importing.trainers.diffusion_pipe import DIFFUSION_PIPE
 from simpletuner.importing.trainers.kohya_gui import KOHYA_GUI
+from simpletuner.importing.trainers.musubi import MUSUBI_TUNER
 from simpletuner.importing.trainers.onetrainer import ONE_TRAINER
 from simpletuner.importing.trainers.sd_scripts import SD_SCRIPTS
 from simpletuner.importing.translation import OriginalConfig, translate
@@ -54,14 +55,14 @@ from simpletuner.settings.declared.sections import SECTION_OF, Data, Model
 from simpletuner.settings.files.config_files import CONFIG_ENV, NotParsed
 from simpletuner.settings.files.formats import read_entries, read_text, suffix_of
 from simpletuner.settings.files.raw_values import Origin, Source
-from simpletuner.settings.foreign.recognition import UNTRANSLATED, import_hint, is_dataset_file, trainer_of
+from simpletuner.settings.foreign.recognition import is_dataset_file, trainer_of
 from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_json
 from simpletuner.settings.resolving.places import naming_places
 from simpletuner.settings.resolving.sources import from_accelerate, from_env_file
 from simpletuner.settings.values.spelling import normalize_name
 from simpletuner.system.files.atomic import refuse_overwriting
 
-TRAINERS = {each.name: each for each in (SD_SCRIPTS, KOHYA_GUI, DIFFUSION_PIPE, AI_TOOLKIT, ONE_TRAINER)}
+TRAINERS = {each.name: each for each in (SD_SCRIPTS, KOHYA_GUI, MUSUBI_TUNER, DIFFUSION_PIPE, AI_TOOLKIT, ONE_TRAINER)}
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,7 @@ class ForeignFile:
 
 
 def foreign_file(path: Path) -> ForeignFile | None:
-    """Return what a file of another trainer holds; None for other files.
-
-    Raises SettingsError for a file of a program whose files have no translation.
-    """
+    """Return what a file of another trainer holds; None for other files."""
     if path.is_dir() or suffix_of(path) not in (".toml", ".json", ".yaml", ".yml"):
         return None
     lines: dict[str, int] = {}
@@ -103,8 +101,6 @@ def foreign_file(path: Path) -> ForeignFile | None:
             values = json.loads(read_text(path))
             values = values if isinstance(values, list) else {}
     name = trainer_of(values)
-    if name in UNTRANSLATED:
-        raise SettingsError(f"{path} is a file of {name}", import_hint(path, name))
     return ForeignFile(path, TRAINERS[name], values, lines) if name else None
 
 

@@ -50,10 +50,16 @@ def condition(found: Translation, path: object, kind: str, **keys: object) -> No
 
 
 def size_of(resolution: object, is_bucketed: bool) -> dict[str, Any]:
-    """Return the keys of a size: the edge of a square, or width and height, whose area counts."""
-    if isinstance(resolution, Sequence) and len(resolution) == 2 and all(isinstance(side, int) for side in resolution):
-        resolution = math.isqrt(math.prod(resolution))
-    crop = {} if is_bucketed else {"crop": True, "crop_aspect": "square", "crop_style": "center"}
+    """Return the keys of a size: the edge of a square, or width and height, whose area counts.
+
+    Without buckets all images are cropped to that shape.
+    """
+    crop: dict[str, Any] = {} if is_bucketed else {"crop": True, "crop_aspect": "square", "crop_style": "center"}
+    if isinstance(resolution, list) and len(resolution) == 2 and all(type(side) is int and side for side in resolution):
+        width, height = resolution
+        if crop and width != height:
+            crop |= {"crop_aspect": "closest", "crop_aspect_buckets": [round(width / height, 4)]}
+        resolution = math.isqrt(abs(width * height))
     return {"resolution": resolution, "resolution_type": "pixel_area", **crop}
 
 

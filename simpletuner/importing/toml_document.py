@@ -74,7 +74,8 @@ def remarks_about(name: str, value: Any, original: Original, loaded: Loaded) -> 
         reasons.append(origin.reason if origin else "")
         there = f"{taken.given.name.lstrip('-')} = {shorten(taken.given.as_written)} there"
         yield ": ".join(filter(None, [there, *reasons]))
-    if remark := remark_on(name, {setting: each.value.value for setting, each in original.taken.items()}):
+    values = {setting: each.value.value for setting, each in original.taken.items()}
+    if original.is_simpletuner and (remark := remark_on(name, values)):
         yield remark
 
 

@@ -10,12 +10,13 @@ import copy
 from typing import Any
 
 import pytest
-from trainer_files import answers, put, vocabulary
+from trainer_files import answers, entries, put, vocabulary
 
 from simpletuner.errors import SettingsError
 from simpletuner.importing.original import UnmappedValue
 from simpletuner.importing.trainers.ai_toolkit import AI_TOOLKIT
 from simpletuner.importing.trainers.kohya_gui import KOHYA_GUI
+from simpletuner.importing.trainers.musubi import MUSUBI_TUNER
 from simpletuner.importing.trainers.onetrainer import ONE_TRAINER
 from simpletuner.importing.trainers.sd_scripts import SD_SCRIPTS
 
@@ -73,7 +74,27 @@ def onetrainer(name: str, value: Any) -> list[UnmappedValue]:
     return answers(ONE_TRAINER, values)
 
 
+def musubi(name: str, value: Any) -> list[UnmappedValue]:
+    bases = ({"network_module": "networks.lora_wan"}, {"model_version": "edit"})
+    return [
+        item for base in bases for item in answers(MUSUBI_TUNER, {"optimizer_type": "adamw"} | base | {name: value})
+    ]
+
+
+def sd_scripts_datasets(name: str, value: Any) -> list[UnmappedValue]:
+    return entries(
+        SD_SCRIPTS, {"datasets": [{"subsets": [{"image_dir": "a", "caption_extension": "txt"} | {name: value}]}]}
+    )
+
+
+def musubi_datasets(name: str, value: Any) -> list[UnmappedValue]:
+    bases = ({"image_directory": "a"}, {"video_directory": "a"})
+    tables = [{"resolution": 512, "caption_extension": ".txt"} | base | {name: value} for base in bases]
+    return entries(MUSUBI_TUNER, {"datasets": tables})
+
+
 PROGRAMS = {"onetrainer": onetrainer, "ai_toolkit": ai_toolkit, "sd_scripts": sd_scripts, "kohya_gui": kohya_gui}
+PROGRAMS |= {"musubi": musubi, "sd_scripts_datasets": sd_scripts_datasets, "musubi_datasets": musubi_datasets}
 MODEL = {
     "onetrainer": ("model_type", "training_method"),
     "ai_toolkit": ("model.arch", "model.is_", "network", "model.name_or_path"),
@@ -82,6 +103,9 @@ MODEL = {
         "clip_g",
     ),
     "kohya_gui": ("LoRA_type", "sdxl", "unet_lr"),
+    "sd_scripts_datasets": ("image_dir",),
+    "musubi_datasets": ("image_", "video_"),
+    "musubi": ("network_module", "model_version", "optimizer_type", "edit"),
 }
 """Beginnings of keys whose defaults are another model than the file's."""
 

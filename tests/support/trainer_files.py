@@ -33,6 +33,13 @@ def answers(trainer: ForeignTrainer, values: dict[str, Any]) -> list[UnmappedVal
     return said
 
 
+def entries(trainer: ForeignTrainer, values: dict[str, Any]) -> list[UnmappedValue]:
+    """Answers to all keys of a file of datasets that are no keys of ours."""
+    run = Translation(trainer.name, Path("theirs"), {}, only_datasets=True)
+    found = list(trainer.entries(run, values))
+    return [item for each in (run, *found) for item in each.left_out]
+
+
 def put(target: Any, path: str, value: Any) -> None:
     """Set a value at a dotted path; a list on the way is entered at its only element."""
     *sections, name = path.split(".")

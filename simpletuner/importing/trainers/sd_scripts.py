@@ -284,9 +284,10 @@ def noise_levels(run: Translation, sampling: str, shift: float, weighting: str) 
         "sigma": even | {"flow_schedule_shift": shift},
         "sigmoid": {"flow_schedule_shift": 1.0, "flow_sigmoid_scale": scale},
         "shift": {"flow_schedule_shift": shift, "flow_sigmoid_scale": scale},
-        **{name: {"flow_schedule_auto_shift": True, "flow_sigmoid_scale": scale} for name in AUTO_SHIFTS},
+        "flux_shift": {"flow_schedule_auto_shift": True, "flow_sigmoid_scale": scale},
     }
-    if sampling not in curves:
+    has_no_line = sampling == "flux_shift" and run.defaults["model_family"] not in OF_AUTO_SHIFT
+    if sampling not in curves or has_no_line:
         run.lose("timestep_sampling", "this version does not draw noise levels so", sampling)
     elif sampling == "sigma" and weighting not in ("uniform", "none"):
         run.lose("weighting_scheme", "this version does not draw or weigh noise levels so")
@@ -303,8 +304,8 @@ OF_FLOWS = (
     *("timestep_sampling", "discrete_flow_shift", "sigmoid_scale", "model_prediction_type", "weighting_scheme"),
     *("logit_mean", "logit_std", "mode_scale", "training_shift", "guidance_scale"),
 )
-AUTO_SHIFTS = ("flux_shift",)
-"""Samplings that shift levels by the size of an image, on the line of the base's scheduler."""
+OF_AUTO_SHIFT = ("flux", "qwen_image")
+"""Families whose scheduler has the line by which levels are shifted with the size of an image there."""
 OF_CURVES = {"flow_schedule_shift": "discrete_flow_shift", "flow_sigmoid_scale": "sigmoid_scale"}
 
 
@@ -385,7 +386,7 @@ def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iter
     own = {name: run.written[name] for name in OF_ALL if name in run.written}
     if "dataset_repeats" in own:
         own["num_repeats"] = own.pop("dataset_repeats")
-    general = own | dict(*run.tables(listed, "general", LISTS))
+    general = own | {name: value for each in run.tables(listed, "general", LISTS) for name, value in each.items()}
     datasets = run.tables(listed, "datasets", ("subsets", *LISTS))
     of_run(run, datasets, general)
     for dataset in datasets:
@@ -410,8 +411,6 @@ def entry(found: Translation) -> Translation:
     if isinstance(resolution, str):
         resolution = [int(side) if side.strip().isdigit() else side for side in resolution.split(",")]
         resolution = resolution[0] if len(resolution) == 1 else resolution
-    if isinstance(resolution, list) and resolution[1:] != resolution[:-1] and not is_bucketed:
-        found.lose("resolution", "without buckets all images are cropped to squares here")
     found.defaults |= size_of(resolution, is_bucketed)
     if is_bucketed:
         bucket_limits(found, found.defaults["resolution"])
@@ -488,15 +487,24 @@ def bucket_limits(found: Translation, edge: object) -> None:
             found.look("min_bucket_reso", reason, least)
 
 
-def of_run(run: Translation, datasets: Sequence[Mapping[str, Any]], general: Mapping[str, Any]) -> None:
-    """Give the run what sd-scripts has per dataset: the size of a batch, and the step of bucket sizes.
+PER_DATASET = (
+    ("train_batch_size", "batch_size", "train_batch_size", 1),
+    ("aspect_bucket_alignment", "bucket_reso_steps", "bucket_reso_steps", 64),
+)
+"""Settings of a run that are keys of datasets there: key, name in the training file, default."""
+
+
+def of_run(
+    run: Translation,
+    datasets: Sequence[Mapping[str, Any]],
+    general: Mapping[str, Any],
+    names: Sequence[tuple[str, str, str, int]] = PER_DATASET,
+) -> None:
+    """Give the run what sd-scripts and musubi-tuner have per dataset: the size of a batch, and the step of sizes.
 
     What the dataset file says goes before the training file (config_util.py, `search_value`).
     """
-    for setting, key, of_file, default in (
-        ("train_batch_size", "batch_size", "train_batch_size", 1),
-        ("aspect_bucket_alignment", "bucket_reso_steps", "bucket_reso_steps", 64),
-    ):
+    for setting, key, of_file, default in names:
         silent = general.get(key, run.get(of_file, default))
         values = [each.get(key, silent) for each in datasets]
         found = [value for number, value in enumerate(values) if value not in values[:number]]

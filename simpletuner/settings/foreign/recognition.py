@@ -31,6 +31,10 @@ OF_KOHYA = frozenset(
 """Names of sd-scripts, musubi-tuner and the GUI that no file of ours has."""
 OF_GUI = frozenset(("LoRA_type", "max_resolution", "lr_warmup", "stop_text_encoder_training"))
 OF_MUSUBI = frozenset(("dit", "dit_high_noise", "text_encoder1", "task", "fp8_scaled"))
+NETWORKS_OF_MUSUBI = tuple(
+    f"networks.lora_{name}"
+    for name in ("wan", "zimage", "flux_2", "qwen_image", "krea2", "hv_1_5", "kandinsky", "framepack", "hidream_o1")
+)
 OF_MUSUBI_DATA = frozenset(("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file"))
 OF_ONETRAINER = frozenset(
     (
@@ -60,8 +64,10 @@ def trainer_of(values: Mapping[str, object] | list[Any]) -> str:
         return ONETRAINER
     if isinstance(model, Mapping) and "type" in model and {"adapter", "optimizer", "dataset"} & values.keys():
         return PIPE
-    if not OF_MUSUBI.isdisjoint(flattened) and not OF_KOHYA.isdisjoint(flattened):
-        return MUSUBI
+    if not OF_KOHYA.isdisjoint(flattened):
+        is_of_musubi = not OF_MUSUBI.isdisjoint(flattened) or flattened.get("network_module") in NETWORKS_OF_MUSUBI
+        if is_of_musubi and "pretrained_model_name_or_path" not in flattened:
+            return MUSUBI
     if "LoRA_type" in values or len(OF_GUI & values.keys()) >= 2:
         return GUI
     return KOHYA if not OF_KOHYA.isdisjoint(flattened) else ""
@@ -101,18 +107,11 @@ def is_value_of_original(setting: str, value: object) -> bool:
         return True
 
 
-def import_hint(file: str | Path, trainer: str = "", is_list: bool = False) -> str:
-    """Hint with the command that translates a file, or that none does."""
-    if trainer in UNTRANSLATED:
-        ways = f"`simpletuner config init` begins a file of ours, and `config import` reads those of {TRANSLATED}"
-        return f"it is not translated: {ways}"
+def import_hint(file: str | Path, is_list: bool = False) -> str:
+    """Hint with the command that translates a file."""
     output = "--output=datasets.json" if is_list else "--output=run.toml"
     command = shlex.join(["simpletuner", "config", "import", str(file), output])
     return f"`{command}` translates it, or says what would be lost"
-
-
-UNTRANSLATED = (MUSUBI,)
-TRANSLATED = "sd-scripts, kohya_ss, diffusion-pipe, ai-toolkit, OneTrainer and the original SimpleTuner"
 
 
 def original_hint(name: str) -> str:

@@ -23,6 +23,7 @@ JUNK = st.recursive(
 )
 BASES: dict[str, dict[str, Any]] = {
     "sd_scripts": {"network_module": "networks.lora", "dataset_config": "data.json"},
+    "musubi": {"network_module": "networks.lora_wan", "optimizer_type": "adamw", "dataset_config": "clips.json"},
     "kohya_gui": {"LoRA_type": "LyCORIS/LoKr", "train_data_dir": "train"},
 }
 
@@ -32,6 +33,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train/2_a").mkdir(parents=True)
     Path("train/2_a/a.png").touch()
+    Path("clips.json").write_text('{"datasets": [{"video_directory": "train"}]}')
     Path("data.json").write_text('{"datasets": [{"subsets": [{"image_dir": "train/2_a"}]}]}')
 
 
@@ -58,8 +60,11 @@ def test_values_of_any_kind_end_with_a_sentence(program, data):
 def test_datasets_of_any_kind_end_with_a_sentence(data):
     """`datasets` is a list, or the file is no file of datasets."""
     subset = st.dictionaries(st.sampled_from(["image_dir", "num_repeats", "resolution", "class_tokens"]), JUNK)
-    dataset = st.dictionaries(st.sampled_from(["resolution", "batch_size", "enable_bucket"]), JUNK)
-    entry = data.draw(dataset) | {"subsets": data.draw(JUNK | st.lists(subset, max_size=2))}
+    dataset = st.dictionaries(st.sampled_from(["resolution", "batch_size", "enable_bucket", "control_directory"]), JUNK)
+    clips = st.dictionaries(st.sampled_from(["video_directory", "target_frames", "source_fps"]), JUNK)
+    entry = data.draw(dataset) | data.draw(
+        st.fixed_dictionaries({"subsets": JUNK | st.lists(subset, max_size=2)}) | clips
+    )
     end_with_a_sentence("data.json", {"general": data.draw(JUNK | dataset), "datasets": [entry]}, "run.json")
 
 
