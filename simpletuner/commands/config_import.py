@@ -179,12 +179,16 @@ def file_of_datasets(run: Translation, file: ForeignFile, output: Path | None) -
     listed = None if name else trainer.folders(run)
     if not name and trainer.dataset_file and not listed:
         return None
-    path = first_existing(str(name), (Path(), file.path.parent)) if name else file.path
-    if path is None or output is None:
+    if output is None:
         message = f"{file.path} names datasets{f' in {name}' if name else ''}, which become a file of their own"
-        raise SettingsError(message, "check that path" if output else "give --output=run.toml")
+        raise SettingsError(message, "give --output=run.toml")
     if not name:
         return replace(file, values=listed or file.values)
+    # Where a program is started, its files of datasets are below it, or beside the configuration.
+    folders = (Path(), file.path.parent, file.path.parent.parent)
+    if (path := first_existing(str(name), folders)) is None:
+        where = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in folders))
+        raise SettingsError(f"{file.path} names datasets in {name}, which is not in {where}", "check that path")
     listed = foreign_file(path)
     if listed is None or not listed.is_list:
         raise SettingsError(f"{path} lists no datasets as {trainer.name} has them", "name its file of datasets")

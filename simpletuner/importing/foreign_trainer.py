@@ -274,6 +274,7 @@ def nonzero(value: Any) -> Any:
 
 # Parts of meaning that several trainers share.
 
+INNER_DROPOUT = "what is between the two matrices of an adapter is dropped there, and its inputs here"
 LION = {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_weight_decay": 0.0}
 """Defaults of Lion's packages (lion-pytorch, bitsandbytes)."""
 

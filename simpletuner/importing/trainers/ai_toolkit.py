@@ -9,7 +9,7 @@ from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.importing.folders import FLAGS, prompt_of_line
-from simpletuner.importing.foreign_trainer import LION, ForeignTrainer, Translation, key_table, nonzero
+from simpletuner.importing.foreign_trainer import INNER_DROPOUT, LION, ForeignTrainer, Translation, key_table, nonzero
 from simpletuner.importing.sorting import first_existing
 from simpletuner.importing.trainers.ai_toolkit_datasets import entries
 from simpletuner.importing.trainers.ai_toolkit_models import ARCHS, BY_SIZE, PLACES, UNET, Arch, arch_of, name_of_arch
@@ -28,7 +28,6 @@ RUN = key_table(
     maps={
         "seed": "training_seed",
         "pretrained_model_name_or_path": "model.name_or_path",
-        "lora_dropout": "network.dropout",
         "lora_init": "network.pretrained_lora_path",
         "train_batch_size": "train.batch_size",
         "checkpoint_step_interval": "save.save_every",
@@ -170,7 +169,7 @@ def model(run: Translation) -> None:
         raise SettingsError(f"{run.file} trains `{name}`, which this version has not", "`simpletuner models` lists all")
     run.defaults |= {
         "model_family": arch.family,
-        "model_type": "lora" if run.below("network") else "full",
+        "model_type": "lora" if run.below("network") or run.get("network") == {} else "full",
         "aspect_bucket_alignment": arch.bucket_px,
         "caption_dropout_probability": 0.0,
         "allow_dataset_oversubscription": True,  # of small buckets, by their own images (dataloader_mixins.py:199)
@@ -281,6 +280,10 @@ def network(run: Translation) -> None:
         return
     name = arch_of(run)
     arch, kind = ARCHS[name], run.word("network.type", "lora")
+    if run.number("network.dropout", 0):
+        run.remark("network.dropout", INNER_DROPOUT)
+    run.rename("lora_dropout", "network.dropout")
+    run.drop(["network"], "an adapter with its defaults")
     rank = "network.rank" if run.get("network.rank") is not None else "network.linear"
     run.rename("lora_rank", rank, 4)
     kinds = {"lora": "lora", "locon": "lora", "dora": "dora", "lokr": "lokr"}

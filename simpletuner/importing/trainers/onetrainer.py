@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.importing.foreign_trainer import ForeignTrainer, Translation, key_table
+from simpletuner.importing.foreign_trainer import INNER_DROPOUT, ForeignTrainer, Translation, key_table
 from simpletuner.importing.sorting import first_existing
 from simpletuner.importing.trainers.onetrainer_concepts import entries, list_of_file
 from simpletuner.importing.trainers.sd_scripts import FASTER
@@ -138,6 +138,10 @@ RENAMED = {
 }
 
 
+BEFORE = "timestep_distribution before version 4"
+"""Key for what a migration overwrites."""
+
+
 def jobs(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the configuration as the newest version has it."""
     given = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
@@ -146,6 +150,7 @@ def jobs(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     version = given.get("__version")
     if isinstance(version, int) and version < 4:
         is_drawn = given.get("noising_weight", 0) not in (0, None)
+        given[BEFORE] = given.get("timestep_distribution")
         given["timestep_distribution"] = "SIGMOID" if is_drawn else "UNIFORM"
     if isinstance(given.get("concepts"), list):
         given.pop("concept_file_name", None)
@@ -311,6 +316,8 @@ def network(run: Translation) -> None:
     run.rename("lora_rank", rank, 32 if kind == "oft_2" else 16)
     if kind != "oft_2":
         run.rename("lora_alpha", "lora_alpha", 1.0)
+    if run.number("dropout_probability", 0):
+        run.remark("dropout_probability", INNER_DROPOUT)
     run.rename("lora_dropout", "dropout_probability")
     if kind == "lora" and run.is_on("lora_decompose"):
         run.put("lora_type", "lora_decompose", "dora")
@@ -396,6 +403,8 @@ def optimizer(run: Translation) -> None:
         why = "steps scale with the weights here, and not there" if name == "adafactor" else "it is not in this version"
         run.lose("optimizer.optimizer", why)
         run.drop(run.below("optimizer"), "of this optimizer")
+    if run.is_on("optimizer.fused_back_pass"):
+        run.remark("optimizer.fused_back_pass", "each weight's gradient is clipped by itself there")
     run.drop([f"optimizer.{key}" for key in HARMLESS.split()], FASTER)
     run.refuse(run.below("optimizer"), "it has no place here")
     run.drop(["optimizer", "optimizer_defaults", *run.below("optimizer_defaults")], "of the window")
@@ -427,7 +436,8 @@ def rate(run: Translation) -> None:
     run.put("lr_warmup_steps", "learning_rate_warmup_steps", warmup)
     if steps > 1 and accumulated > 1:
         run.remark("learning_rate_warmup_steps", "it counts batches there, and steps here")
-    name = run.word("learning_rate_scheduler", "constant")
+    is_free = run.of("optimizer") == "adamw_schedulefree"  # which has a constant rate, whatever is written
+    name = "constant" if is_free else run.word("learning_rate_scheduler", "constant")
     if name == "cosine_with_hard_restarts" and run.number("learning_rate_cycles", 1) == 1:
         name = "cosine"
     if name in ("constant", "linear", "cosine"):
@@ -452,6 +462,9 @@ def objective(run: Translation) -> None:
     """Noise levels, weights of the loss, and the average of the weights."""
     kind, name = kind_of(run), run.word("timestep_distribution", "uniform")
     weight, shift = run.number("noising_weight", 0), run.number("timestep_shift", 1)
+    if run.word(BEFORE, name) != name:
+        run.remark(BEFORE, f"files before version 4 are migrated to {name.upper()} there, and so it is here")
+    run.values.pop(BEFORE, None)
     if name in ("sigmoid", "inverted_parabola", "heavy_tail") and weight == 0:
         name = "uniform"
     if kind.is_flow and name in ("uniform", "logit_normal"):

@@ -118,7 +118,9 @@ def sizes(run: Translation, found: Translation) -> None:
     """Size and buckets: a crop of the nearest of 17 shapes, at a place that is fixed for each image."""
     keys = ("enable_crop_jitter", "enable_resolution_override", "resolution_override")
     place = "random" if found.is_on("image.enable_crop_jitter", True) else "center"
-    if found.number("image_variations", 1) > 1 and place == "random":
+    if place == "random" and not run.is_on("latent_caching", True):
+        found.remark("image.enable_crop_jitter", "drawn each time there, and once for each image here", True)
+    elif place == "random" and found.number("image_variations", 1) > 1:
         found.look("image_variations", "so many places of the crop are taken in turn there; one here")
     has_own = found.is_on("image.enable_resolution_override")
     given = found.get("image.resolution_override", 512) if has_own else run.get("resolution", 512)
@@ -162,6 +164,8 @@ def captions(run: Translation, found: Translation) -> None:
     is_cached = run.is_on("latent_caching", True)
     if source == "filename":
         found.defaults["caption_strategy"] = "filename"
+        if name := next((image.name for image in images_of(files_in(path)) if "_" in image.stem), ""):
+            found.remark("text.prompt_source", f"underscores of names, such as {name}, stay there; blanks here")
     elif source == "concept":
         of_one_file(run, found)
     else:

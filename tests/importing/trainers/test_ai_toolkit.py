@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,9 @@ from trainer_files import put, value_of, vocabulary
 from simpletuner.commands.config_import import foreign_file, import_files
 from simpletuner.data.config.caption_rules import compile_rule
 from simpletuner.errors import SettingsError
+from simpletuner.models.family.objectives import FlowMatching
 from simpletuner.settings import load
+from simpletuner.training.optimizers import LearningRate, Schedule
 
 JOB: dict[str, Any] = {
     "type": "sd_trainer",
@@ -136,7 +139,8 @@ def test_a_job_is_a_run_with_ai_toolkits_defaults_where_it_is_silent():
         ({"training_seed": 7, "train.cfg_scale": 3.5}, {"seed": 7, "flux_guidance_value": 3.5}),
         ({**UNET}, {"model_family": "sdxl", "prediction_type": "epsilon", "aspect_bucket_alignment": 16}),
         ({**UNET, "network": {"linear": 16}}, {"lora_rank": 16, "lora_alpha": 1.0}),
-        ({**UNET, "network": {}}, {"model_type": "full"}),
+        ({**UNET, "network": None}, {"model_type": "full"}),
+        ({"network": {}}, {"model_type": "lora", "lora_rank": 4}),
         ({**UNET, "train.min_snr_gamma": 5}, {"snr_gamma": 5.0}),
         (
             {**UNET, "network": {"linear": 8, "linear_alpha": 4, "conv": 8, "conv_alpha": 4}},
@@ -226,6 +230,31 @@ def test_files_that_are_there_already_stay_and_datasets_need_a_file():
     with pytest.raises(SettingsError, match="run-2.toml exists already"):
         import_files(Path("job.yaml"), Path("run.toml"), force=False)
     assert Path("run-2.toml").read_text() == "mine"
+
+
+def test_the_schedule_and_the_noise_levels_are_ai_toolkits():
+    """As torch's CosineAnnealingLR, which it makes, and as its sampler draws them (medians and quartiles, run)."""
+    cosine = {"train.lr_scheduler": "cosine", "train.steps": 20, "train.lr_scheduler_params": {"eta_min": 1e-6}}
+    own, _, _ = imported(cosine)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-4)
+    theirs, rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-6), []
+    for _ in range(20):
+        rates.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    ours = LearningRate(Schedule(own.training.max_train_steps or 0), own.optimizer)
+    assert [ours.at(step) for step in range(20)] == pytest.approx(rates)
+    u = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9])
+    for kind, model, expected in (
+        ("sigmoid", JOB["model"], [0.22, 0.34, 0.50, 0.66, 0.78]),
+        ("linear", JOB["model"], [0.1, 0.25, 0.5, 0.75, 0.9]),
+        ("shift", {"name_or_path": "m", "arch": "sd3"}, [0.25, 0.5, 0.75, 0.9, 0.964]),
+    ):
+        levels = imported({"train.timestep_type": kind, "model": model})[0].objective
+        flow = FlowMatching(
+            levels.flow_schedule_shift or 0, levels.flow_sigmoid_scale, levels.flow_use_uniform_schedule
+        )
+        assert flow.sigmas(u, levels.flow_schedule_shift or 0).tolist() == pytest.approx(expected, abs=0.005)
 
 
 def test_processes_and_denoisers_are_a_file_each():
@@ -349,7 +378,7 @@ JUNK = st.recursive(
 KEYS = [name for name, _, _ in vocabulary("ai_toolkit")]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
         st.sampled_from([*KEYS, "train", "model", "datasets", "network", "sample", "save"]), JUNK, max_size=4

@@ -21,6 +21,7 @@ from simpletuner.data.config.datasets import parse_datasets
 from simpletuner.data.images.geometry import bucket_sizes
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
+from simpletuner.training.optimizers import LearningRate, Schedule
 
 CONCEPT: dict[str, Any] = {"path": "img", "seed": 1, "balancing": 4.0, "include_subdirectories": True}
 FLUX: dict[str, Any] = {
@@ -111,7 +112,8 @@ def test_an_older_configuration_is_what_its_migrations_make_of_it():
     drawn = {"__version": 3, "noising_weight": 1.0, "timestep_distribution": "UNIFORM"}
     with pytest.raises(SettingsError, match="does not draw noise levels so"):
         imported(drawn)
-    assert imported({"__version": 3})[0].objective.flow_use_uniform_schedule
+    own, _, text = imported({"__version": 3})
+    assert own.objective.flow_use_uniform_schedule and "are migrated to UNIFORM there" in text
 
 
 @pytest.mark.parametrize(
@@ -171,6 +173,10 @@ def test_an_older_configuration_is_what_its_migrations_make_of_it():
         ({"optimizer": {"optimizer": "ADAM"}}, {"optimizer": "adam", "adam_weight_decay": 0.0}),
         ({"optimizer": {"optimizer": "LION_8BIT"}}, {"optimizer": "lion", "adam_beta2": 0.999}),
         ({"optimizer": {"optimizer": "PRODIGY", "d_coef": 1.0, "decouple": True}}, {"optimizer": "prodigy"}),
+        (
+            {"optimizer": {"optimizer": "SCHEDULE_FREE_ADAMW"}, "learning_rate_scheduler": "COSINE"},
+            {"optimizer": "adamw_schedulefree", "lr_scheduler": "constant_with_warmup"},
+        ),
         ({"save_every": 100, "save_every_unit": "STEP"}, {"checkpoint_step_interval": 100}),
         ({"rolling_backup": True, "rolling_backup_count": 2}, {"checkpoints_total_limit": 2}),
         ({"tensorboard": True}, {"report_to": "tensorboard"}),
@@ -240,6 +246,14 @@ def test_a_configuration_that_trains_nothing_of_ours_is_one_sentence(changes, sa
         imported(changes)
 
 
+def test_the_schedule_is_onetrainers():
+    """As its lr_lambda_linear gives it, to a tenth of the rate."""
+    given = {"learning_rate_scheduler": "LINEAR", "learning_rate": 1e-4, "learning_rate_min_factor": 0.1}
+    own, _, _ = imported({**given, "learning_rate_warmup_steps": 0})
+    ours = LearningRate(Schedule(20), own.optimizer)
+    assert [ours.at(step) for step in range(20)] == pytest.approx([1e-4 * (1 - 0.9 * step / 20) for step in range(20)])
+
+
 def test_buckets_are_those_of_onetrainer():
     """As its AspectBucketing gives them at 768 and a step of 64."""
     buckets = {(1024, 1024): (768, 768), (1600, 900): (1024, 576), (800, 1200): (640, 960)}
@@ -258,6 +272,8 @@ def test_concepts_have_their_kinds_captions_and_orders():
     Path("img/sub").mkdir(parents=True)
     for name in ("a.jpg", "b.jpg", "a-masklabel.png"):
         Path(f"img/{name}").touch()
+    Path("prior").mkdir()
+    Path("prior/my_dog.png").touch()
     Path("img/a.txt").write_text("a beach\n\na sunny beach\n")
     Path("one.txt").write_text("a photo of sks\n")
     others = [
@@ -269,6 +285,7 @@ def test_concepts_have_their_kinds_captions_and_orders():
     _, data, text = imported({"concepts": [CONCEPT, *others], "validation": True}, partial=True)
     first, held_out, prior, phrase = data
     assert held_out["dataset_type"] == "eval" and prior["is_regularisation_data"] is True
+    assert "such as my_dog.png, stay there" in text
     assert (prior["caption_strategy"], phrase["instance_prompt"]) == ("filename", "a photo of sks")
     assert "one line of a caption file is drawn" in text and "img/b.jpg: trained with an empty one" in text
     assert "masks beside images, such as img/a-masklabel.png" in text and first["caption_lines"] == "alternatives"
@@ -343,7 +360,7 @@ SECTIONS = ("concepts", "samples", "optimizer", "transformer", "__version")
 KEYS = [*(name for name, _, _ in vocabulary("onetrainer")), *SECTIONS]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=4))
 def test_garbage_ends_in_a_sentence(changes):
     values = copy.deepcopy(FLUX)
