@@ -16,7 +16,7 @@ from simpletuner.checkpoints.layout import FINISHED, file_sizes
 from simpletuner.checkpoints.saving import make_empty_folder, publish, run_on_all_ranks, run_on_first_rank, write_group
 from simpletuner.checkpoints.tensors import plan_group
 from simpletuner.checkpoints.verification import compute_checksums
-from simpletuner.checkpoints.writing import as_bytes, write_safetensors
+from simpletuner.checkpoints.writing import as_bytes, make_header, write_safetensors
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.base import ModelFamily
@@ -289,7 +289,7 @@ def export_single_file(pipeline: Path, path: Path, family: str, check: Callable[
     # Larger elements first: so all data are aligned.
     contents = dict(sorted(contents.items(), key=lambda item: -item[1][0].itemsize))
     parts = (as_bytes(reads[name]()) for name in contents)
-    write_safetensors(hidden, contents, {"format": "pt"}, parts)
+    write_safetensors(hidden, make_header(contents, {"format": "pt"}), parts)
     check()
     rename_over(hidden, path)
     flush_to_disk(path.parent)

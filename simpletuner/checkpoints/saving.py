@@ -21,7 +21,8 @@ from simpletuner.checkpoints.writing import write_full, write_sharded
 from simpletuner.errors import EnvironmentNotReady, hint_for
 from simpletuner.parallel.host_buffer import HostBuffer
 from simpletuner.parallel.world import World
-from simpletuner.system.files.atomic import flush_tree, move_folder, remove, replace_folder, unfinished_path, write_json
+from simpletuner.private_api import of_torch
+from simpletuner.system.files.atomic import move_folder, remove, replace_folder, unfinished_path, write_json
 from simpletuner.system.files.checksums import with_checksum
 from simpletuner.system.files.lease import Lease
 from simpletuner.system.files.lease_record import LeaseLost
@@ -80,15 +81,13 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
 def publish(hidden: Path, folder: Path, lease: Lease) -> None:
     """Give a folder that was written its name, which another one may have. Raises LeaseLost, and keeps it
     aside, where another run holds the output folder by now."""
-    flush_tree(hidden)  # which takes long, so that the check is right before the renames
     try:
-        lease.check()
+        replace_folder(hidden, folder, lease.check)
     except LeaseLost as error:
         kept = folder.parent / SET_ASIDE / f"{folder.name}-of-{lease.record.id}"
         kept.parent.mkdir(exist_ok=True)
         move_folder(hidden, kept)
         raise LeaseLost(f"{error.message}; what it has written is kept as {kept}", error.hint) from None
-    replace_folder(hidden, folder)
 
 
 def write_group(folder: Path, group: TensorGroup, world: World, full: bool, written: dict[str, str]) -> None:
@@ -147,10 +146,10 @@ class HostCopies:
         """Copy what this rank writes of a group. A copy from a GPU is complete once its stream is."""
         if name not in self.buffers:
             self.buffers[name] = HostBuffer(group.local, any(tensor.is_cuda for tensor in group.local.values()))
-        copies = self.buffers[name].views
-        for key, tensor in group.local.items():
-            copies[key].copy_(tensor, non_blocking=True)
-        return replace(group, local=copies)
+        buffer = self.buffers[name]
+        if group.local:
+            of_torch.foreach_copy_([*buffer.views.values()], [*group.local.values()], non_blocking=True)
+        return replace(group, local=buffer.views, block=buffer.block)
 
     def release(self) -> None:
         for buffer in self.buffers.values():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -155,39 +156,55 @@ class WrittenTensor:
     def bytes_from(self, rank: int) -> int:
         return self.dtype.itemsize * sum(prod(shard.shape) for shard in self.shards if shard.rank == rank)
 
-    def shard_of(self, rank: int) -> WrittenShard:
-        return next(shard for shard in self.shards if shard.rank == rank)
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """Tensors, the same on all ranks, and the shards of them that this rank writes; both in the order of a file."""
+
+    tensors: Mapping[str, WrittenTensor]
+    shards: Mapping[str, WrittenShard]
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors saved together: `plan` is equal on all ranks, `local` has this rank's shards to write."""
+    """Tensors saved together: `local` has this rank's shards, whose bytes are `block` where they lie in one."""
 
-    plan: Mapping[str, WrittenTensor]
+    plan: GroupPlan
     local: Mapping[str, Tensor]
+    block: Tensor | None = None
 
 
 def plan_group(tensors: NamedTensors) -> TensorGroup:
     """Choose the writer of each shard: the rank with the fewest elements among its holders."""
-    loads = [0] * dist.get_world_size()
+    contents = tuple((name, each.dtype, tuple(each.shape), mesh_of(each)) for name, each in tensors.items())
+    plan = plan_of(contents, dist.get_world_size(), dist.get_rank())
+    return TensorGroup(plan, {name: local_tensor(tensors[name].detach()) for name in plan.shards})
+
+
+# Moments have the shapes of their weights, at each save: a plan takes 10 us of a tensor.
+@lru_cache(maxsize=4)
+def plan_of(
+    contents: tuple[tuple[str, torch.dtype, tuple[int, ...], DeviceMesh | None], ...], ranks: int, rank: int
+) -> GroupPlan:
+    """Plan of tensors of these names, dtypes, shapes and meshes."""
+    loads = [0] * ranks
     plan: dict[str, WrittenTensor] = {}
     # Once per mesh, not per tensor: DeviceMesh.mesh recomputes its ranks in 0.3 ms, before each save.
-    holders_in = {mesh: holders_of(mesh) for mesh in set(map(mesh_of, tensors.values()))}
-    # Largest first, so that the ranks' loads come out even; names break ties, so that all ranks agree.
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
-        holders = holders_in[mesh_of(tensor)]
-        shapes = shard_shapes(tuple(tensor.shape), len(holders))
+    holders_in = {mesh: holders_of(mesh) for mesh in {mesh for *_, mesh in contents}}
+    # By element size, for alignment; largest first, so that the ranks' loads come out even; names break ties, so that
+    # all ranks agree.
+    for name, dtype, shape, mesh in sorted(contents, key=lambda each: (-each[1].itemsize, -prod(each[2]), each[0])):
+        holders = holders_in[mesh]
+        shapes = shard_shapes(shape, len(holders))
         shards, row = [], 0
-        for ranks, shape in zip(holders, shapes, strict=True):
-            if prod(shape) or len(shapes) == 1:
-                rank = min(ranks, key=loads.__getitem__)
-                loads[rank] += prod(shape)
-                shards.append(WrittenShard(rank, row, shape))
-            row += shape[0] if shape else 0
-        plan[name] = WrittenTensor(tensor.dtype, tuple(tensor.shape), tuple(shards))
-    rank = dist.get_rank()
-    own = [name for name, each in plan.items() if any(shard.rank == rank for shard in each.shards)]
-    return TensorGroup(plan, {name: local_tensor(tensors[name].detach()) for name in own})
+        for holding, part in zip(holders, shapes, strict=True):
+            if prod(part) or len(shapes) == 1:
+                writer = min(holding, key=loads.__getitem__)
+                loads[writer] += prod(part)
+                shards.append(WrittenShard(writer, row, part))
+            row += part[0] if part else 0
+        plan[name] = WrittenTensor(dtype, shape, tuple(shards))
+    return GroupPlan(plan, {name: shard for name, each in plan.items() for shard in each.shards if shard.rank == rank})
 
 
 def planned(make: Callable[[], NamedTensors]) -> Callable[[], TensorGroup]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise, zip_longest
 from math import prod
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simpletuner.checkpoints.tensors import OFFSETS, SHARDING_INFO, TensorGroup, WrittenShard, WrittenTensor
+from simpletuner.checkpoints.tensors import OFFSETS, SHARDING_INFO, GroupPlan, TensorGroup, WrittenShard, WrittenTensor
 from simpletuner.models.folder.safetensors_dtypes import DTYPES
 from simpletuner.parallel.world import World
 from simpletuner.system.files.atomic import write_json
@@ -33,14 +34,18 @@ def write_sharded(folder: Path, group: TensorGroup, world: World) -> dict[str, s
     """Write the shards of this rank into one file, and return its checksum by name."""
     if not group.local:
         return {}
-    shards = {name: group.plan[name].shard_of(world.rank) for name in group.local}
-    contents = {name: (group.plan[name].dtype, shards[name].shape) for name in file_order(group.plan, shards)}
-    offsets = {name: {OFFSETS: saved_offsets(shard)} for name, shard in shards.items()}
-    # As torch/distributed/checkpoint/_hf_utils.py (2.13) names files, and its version.
-    metadata = {SHARDING_INFO: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     name = f"shard-{world.rank + 1:05d}-model-00001-of-00001.safetensors"
-    tensors = (as_bytes(group.local[name]) for name in contents)
-    return {name: write_safetensors(folder / name, contents, metadata, tensors)}
+    parts = map(as_bytes, group.local.values()) if group.block is None else (group.block,)
+    return {name: write_safetensors(folder / name, sharded_header(group.plan), parts)}
+
+
+@lru_cache(maxsize=4)
+def sharded_header(plan: GroupPlan) -> bytes:
+    """Header of the file with this rank's shards; moments share the plan of their weights, as do all saves."""
+    contents = {name: (plan.tensors[name].dtype, shard.shape) for name, shard in plan.shards.items()}
+    offsets = {name: {OFFSETS: saved_offsets(shard)} for name, shard in plan.shards.items()}
+    # As torch/distributed/checkpoint/_hf_utils.py (2.13) names files, and its version.
+    return make_header(contents, {SHARDING_INFO: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"})
 
 
 def saved_offsets(shard: WrittenShard) -> list[int]:
@@ -55,17 +60,18 @@ def write_full(folder: Path, group: TensorGroup, world: World, stem: str) -> dic
     A rank holds no more than one gathered tensor. Raises on the rank that cannot write, after all have got
     their rows.
     """
-    owners = assign_owners(group.plan, world.size)
+    plan = group.plan.tensors
+    owners = assign_owners(plan, world.size)
     files = file_names(stem, world.size)
     own = [name for name, owner in owners.items() if owner == world.rank]  # in the order of `gather_owned`
-    contents = {name: (group.plan[name].dtype, group.plan[name].shape) for name in own}
+    contents = {name: (plan[name].dtype, plan[name].shape) for name in own}
     gathered, sums = gather_owned(group, owners, world), {}
     try:
         if contents:
             file = files[world.rank]
-            sums[file] = write_safetensors(folder / file, contents, {"format": "pt"}, gathered)
+            sums[file] = write_safetensors(folder / file, make_header(contents, {"format": "pt"}), gathered)
         if world.is_first and world.size > 1:
-            total = sum(each.dtype.itemsize * prod(each.shape) for each in group.plan.values())
+            total = sum(each.dtype.itemsize * prod(each.shape) for each in plan.values())
             weight_map = {name: files[owners[name]] for name in sorted(owners)}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_json(folder / f"{stem}.safetensors.index.json", index)
@@ -78,17 +84,12 @@ def write_full(folder: Path, group: TensorGroup, world: World, stem: str) -> dic
 def assign_owners(plan: Mapping[str, WrittenTensor], ranks: int) -> dict[str, int]:
     """Choose the file of each tensor: of the rank with all of it, else of the one with the least."""
     loads, owners = [0] * ranks, {}
-    for name in file_order(plan, plan):
-        shards = plan[name].shards
+    for name, tensor in plan.items():
+        shards = tensor.shards
         # A tensor that one rank has whole is written by it, and need not be sent.
         owners[name] = shards[0].rank if len(shards) == 1 else loads.index(min(loads))
-        loads[owners[name]] += prod(plan[name].shape)
+        loads[owners[name]] += prod(tensor.shape)
     return owners
-
-
-def file_order(plan: Mapping[str, WrittenTensor], names: Iterable[str]) -> list[str]:
-    """Sort names by element size, for alignment, then by tensor size, largest first."""
-    return sorted(names, key=lambda name: (-plan[name].dtype.itemsize, -prod(plan[name].shape), name))
 
 
 def file_names(stem: str, count: int) -> list[str]:
@@ -109,7 +110,7 @@ def gather_owned(group: TensorGroup, owners: Mapping[str, int], world: World) ->
         queues[owner].append(name)
     for names in zip_longest(*queues):
         own = names[world.rank]
-        if all(name is None or len(group.plan[name].shards) == 1 for name in names):
+        if all(name is None or len(group.plan.tensors[name].shards) == 1 for name in names):
             if own is not None:
                 yield as_bytes(group.local[own])
         else:
@@ -120,7 +121,7 @@ def exchange_round(group: TensorGroup, names: Sequence[str | None], world: World
     """Collective: send this rank's rows of `names[r]` to rank r; yield the bytes of its own."""
     nothing = torch.empty(0, dtype=torch.uint8)
     sent = [as_bytes(group.local[name]) if name is not None and name in group.local else nothing for name in names]
-    own = group.plan[name] if (name := names[world.rank]) is not None else None
+    own = group.plan.tensors[name] if (name := names[world.rank]) is not None else None
     sizes = [own.bytes_from(rank) if own is not None else 0 for rank in range(world.size)]
     received = torch.empty(sum(sizes), dtype=torch.uint8)
     dist.all_to_all_single(received, torch.cat(sent), sizes, [part.numel() for part in sent], group=world.group)
@@ -134,12 +135,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def write_safetensors(
-    path: Path, contents: Mapping[str, Content], metadata: Mapping[str, str], parts: Iterable[Tensor]
-) -> str:
+def write_safetensors(path: Path, header: bytes, parts: Iterable[Tensor]) -> str:
     """Write a file from `parts` (bytes, one tensor after the other), and return its checksum."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_with_checksum(path, (part.numpy().data for part in parts), make_header(contents, metadata))
+    return write_with_checksum(path, (part.numpy().data for part in parts), header)
 
 
 def make_header(contents: Mapping[str, Content], metadata: Mapping[str, str]) -> bytes:

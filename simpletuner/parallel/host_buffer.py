@@ -9,25 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A cache line, and the widest vector of a CPU (AVX-512).
-ALIGNMENT = 64
-"""Tensors begin at multiples of so many bytes."""
-
 
 class HostBuffer:
-    """A block of host memory with room for tensors like those given; `views` are these tensors by name.
+    """A block of host memory with the bytes of tensors like those given, in their order; `views` are these by name.
 
-    It is page-locked if asked. torch's own pinned memory would be rounded up to a power of two.
+    Each must begin at a multiple of its element size. The block is page-locked if asked: torch's own pinned memory
+    would be rounded up to a power of two.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], page_locked: bool) -> None:
-        sizes = {name: -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for name, tensor in tensors.items()}
-        self.block = torch.empty(sum(sizes.values()), dtype=torch.uint8)
-        self.views: dict[str, Tensor] = {}
-        start = 0
-        for name, tensor in tensors.items():
-            self.views[name] = self.block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            start += sizes[name]
+        sizes = [tensor.nbytes for tensor in tensors.values()]
+        self.block = torch.empty(sum(sizes), dtype=torch.uint8)
+        parts = zip(tensors.items(), self.block.split(sizes), strict=True)
+        self.views = {name: part.view(tensor.dtype).view(tensor.shape) for (name, tensor), part in parts}
         if page_locked and len(self.block):
             lock_pages(self.block)
 

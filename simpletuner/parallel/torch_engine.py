@@ -210,22 +210,22 @@ class TorchEngine:
 
     def _moment(self, moment: str) -> NamedTensors:
         """Return one moment in the checkpoint layout, of those parameters that have it."""
-        held = {
-            name: self.moment(each, moment)
-            for name, each in self.parameters.items()
-            if moment in self.new_moments(each.shard)
-        }
+        shards = ((name, self.moment(each, moment)) for name, each in self.parameters.items())
         return {
             name: self.to_checkpoint(name, shard) if shard.dim() == self.weights[name].dim() else shard
-            for name, shard in held.items()
+            for name, shard in shards
+            if shard is not None
         }
 
-    def moment(self, each: ShardedParameter, name: str) -> Tensor:
-        """Return this rank's shard of a moment; a new one for a parameter that never had a gradient."""
+    def moment(self, each: ShardedParameter, name: str) -> Tensor | None:
+        """Return this rank's shard of a moment; a new one for a parameter that never had a gradient, and None for one
+        that has no such moment."""
         shard = self.optimizer.state.get(each.shard, {}).get(name)
         # An unused parameter never gets a gradient, hence no state; checkpoints have moments of all weights,
         # so that those of every engine have the same names.
-        return self.new_moments(each.shard)[name]() if shard is None else shard
+        if shard is None and (new := self.new_moments(each.shard).get(name)):
+            return new()
+        return shard
 
     def load_optimizer_state(
         self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]

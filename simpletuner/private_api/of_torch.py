@@ -46,6 +46,7 @@ functional_collectives = torch.ops._c10d_functional
 
 # One launch for a list of tensors in place of one per tensor, as in torch's own optimizers.
 foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
 foreach_lerp = torch._foreach_lerp
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_

@@ -16,7 +16,7 @@ from simpletuner.checkpoints.saving import BackgroundSaver, Snapshot, save
 from simpletuner.checkpoints.tensors import planned, read_tensors
 from simpletuner.data.sampler.batch_sampler import DATA_VERSION, SamplerState
 from simpletuner.parallel.engine import Engine
-from simpletuner.parallel.optimizer_state import NamedTensors
+from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -64,13 +64,13 @@ class TrainingState:
             "optimizer": {"steps": optimizer.steps, "moments": sorted(optimizer.tensors)},
             "ema_updates": self.ema.updates if self.ema is not None else None,
         }
-        groups = {name: planned(make) for name, make in self.groups().items()}
+        groups = {name: planned(make) for name, make in self.groups(optimizer).items()}
         return Snapshot(step, groups, state, self.config)
 
-    def groups(self) -> dict[str, Callable[[], NamedTensors]]:
+    def groups(self, optimizer: OptimizerState) -> dict[str, Callable[[], NamedTensors]]:
         """Map each group of a checkpoint to a function of its tensors. Collective to call."""
         average = {"ema": self.ema.tensors} if self.ema is not None else {}
-        return {"model": self.weights, **self.engine.optimizer_state().tensors, **average}
+        return {"model": self.weights, **optimizer.tensors, **average}
 
     def weights(self) -> NamedTensors:
         """Return the trained weights in the checkpoint layout. Collective."""

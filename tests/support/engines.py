@@ -317,7 +317,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def groups_of(state: TrainingState) -> Iterator[tuple[str, Iterable[tuple[str, torch.Tensor]]]]:
-    for group, make in state.groups().items():
+    for group, make in state.groups(state.engine.optimizer_state()).items():
         yield group, make().items()
 
 

@@ -81,7 +81,7 @@ class SplitEngine(TorchEngine):
     def to_checkpoint(self, name: str, shard: Tensor) -> Tensor:
         return super().to_checkpoint(name, shard.cpu())
 
-    def moment(self, each: ShardedParameter, name: str) -> Tensor:
+    def moment(self, each: ShardedParameter, name: str) -> Tensor | None:
         if not (state := self.optimizer.state.get(each.shard)):
             return super().moment(each, name)
         return state[name].read(0, each.shard.numel()).view_as(each.shard)

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -32,13 +32,15 @@ def unfinished_path(folder: Path, writer: str = "") -> Path:
     return folder.with_name(f".{folder.name}{'.' * bool(writer)}{writer}.unfinished")
 
 
-def replace_folder(new: Path, folder: Path) -> None:
+def replace_folder(new: Path, folder: Path, check: Callable[[], None] = lambda: None) -> None:
     """Sync `new` and rename it to `folder`. The previous folder is removed only once the new one is in place.
 
-    Where the previous one cannot be renamed, `new` waits as `.NAME.new` while that is removed in place.
+    Where the previous one cannot be renamed, `new` waits as `.NAME.new` while that is removed in place. `check` may
+    raise right before the renames, as syncing takes long.
     """
     old, waiting = (folder.with_name(f".{folder.name}.{state}") for state in ("old", "new"))
     flush_tree(new)
+    check()
     remove(old)
     try:
         if os.path.lexists(folder):
