@@ -14,7 +14,7 @@ import numpy as np
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
 from simpletuner.errors import SimpleTunerError
 from simpletuner.models.catalog.registry import repository_named
-from simpletuner.runs.metrics import MetricColumns, parse_lines
+from simpletuner.runs.metrics import ENDS, MetricColumn, MetricColumns, parse_lines
 from simpletuner.runs.settings_record import HISTORY
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.sections import Model, Training
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 # Of a table of names and values.
 Rows = list[tuple[str, Any]]
-
-# Largest number of steps that the first and the last loss are means of; they never overlap.
-LOSS_STEPS = 20
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -135,24 +132,24 @@ def dataset_facts(dataset: ImageDataset, images: int) -> DatasetFacts:
 
 def describe_result(columns: MetricColumns) -> Rows:
     """Return names and values of a run's result, from its metrics; empty for a run without a step."""
-    steps, losses = columns.points("loss")
-    if not len(steps):
+    losses, measured = columns.column("loss"), columns.column("eval_loss")
+    if not losses.points:
         return []
-    numbers: Rows = [("steps", int(steps[-1])), ("loss", describe_losses(losses))]
-    if len(speeds := columns.points("samples_per_second")[1]):
+    numbers: Rows = [("steps", losses.last_step), ("loss", describe_losses(losses))]
+    if len(speeds := columns.column("samples_per_second").means()[1]):
         numbers.append(("samples/s", f"{np.median(speeds):.1f}"))
-    if len(measured := columns.points("eval_loss")[1]):
-        numbers.append(("held-out loss", f"{measured[0]:.4f} at first, {measured[-1]:.4f} at last"))
+    if measured.points:
+        numbers.append(("held-out loss", f"{measured.first[0]:.4f} at first, {measured.last[-1]:.4f} at last"))
     return numbers
 
 
-def describe_losses(losses: np.ndarray) -> str:
+def describe_losses(losses: MetricColumn) -> str:
     """Compare the first with the last steps, as many of each as fit without overlap."""
-    count = min(LOSS_STEPS, len(losses) // 2)
+    count = min(ENDS, losses.points // 2)
     if not count:
-        return f"{losses[0]:.4f} at the only step"
+        return f"{losses.first[0]:.4f} at the only step"
     steps = f"means of {count} steps each" if count > 1 else "one step each"
-    return f"{losses[:count].mean():.4f} at first, {losses[-count:].mean():.4f} at last ({steps})"
+    return f"{losses.first[:count].mean():.4f} at first, {losses.last[-count:].mean():.4f} at last ({steps})"
 
 
 TIME = "%Y-%m-%d %H:%M UTC"
@@ -198,8 +195,10 @@ def describe_times(starts: Sequence[Start], columns: MetricColumns) -> list[tupl
     if starts:
         again = f"; {count_noun(len(starts), 'start')}, the last {starts[-1].time:{TIME}}" if len(starts) > 1 else ""
         rows.append(("started", f"{starts[0].time:{TIME}}{again}"))
-    if len(seconds := columns.finite("seconds")[1]):
-        rows.append(("trained for", f"{format_seconds(seconds.sum())} in {count_noun(len(seconds), 'step')}"))
+    seconds, counts = columns.column("seconds").means()[1:]
+    if len(counts):
+        total = format_seconds(float(seconds @ counts))
+        rows.append(("trained for", f"{total} in {count_noun(int(counts.sum()), 'step')}"))
     return rows
 
 
@@ -208,13 +207,13 @@ def describe_energy(starts: Sequence[Start], columns: MetricColumns) -> str:
 
     A board takes no more than its limit on average, so less is what was used; the machine around it is not in it.
     """
-    steps, seconds = columns.finite("seconds")
+    steps, seconds, counts = columns.column("seconds").means()
     watts = np.zeros(len(steps))
     for start in starts:  # a later one has taken again what follows its checkpoint
         watts[steps > start.step] = start.gpus * start.watts
     if not len(steps) or not watts.all():
         return "not estimated: no power limit of a GPU is known for all steps"
-    kilowatt_hours = float((watts * seconds).sum()) / 3.6e6
+    kilowatt_hours = float((watts * seconds * counts).sum()) / 3.6e6
     gpus = " and ".join(dict.fromkeys(f"{count_noun(each.gpus, 'GPU')} of {each.watts:g} W" for each in starts))
     return (
         f"at most {kilowatt_hours:.3g} kWh (estimate: seconds of all steps x GPUs x power limit; {gpus}), "

@@ -6,7 +6,7 @@ No torch: the process that sends metrics to wandb reads it, too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,13 @@ LARGEST_INTEGER = 1 << 53
 
 
 class MetricsReader:
-    """Parse a metrics file once: each `read` returns the rows that were appended since the one before."""
+    """Parse a metrics file once: each `read` returns the rows that were appended since the one before.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Of no more than `most` bytes and a line at once; -1: of all.
+    """
+
+    def __init__(self, path: Path, most: int = -1) -> None:
+        self.path, self.most = path, most
         self.offset = 0
         self.last_line = b""
 
@@ -104,77 +107,146 @@ class MetricsReader:
                 if not is_same:
                     file.seek(0)
                     self.offset, self.last_line = 0, b""
-                return file.read(), self.offset == 0
+                content, from_start = file.read(self.most), self.offset == 0
+                return content if self.most < 0 else content + file.readline(), from_start
         except FileNotFoundError:
             self.offset, self.last_line = 0, b""
             return b"", True
 
 
+# Between half as many and these are kept; a chart has 600 columns. Must be even.
+MAX_BLOCKS = 4096
+# Of the values at either end of a run, which are told as its result.
+ENDS = 20
+
+
 class MetricColumn:
-    """The values of one metric by step, 16 bytes of each, in an array that grows by an eighth."""
+    """A metric as blocks of equally many points, of which the least, the greatest and the mean are kept.
+
+    Blocks hold one point each until there are MAX_BLOCKS; whenever there are, two become one. So adding a
+    point costs the same after a million others, and takes no more memory.
+    """
 
     def __init__(self) -> None:
-        self.points, self.count = np.empty((2, 256)), 0
+        self.size = 1
+        self.count = 0
+        self.points = 0
+        self.last_step = -1
+        self.first, self.last = np.empty(0), np.empty(0)
+        """The first and the last values, ENDS of each."""
+        self.low, self.high, self.mean = (np.empty((2, MAX_BLOCKS)) for _ in range(3))
+        """Steps and values, (2, blocks)."""
+        self.tail = np.empty((2, 0))
+        """Points that do not fill a block yet."""
 
     def extend(self, steps: Sequence[float], values: Sequence[float]) -> None:
-        count = self.count + len(values)
-        if count > self.points.shape[1]:
-            grown = np.empty((2, max(count, self.points.shape[1] * 9 // 8)))
-            grown[:, : self.count] = self.points[:, : self.count]
-            self.points = grown
-        self.points[:, self.count : count] = steps, values
-        self.count = count
+        """Add points; those that cannot be drawn are left out."""
+        added = np.array([steps, values], dtype=np.float64)
+        self.last_step = max(self.last_step, int(added[0].max(initial=-1)))
+        added = added[:, np.isfinite(added[1])]
+        self.points += added.shape[1]
+        self.first = np.concatenate([self.first, added[1, :ENDS]])[:ENDS]
+        self.last = np.concatenate([self.last, added[1, -ENDS:]])[-ENDS:]
+        self.tail = np.concatenate([self.tail, added], axis=1)
+        while blocks := min(self.tail.shape[1] // self.size, MAX_BLOCKS - self.count):
+            full, self.tail = np.split(self.tail, [blocks * self.size], axis=1)
+            self._add(full.reshape(2, blocks, self.size))
+            if self.count == MAX_BLOCKS:
+                self._halve()
+
+    def _add(self, points: np.ndarray) -> None:
+        """Add blocks: (2, blocks, points)."""
+        new = slice(self.count, self.count + points.shape[1])
+        self.low[:, new], self.high[:, new], self.mean[:, new] = summarized(points)
+        self.count = new.stop
+
+    def _halve(self) -> None:
+        pairs = [each.reshape(2, -1, 2) for each in (self.low, self.high, self.mean)]
+        self.size, self.count = 2 * self.size, MAX_BLOCKS // 2
+        kept = summarized(pairs[0])[0], summarized(pairs[1])[1], pairs[2].mean(axis=2)
+        for mine, half in zip((self.low, self.high, self.mean), kept, strict=True):
+            mine[:, : self.count] = half
+
+    def extremes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Least and the greatest point of each block in the order of their steps, and the last points."""
+        low, high = self.low[:, : self.count], self.high[:, : self.count]
+        ordered = np.where(low[0] <= high[0], (low, high), (high, low))  # (2, 2, blocks)
+        blocks = ordered.transpose(1, 2, 0).reshape(2, -1)
+        if self.tail.size:
+            tail = summarized(self.tail.reshape(2, 1, -1))
+            rest = np.concatenate([*tail[:2], self.tail[:, -1:]], axis=1)
+            blocks = np.concatenate([blocks, rest[:, rest[0].argsort()]], axis=1)
+        # Where the least and the greatest of a block are one point, it is there twice.
+        steps, values = blocks[:, np.diff(blocks[0], prepend=-np.inf) > 0]
+        return steps, values
+
+    def means(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Mean step, mean value and number of points of each block, and of the points that do not fill one."""
+        rest = [self.tail.mean(axis=1, keepdims=True)] if self.tail.size else []
+        steps, values = np.concatenate([self.mean[:, : self.count], *rest], axis=1)
+        return steps, values, np.array([self.size] * self.count + [self.tail.shape[1]] * len(rest))
+
+
+def summarized(points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Least, the greatest and the mean of the points of each block, (2, blocks) of (2, blocks, points)."""
+    low, high = (np.expand_dims(of(points[1], axis=1), (0, 2)) for of in (np.argmin, np.argmax))
+    chosen = [np.take_along_axis(points, np.broadcast_to(at, (2, *at.shape[1:])), 2)[..., 0] for at in (low, high)]
+    return chosen[0], chosen[1], points.mean(axis=2)
+
+
+PIECE_BYTES = 4 << 20
+"""Of a metrics file, how much is parsed at once: rows of 280 bytes take four times as much as objects."""
 
 
 class MetricColumns:
-    """The metrics of a run as columns; `update` parses only what was appended to the file."""
+    """The metrics of a run as columns, thinned out for charts; `update` parses only what was appended to the file."""
 
-    def __init__(
-        self, path: Path, column: Callable[[], object] = MetricColumn, names: Collection[str] | None = None
-    ) -> None:
+    def __init__(self, path: Path, names: Collection[str] | None = None) -> None:
         """Keep the metrics of these names, of all without any."""
-        self.reader, self.new_column, self.names = MetricsReader(path), column, names
-        self.columns: dict[str, Any] = {}
+        self.reader, self.names = MetricsReader(path, PIECE_BYTES), names
+        self.columns: dict[str, MetricColumn] = {}
 
     def update(self) -> MetricColumns:
         """Read what is new, and return self. After a file was replaced, only what it has now is left."""
-        rows, from_start = self.reader.read()
-        if from_start:
-            self.columns.clear()
-        # Most rows have the same names as the one before: columns of 100,000 such take 0.1 s, values one by one 0.5 s.
-        for names, alike in groupby(rows, key=tuple):
-            self._extend(names, list(zip(*(row.values() for row in alike), strict=True)))
+        offset = None
+        while offset != self.reader.offset:
+            offset = self.reader.offset
+            rows, from_start = self.reader.read()
+            if from_start:
+                self.columns.clear()
+            # Most rows have the same names as the one before: columns of 100,000 such take 0.1 s, values one by one
+            # 0.5 s.
+            for names, alike in groupby(rows, key=tuple):
+                self._extend(names, list(zip(*(row.values() for row in alike), strict=True)))
         return self
 
-    def _extend(self, names: tuple[str, ...], columns: Sequence[Sequence[object]]) -> None:
+    def _extend(self, names: tuple[str, ...], columns: Sequence[Sequence[Any]]) -> None:
         steps = columns[names.index("step")]
         for name, values in zip(names, columns, strict=True):
             if self.names is not None and name not in self.names:
                 continue
-            kept = steps
+            kept: Sequence[Any] = steps
             if not NUMBERS.issuperset(map(type, values)):
                 pairs = [(step, value) for step, value in zip(steps, values, strict=True) if type(value) in NUMBERS]
                 kept, values = zip(*pairs, strict=True) if pairs else ((), ())
             if values:
-                self.columns.setdefault(name, self.new_column()).extend(kept, values)
+                self.columns.setdefault(name, MetricColumn()).extend(kept, values)
 
-    def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and the values of a metric, both (points,) float64; empty for one that was never written."""
-        column = self.columns.get(name) or MetricColumn()
-        steps, values = column.points[:, : column.count]
-        return steps, values
+    def column(self, name: str) -> MetricColumn:
+        """A metric; one without points where it was never written."""
+        return self.columns.get(name) or MetricColumn()
 
     def finite(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the points of a metric whose value can be drawn."""
-        steps, values = self.points(name)
-        kept = np.isfinite(values)
-        return steps[kept], values[kept]
+        """Steps and values of a metric that are drawn, both (points,) float64: all, or the extremes of each block."""
+        return self.column(name).extremes()
 
     def smoothed(self, name: str, share: float) -> tuple[int, np.ndarray]:
         """Window of a running mean over a share of all points, and its values at the points of `finite`."""
-        values = self.finite(name)[1]
-        window = window_of(len(values), share)
-        return window, running_mean(values, window)
+        column = self.column(name)
+        steps, means, _ = column.means()
+        drawn = column.extremes()[0]
+        values = running_mean(means, window_of(len(means), share)) if len(means) else means
+        return window_of(column.points, share), np.interp(drawn, steps, values) if len(means) else values
 
 
 def read_columns(path: Path) -> MetricColumns:
@@ -228,95 +300,3 @@ def is_row(row: object) -> bool:
 def loss_of(row: Mapping[str, object]) -> str:
     """Return the name of the loss in a row; `loss` if it has none."""
     return next((name for name in LOSSES if name in row), "loss")
-
-
-# Between half as many and these are kept; a chart has 600 columns. Must be even.
-MAX_BLOCKS = 4096
-
-
-class ThinnedColumn:
-    """A metric as blocks of equally many points, of which the least, the greatest and the mean are kept.
-
-    Blocks hold one point each until there are MAX_BLOCKS; whenever there are, two become one. So adding a
-    point costs the same after a million others.
-    """
-
-    def __init__(self) -> None:
-        self.size = 1
-        self.count = 0
-        self.points = 0
-        self.low, self.high, self.mean = (np.empty((2, MAX_BLOCKS)) for _ in range(3))
-        """Steps and values, (2, blocks)."""
-        self.tail = np.empty((2, 0))
-        """Points that do not fill a block yet."""
-
-    def extend(self, steps: Sequence[float], values: Sequence[float]) -> None:
-        """Add points; those that cannot be drawn are left out."""
-        added = np.array([steps, values], dtype=np.float64)
-        added = added[:, np.isfinite(added[1])]
-        self.points += added.shape[1]
-        self.tail = np.concatenate([self.tail, added], axis=1)
-        while blocks := min(self.tail.shape[1] // self.size, MAX_BLOCKS - self.count):
-            full, self.tail = np.split(self.tail, [blocks * self.size], axis=1)
-            self._add(full.reshape(2, blocks, self.size))
-            if self.count == MAX_BLOCKS:
-                self._halve()
-
-    def _add(self, points: np.ndarray) -> None:
-        """Add blocks: (2, blocks, points)."""
-        new = slice(self.count, self.count + points.shape[1])
-        self.low[:, new], self.high[:, new], self.mean[:, new] = summarized(points)
-        self.count = new.stop
-
-    def _halve(self) -> None:
-        pairs = [each.reshape(2, -1, 2) for each in (self.low, self.high, self.mean)]
-        self.size, self.count = 2 * self.size, MAX_BLOCKS // 2
-        kept = summarized(pairs[0])[0], summarized(pairs[1])[1], pairs[2].mean(axis=2)
-        for mine, half in zip((self.low, self.high, self.mean), kept, strict=True):
-            mine[:, : self.count] = half
-
-    def extremes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Least and the greatest point of each block in the order of their steps, and the last points."""
-        low, high = self.low[:, : self.count], self.high[:, : self.count]
-        ordered = np.where(low[0] <= high[0], (low, high), (high, low))  # (2, 2, blocks)
-        blocks = ordered.transpose(1, 2, 0).reshape(2, -1)
-        if self.tail.size:
-            tail = summarized(self.tail.reshape(2, 1, -1))
-            rest = np.concatenate([*tail[:2], self.tail[:, -1:]], axis=1)
-            blocks = np.concatenate([blocks, rest[:, rest[0].argsort()]], axis=1)
-        # Where the least and the greatest of a block are one point, it is there twice.
-        steps, values = blocks[:, np.diff(blocks[0], prepend=-np.inf) > 0]
-        return steps, values
-
-    def means(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean step and value of each block, and of the points that do not fill one."""
-        rest = [self.tail.mean(axis=1, keepdims=True)] if self.tail.size else []
-        steps, values = np.concatenate([self.mean[:, : self.count], *rest], axis=1)
-        return steps, values
-
-
-def summarized(points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Least, the greatest and the mean of the points of each block, (2, blocks) of (2, blocks, points)."""
-    low, high = (np.expand_dims(of(points[1], axis=1), (0, 2)) for of in (np.argmin, np.argmax))
-    chosen = [np.take_along_axis(points, np.broadcast_to(at, (2, *at.shape[1:])), 2)[..., 0] for at in (low, high)]
-    return chosen[0], chosen[1], points.mean(axis=2)
-
-
-class ThinnedColumns(MetricColumns):
-    """Metrics of a run, thinned out for charts. A new line costs the same in a file of any length."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, ThinnedColumn)
-
-    def finite(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        return self._column(name).extremes()
-
-    def smoothed(self, name: str, share: float) -> tuple[int, np.ndarray]:
-        column = self._column(name)
-        steps, means = column.means()
-        drawn = column.extremes()[0]
-        values = running_mean(means, window_of(len(means), share)) if len(means) else means
-        return window_of(column.points, share), np.interp(drawn, steps, values) if len(means) else values
-
-    def _column(self, name: str) -> ThinnedColumn:
-        return self.columns.get(name) or ThinnedColumn()

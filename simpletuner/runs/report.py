@@ -21,7 +21,7 @@ from simpletuner.errors import SimpleTunerError, Stopped, without_errno
 from simpletuner.report import Report
 from simpletuner.runs.charts import compare, make_charts
 from simpletuner.runs.checkpoints import TIME, checkpoint_rows
-from simpletuner.runs.facts import LOSS_STEPS, RunFacts, describe_result, describe_times, read_starts
+from simpletuner.runs.facts import RunFacts, describe_result, describe_times, read_starts
 from simpletuner.runs.gallery import Gallery, GalleryImage, PromptRounds
 from simpletuner.runs.metrics import LOSSES, METRICS, WINDOW_SHARE, MetricColumns
 from simpletuner.runs.settings_record import SETTINGS, read_settings
@@ -87,7 +87,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 SHOWN = {*LOSSES, "learning_rate", "grad_norm", "samples_per_second", "seconds"}
-"""Metrics on the page. Each takes 16 to 18 bytes of a step in the memory of rank 0, until the run ends."""
+"""Metrics on the page."""
 
 
 class HtmlReport:
@@ -199,12 +199,11 @@ def comparison_facts(runs: Mapping[str, Path]) -> dict[str, Any]:
     facts = {}
     for name, path in runs.items():
         columns = MetricColumns(path / METRICS).update()
-        steps, losses = columns.finite("loss")
-        held_out = columns.finite("eval_loss")[1]
+        losses, held_out = columns.column("loss"), columns.column("eval_loss")
         facts[name] = {
-            "steps": int(steps[-1]) if len(steps) else 0,
-            "loss": float(losses[-LOSS_STEPS:].mean()) if len(losses) else None,
-            "eval_loss": float(held_out[-1]) if len(held_out) else None,
+            "steps": max(0, losses.last_step),
+            "loss": float(losses.last.mean()) if losses.points else None,
+            "eval_loss": float(held_out.last[-1]) if held_out.points else None,
         }
     settings = {name: dict(zip(runs, values, strict=True)) for name, values in different_settings(runs)}
     return {"runs": facts, "settings": settings}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from simpletuner.runs.facts import describe_losses
-from simpletuner.runs.metrics import running_mean, thin_out, window_of
+from simpletuner.runs.metrics import MetricColumn, running_mean, thin_out, window_of
 
 
 def test_a_running_mean_neither_lags_nor_bends_at_the_ends():
@@ -35,4 +35,6 @@ def test_first_and_last_losses_never_overlap():
         ([4.0] * 15 + [2.0] * 15, "4.0000 at first, 2.0000 at last (means of 15 steps each)"),
         ([4.0] * 20 + [9.0] * 60 + [2.0] * 20, "4.0000 at first, 2.0000 at last (means of 20 steps each)"),
     ):
-        assert describe_losses(np.array(losses)) == said
+        column = MetricColumn()
+        column.extend(range(len(losses)), losses)
+        assert describe_losses(column) == said

@@ -8,19 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simpletuner.runs.metrics import MAX_BLOCKS, METRICS, MetricColumns, ThinnedColumn, ThinnedColumns
+from simpletuner.runs.metrics import (
+    ENDS,
+    MAX_BLOCKS,
+    METRICS,
+    MetricColumn,
+    MetricColumns,
+    read_columns,
+    running_mean,
+    window_of,
+)
 
 
 def test_few_points_are_kept_as_they_are(tmp_path: Path):
     losses = [3.0, 1.0, float("nan"), 2.0, *np.random.default_rng(0).random(500).tolist()]
     rows = (json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, start=1))
     (tmp_path / METRICS).write_text("".join(rows))
-    exact, thinned = (each(tmp_path / METRICS).update() for each in (MetricColumns, ThinnedColumns))
-    for mine, expected in zip(thinned.finite("loss"), exact.finite("loss"), strict=True):
-        assert mine.tolist() == expected.tolist()
-    window, means = thinned.smoothed("loss", 0.05)
-    assert window == exact.smoothed("loss", 0.05)[0] and means == pytest.approx(exact.smoothed("loss", 0.05)[1])
-    assert [len(each) for each in thinned.finite("missing")] == [0, 0]
+    columns = read_columns(tmp_path / METRICS)
+    steps, values = columns.finite("loss")
+    assert steps.tolist() == [1, 2, *range(4, 505)] and values.tolist() == [3.0, 1.0, *losses[3:]]
+    window, means = columns.smoothed("loss", 0.05)
+    assert window == window_of(503) and means == pytest.approx(running_mean(values, window))
+    assert [len(each) for each in columns.finite("missing")] == [0, 0]
 
 
 @pytest.mark.parametrize("pieces", [[100_001], [1] * 3000 + [97_001], [MAX_BLOCKS, 1, MAX_BLOCKS - 1, 91_808, 1]])
@@ -29,7 +38,7 @@ def test_peaks_ends_and_means_of_many_points_are_kept(pieces: list[int]):
     steps = np.arange(1.0, count + 1)
     values = np.sin(steps / 9000) + np.random.default_rng(0).normal(0, 0.1, count)
     values[[7, 54_321, 99_990]] = 50, -50, 40
-    column, columns = ThinnedColumn(), ThinnedColumns(Path("nowhere"))
+    column, columns = MetricColumn(), MetricColumns(Path("nowhere"))
     for start, size in zip(np.cumsum([0, *pieces]), pieces, strict=False):
         column.extend(steps[start : start + size].tolist(), values[start : start + size].tolist())
     columns.columns["loss"] = column
@@ -41,3 +50,6 @@ def test_peaks_ends_and_means_of_many_points_are_kept(pieces: list[int]):
     assert window == 5001
     inner = (shown > 6000) & (shown < count - 6000)
     assert np.abs(means[inner] - np.sin(shown[inner] / 9000)).max() < 0.05
+    assert column.first.tolist() == values[:ENDS].tolist() and column.last.tolist() == values[-ENDS:].tolist()
+    _, kept, counts = column.means()
+    assert (kept @ counts, counts.sum()) == pytest.approx((values.sum(), count))

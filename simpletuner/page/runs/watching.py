@@ -15,7 +15,7 @@ from pathlib import Path
 from simpletuner.runs.charts import Chart, compare, make_charts
 from simpletuner.runs.folder import RunFolder
 from simpletuner.runs.gallery import Gallery
-from simpletuner.runs.metrics import METRICS, WINDOW_SHARE, ThinnedColumns
+from simpletuner.runs.metrics import METRICS, WINDOW_SHARE, MetricColumns
 
 MAX_WATCHED = 12
 """Runs whose metrics and images are kept."""
@@ -25,7 +25,7 @@ MAX_WATCHED = 12
 class WatchedRun:
     """Metrics and images of one run; readers hold the lock, since requests come in several threads."""
 
-    columns: ThinnedColumns
+    columns: MetricColumns
     gallery: Gallery
     started: float
     lock: threading.Lock = dataclass_field(default_factory=threading.Lock)
@@ -44,7 +44,7 @@ class Watched:
             known = self.runs.pop(run.path, None)
             # A start may go back to an earlier checkpoint, and make images of the same names again.
             if known is None or known.started != started:
-                known = WatchedRun(ThinnedColumns(run.path / METRICS), Gallery(run.path), started)
+                known = WatchedRun(MetricColumns(run.path / METRICS), Gallery(run.path), started)
             self.runs[run.path] = known
             while len(self.runs) > MAX_WATCHED:
                 self.runs.popitem(last=False)

@@ -69,7 +69,7 @@ class Metrics:
 
     def last_step(self, name: str) -> int:
         """Return the last step for which a value was written; -1 for none."""
-        return int(max(read_columns(self.path).points(name)[0], default=-1))
+        return read_columns(self.path).column(name).last_step
 
     def close(self) -> None:
         self.file.close()
