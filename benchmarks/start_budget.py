@@ -1,4 +1,4 @@
-"""What a start imports and what it costs: modules by package, files of ours, CPU seconds to the first step.
+"""What a start imports and what it costs: modules by package, files of ours, CPU seconds and memory to the first step.
 
     python benchmarks/start_budget.py [CHECKOUT]
 
@@ -31,10 +31,13 @@ SHARDED = ("--num_processes=2", "--fsdp_enable")
 
 @dataclass(frozen=True)
 class Start:
-    """The modules that were imported before the first step, and the CPU seconds of the rank that wrote it down."""
+    """The modules that were imported before the first step, and the CPU seconds of the rank that wrote it down; its
+    memory, without files that are mapped (RssAnon), and with them."""
 
     modules: frozenset[str]
     cpu_seconds: float
+    own_mib: float
+    resident_mib: float
 
     def count(self, package: str) -> int:
         """Return how many modules of a package, subpackages included, were imported."""
@@ -60,7 +63,10 @@ def start(folder: Path, python: str, *flags: str, steps: int = 1) -> Start:
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     first = clock.read_text().splitlines()[0]
-    return Start(frozenset((folder / "clock.modules").read_text().split()), float(first.split()[1]))
+    lines = (line.split() for line in (folder / "clock.status").read_text().splitlines())
+    mib = {line[0]: int(line[1]) / 1024 for line in lines if line[-1] == "kB"}
+    modules = frozenset((folder / "clock.modules").read_text().split())
+    return Start(modules, float(first.split()[1]), mib["RssAnon:"], mib["VmRSS:"])
 
 
 def new_run(folder: Path, python: str, *flags: str) -> Start:
@@ -89,9 +95,11 @@ def start_rows(folder: Path, pythons: Mapping[str, str]) -> list[list[str]]:
     for kind in found[next(iter(found))][0]:
         for name, rounds in found.items():
             counts = count_by_package(rounds[0][kind].modules)
-            seconds = statistics.median(each[kind].cpu_seconds for each in rounds)
+            of_rounds = [(each[kind].cpu_seconds, each[kind].own_mib, each[kind].resident_mib) for each in rounds]
+            seconds, own, resident = map(statistics.median, zip(*of_rounds, strict=True))
             most = ", ".join(f"{package} {count}" for package, count in counts.most_common(5))
-            rows.append([f"{kind}, {name}", str(counts["simpletuner"]), str(counts.total()), f"{seconds:.2f}", most])
+            measured = [f"{seconds:.2f}", f"{own:.0f}", f"{resident:.0f}"]
+            rows.append([f"{kind}, {name}", str(counts["simpletuner"]), str(counts.total()), *measured, most])
     return rows
 
 
@@ -110,7 +118,8 @@ def main() -> None:
         for each in pythons:
             (folder / each).mkdir()
             make_inputs(folder / each)
-        columns = ["tiny SDXL, one core", "files of ours", "modules", "CPU s to the first step", "most modules"]
+        columns = ["tiny SDXL, one core", "files of ours", "modules", "CPU s to the first step"]
+        columns += ["MiB of its own", "MiB resident", "most modules"]
         print_table("before the first step", columns, start_rows(folder, pythons))
         prepare(name)
         rows = []

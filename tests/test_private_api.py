@@ -6,9 +6,12 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from simpletuner.private_api import of_diffusers
 
 PACKAGE = Path(__file__).parent.parent / "simpletuner"
 LIBRARIES = ("torch", "dist", "diffusers", "typer")
@@ -78,11 +81,16 @@ assert type(torch._dynamo).__name__ == "ModuleStub"
 assert not issubclass(UNet2DConditionModel, lora_base.PreTrainedModel), "and asks nobody"
 assert "transformers" not in sys.modules
 
-with of_diffusers.imported_later("tomllib", "loads"):
-    from tomllib import loads
-assert "tomllib" not in sys.modules
-import tomllib
-assert loads.__name__ == "loads"
+with of_diffusers.imported_later("jinja2"):
+    from jinja2.environment import Template
+    try:
+        from jinja2.environment import absent
+        assert False, "libraries ask so for versions"
+    except ImportError:
+        assert not isinstance(3, Template)
+assert not any(name.startswith("jinja2") for name in sys.modules)
+import jinja2
+assert Template.__name__ == "Template" and isinstance(jinja2.Template("x"), Template)
 
 import transformers
 from transformers import CLIPTextModel
@@ -105,3 +113,48 @@ assert torch._dynamo._trace_wrapped_higher_order_op
 def test_what_is_left_out_at_a_start_is_there_when_it_is_asked_for():
     done = subprocess.run([sys.executable, "-c", LEFT_OUT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+LORA = """
+import sys
+from simpletuner.private_api import of_diffusers, of_torch
+
+of_torch.leave_out_compiler()
+of_diffusers.leave_out(["torchao", "deepspeed"])
+if sys.argv[1:]:
+    of_diffusers.import_without_transformers()
+import peft, torch
+from diffusers import UNet2DConditionModel
+
+HEAVY = {"transformers", "sympy", "torch.distributed.tensor", "torch.distributed.checkpoint"}
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Conv2d(3, 3, 1), torch.nn.Linear(4, 4))
+for number, kind in enumerate((peft.LoraConfig, peft.LoHaConfig, peft.LoKrConfig)):
+    config = kind(r=2, target_modules=[str(number)])
+    peft.inject_adapter_in_model(config, model, f"default{number}", low_cpu_mem_usage=True)
+assert HEAVY & sys.modules.keys() == (set() if sys.argv[1:] else HEAVY), HEAVY & sys.modules.keys()
+names = sorted(name for name, _ in model.named_parameters())
+known = {name: value for name, value in vars(peft.import_utils).items() if isinstance(value, bool | int)}
+
+import transformers
+from diffusers import StableDiffusionXLPipeline
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
+
+assert torch.distributed.tensor.DTensor is DTensor
+assert isinstance(Conv1D(2, 2), peft.tuners.tuners_utils.Conv1D)
+assert not isinstance(model, peft.tuners.tuners_utils.PreTrainedModel)
+assert StableDiffusionXLPipeline.load_lora_weights
+encoder = transformers.CLIPTextModel(transformers.CLIPTextConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1))
+peft.get_peft_model(encoder, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+print(names, known)
+"""
+
+
+def test_an_adapter_is_the_same_whether_peft_has_imported_transformers_and_works_with_it_afterwards():
+    answers = [
+        subprocess.run([sys.executable, "-W", "ignore", "-c", LORA, *left_out], capture_output=True, text=True)
+        for left_out in ([], ["left out"])
+    ]
+    assert [each.returncode for each in answers] == [0, 0], answers
+    assert answers[0].stdout == answers[1].stdout != ""
+    assert version("peft").startswith(of_diffusers.SEEN_PEFT)

@@ -1,6 +1,7 @@
 """Note wall and CPU time after each step of any optimizer of torch, in the file that STEP_CLOCK names.
 
-Beside it, `.modules` has the modules that were imported before the first step.
+Beside it, `.modules` has the modules that were imported before the first step, and `.status` the kernel's account of
+the process then, with its memory.
 
 Python imports this module at its start where PYTHONPATH has its folder. It imports nothing of torch itself: the
 program that is measured decides when that happens.
@@ -36,12 +37,20 @@ class AfterImport:
 
 
 def note(*_):
-    """Write the seconds since the epoch, and the CPU seconds of this process and of the one that started it."""
-    if not os.path.exists(os.environ["STEP_CLOCK"]):  # noqa: PTH110
-        with open(os.environ["STEP_CLOCK"] + ".modules", "w") as file:  # noqa: PTH123
+    """Write the seconds since the epoch, the CPU seconds of this process and its starter, and of the starter alone.
+
+    Ranks after the first write to files of their own, such as `CLOCK.1`.
+    """
+    clock, rank = os.environ["STEP_CLOCK"], os.environ.get("RANK", "0")
+    clock = clock if rank == "0" else f"{clock}.{rank}"
+    if not os.path.exists(clock):  # noqa: PTH110
+        with open(clock + ".modules", "w") as file:  # noqa: PTH123
             file.write("\n".join(sorted(name for name, module in sys.modules.items() if module)))
-    with open(os.environ["STEP_CLOCK"], "a") as file:  # noqa: PTH123  as little as possible is imported
-        file.write(f"{time.time()} {time.process_time() + starter_seconds()}\n")
+        with open("/proc/self/status") as status, open(clock + ".status", "w") as file:  # noqa: PTH123
+            file.write(status.read())
+    starter = starter_seconds()
+    with open(clock, "a") as file:  # noqa: PTH123  as little as possible is imported
+        file.write(f"{time.time()} {time.process_time() + starter} {starter}\n")
 
 
 def starter_seconds():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 
 def context_parallel_splits(model: Any) -> Any:
@@ -37,52 +41,110 @@ def leave_out(packages: Iterable[str]) -> None:
 
 
 class LazyClass:
-    """A class or module of a package that is imported when it is used; whether a class is one of it needs no import
-    before the package has one."""
+    """A class or module of a package that is imported when it is used; whether something is one of it needs no import
+    before the package has one. A class that is derived from it is derived from nothing."""
 
     def __init__(self, package: str, name: str) -> None:
         self.package, self.name = package, name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(import_module(self.package), self.name), name)
+        if isinstance(named := getattr(import_module(self.package), self.name), LazyClass):  # it is still left out
+            raise AttributeError(f"{self.name} is imported later", name=name, obj=self)
+        return getattr(named, name)
+
+    def __mro_entries__(self, _: object) -> tuple[type, ...]:
+        return ()
+
+    def __or__(self, _: object) -> LazyClass:
+        return self  # in a type hint
+
+    __ror__ = __or__
 
     def __subclasscheck__(self, other: type) -> bool:
-        return self.package in sys.modules and issubclass(other, getattr(import_module(self.package), self.name))
+        named = getattr(sys.modules.get(self.package), self.name, None)
+        return isinstance(named, type) and issubclass(other, named)
+
+    def __instancecheck__(self, other: object) -> bool:
+        return self.__subclasscheck__(type(other))
+
+
+class LazyModule(ModuleType):
+    """Stand-in for a module of a package, of which all that its source names is a LazyClass."""
+
+    def __getattr__(self, name: str) -> Any:
+        source = self.__spec__.origin if self.__spec__ is not None and not name.startswith("__") else None
+        # The package itself makes its names from lists of its modules.
+        if source is None or ("." in self.__name__ and name not in Path(source).read_text("utf-8")):
+            raise AttributeError(f"module {self.__name__} has no {name}", name=name, obj=self)
+        return LazyClass(self.__name__, name)
+
+
+class LazyFinder:
+    """Finder of a package whose modules get stand-ins: those that there are, since peft asks for its version so."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, _: object = None) -> ModuleSpec | None:
+        if name.partition(".")[0] != self.package or (spec := PathFinder.find_spec(name, path)) is None:
+            return None
+        spec.loader = cast(Any, self)
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return LazyModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == self.package:
+            module.__version__ = version(self.package)  # type: ignore[attr-defined]
 
 
 @contextmanager
-def imported_later(package: str, *names: str) -> Iterator[None]:
-    """Have imports of these names from a package import it when they are used."""
-    if package in sys.modules or (spec := find_spec(package)) is None:
+def imported_later(package: str) -> Iterator[None]:
+    """Have what is imported from a package and its modules import it when it is used."""
+    if package in sys.modules:
         yield
         return
-    sys.modules[package] = there = ModuleType(package)
-    there.__spec__ = spec
-    vars(there).update({name: LazyClass(package, name) for name in names})
+    sys.meta_path.insert(0, finder := LazyFinder(package))
     try:
         yield
     finally:
-        del sys.modules[package]
+        sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, LazyModule)]:
+            del sys.modules[name]
+
+
+SEEN_PEFT = "0.21."
 
 
 def import_without_transformers() -> None:
     """Import what all denoisers of diffusers import, but for transformers, which a run with encoded data needs only for
-    its pipeline. With the modules of transformers come DTensor, sympy and torch.distributed.checkpoint: 0.9 CPU s."""
+    its pipeline. With the modules of transformers come DTensor, sympy and torch.distributed.checkpoint: 0.9 CPU s, and
+    1.4 with those that peft asks for."""
     if "transformers" in sys.modules:
         return
     from diffusers import utils  # looks for transformers, which is there
 
-    if utils.is_peft_available():  # which needs classes of transformers for its own
-        return
+    if has_peft := utils.is_peft_available():
+        if not version("peft").startswith(SEEN_PEFT):  # which may need more of them in its import
+            return
+        with imported_later("transformers"):
+            import_module("peft")
+        if "torch.distributed.tensor" not in sys.modules:
+            # peft asks whether a weight is a DTensor. A module, since the package imports its own while it is there.
+            name: str = "torch.distributed.tensor"
+            stub: Any = ModuleType(name)
+            stub.DTensor = LazyClass(name, "DTensor")
+            torch.distributed.__dict__["tensor"] = stub
     sys.modules["transformers"] = None  # type: ignore[assignment]
     try:
         import_module("diffusers.quantizers.pipe_quant_config")  # for type hints, which it does without
     finally:
         del sys.modules["transformers"]
-    with imported_later("transformers", "PreTrainedModel", "AutoImageProcessor"):
-        for module in ("lora_base", "single_file_utils"):
+    with imported_later("transformers"):
+        for module in ("lora_base", "single_file_utils", *(["peft"] if has_peft else [])):
             import_module(f"diffusers.loaders.{module}")
-    with imported_later("torchvision", "transforms"):  # 0.7 CPU s, which Cosmos alone needs
+    with imported_later("torchvision"):  # 0.7 CPU s, which Cosmos alone needs
         import_module("diffusers.models.transformers")
 
 
