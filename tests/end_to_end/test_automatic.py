@@ -21,11 +21,11 @@ REFUSED = ("AllegroPipeline",)
 """Its VAE encodes tiles only."""
 
 
-def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipelines, shapes, train, tmp_path):
+def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipelines, few_shapes, train, tmp_path):
     steps = ("--train_batch_size=2", "--max_train_steps=3", "--flow_schedule_shift=3")
     caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
     drawn = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_resolution=64")
-    flags = (*base("auto", pipelines("sd3"), shapes), "--aspect_bucket_alignment=32", *caches, *steps)
+    flags = (*base("auto", pipelines("sd3"), few_shapes), "--aspect_bucket_alignment=32", *caches, *steps)
     plain = train(tmp_path / "plain", *flags, *drawn)
     said = " ".join(plain.said.split())
     assert "StableDiffusion3Pipeline by its own call, proven with diffusers" in said
@@ -48,11 +48,13 @@ def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipeli
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")  # Mochi's pipeline asks for it
 @pytest.mark.parametrize("name", [name for name in FOREIGN if name not in REFUSED])
-def test_a_pipeline_without_a_class_trains_resumes_exports_and_is_opened_by_diffusers(name, shapes, train, tmp_path):
+def test_a_pipeline_without_a_class_trains_resumes_exports_and_is_opened_by_diffusers(
+    name, few_shapes, train, tmp_path
+):
     from diffusers import DiffusionPipeline
 
     folder = build_foreign(name, tmp_path / "base")
-    flags = (*base("auto", folder, shapes), "--aspect_bucket_alignment=32", "--validation_prompt=a red circle")
+    flags = (*base("auto", folder, few_shapes), "--aspect_bucket_alignment=32", "--validation_prompt=a red circle")
     flags += ("--validation_num_inference_steps=2", "--validation_resolution=64", "--train_batch_size=2")
     for steps in (1, 2):
         run = train(tmp_path / "run", *flags, f"--max_train_steps={steps}")
@@ -68,11 +70,13 @@ def test_a_pipeline_without_a_class_trains_resumes_exports_and_is_opened_by_diff
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")
 @pytest.mark.parametrize("key", [key for key, preset in presets().items() if preset.is_automatic and preset.tiny])
-def test_a_family_without_a_class_is_proven_trains_and_is_opened_by_diffusers(key, pipelines, shapes, train, tmp_path):
+def test_a_family_without_a_class_is_proven_trains_and_is_opened_by_diffusers(
+    key, pipelines, few_shapes, train, tmp_path
+):
     from diffusers import DiffusionPipeline
 
     preset = presets()[key]
-    flags = (*base(key, pipelines(key), shapes), "--aspect_bucket_alignment=32", "--max_train_steps=1")
+    flags = (*base(key, pipelines(key), few_shapes), "--aspect_bucket_alignment=32", "--max_train_steps=1")
     run = train(tmp_path / "run", *flags)
     assert f"{preset.pipelines[0]} by its own call" in " ".join(run.said.split())
     assert len(run.losses) == 1 and math.isfinite(run.losses[0])
@@ -83,11 +87,11 @@ def test_a_family_without_a_class_is_proven_trains_and_is_opened_by_diffusers(ke
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_modular_pipeline_trains_resumes_exports_and_is_opened_by_diffusers(name, shapes, train, tmp_path):
+def test_a_modular_pipeline_trains_resumes_exports_and_is_opened_by_diffusers(name, few_shapes, train, tmp_path):
     from diffusers import ModularPipeline
 
     folder = build_modular(name, tmp_path / "base")
-    flags = (*base("auto", folder, shapes), "--aspect_bucket_alignment=32", "--validation_prompt=a red circle")
+    flags = (*base("auto", folder, few_shapes), "--aspect_bucket_alignment=32", "--validation_prompt=a red circle")
     flags += ("--validation_num_inference_steps=2", "--validation_resolution=64", "--train_batch_size=2")
     for steps in (2, 4):
         run = train(tmp_path / "run", *flags, f"--max_train_steps={steps}")
@@ -124,9 +128,9 @@ def denoiser_weights(pipeline: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def test_auto_refuses_before_anything_is_encoded(shapes, train, tmp_path):
+def test_auto_refuses_before_anything_is_encoded(few_shapes, train, tmp_path):
     folder = build_foreign("PixArtAlphaPipeline", tmp_path / "base", scheduler={"class_name": "DDIMScheduler"})
-    run = train(tmp_path / "run", *base("auto", folder, shapes), "--max_train_steps=1", code=2)
+    run = train(tmp_path / "run", *base("auto", folder, few_shapes), "--max_train_steps=1", code=2)
     said = " ".join(run.said.split())
     assert "PixArtAlphaPipeline cannot be trained by its own call: exact predictions do not lead its own loop" in said
     assert "docs/families.md" in said and "encoding" not in said and "Traceback" not in said

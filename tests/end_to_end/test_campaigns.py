@@ -14,8 +14,8 @@ from buckets_here import bucket_server
 from conditions import Conditions
 from damage import FAMILIES, SCENES, Damage
 from fuzz import Fuzz
-from kills import FIXTURES, Campaign
 from kills import KINDS as RUNS
+from kills import Campaign
 from learning import learn
 from leases import run_trials
 from mutants import ROOT, read_mutants
@@ -28,31 +28,31 @@ from video_files import write_films
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["fsdp2", "lora", "clips", "resumes"])
-def test_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(kind, sdxl_flags, starter, tmp_path):
+@pytest.mark.parametrize("kind", ["lora", "resumes"])
+def test_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(kind, sdxl_uncached, starter, tmp_path):
     """Of warm ranks: launchers and ranks that import torch first cost six times as much; `test_ending.py` kills either.
 
-    That each layout of state is what it was after a kill is what `test_state_layouts.py` compares bit for bit.
+    That each layout of state is what it was after a kill is what `test_state_layouts.py` compares bit for bit, shards
+    `test_resuming.py` after kills at seven moments, and clips `test_videos.py`.
     """
-    base = sdxl_flags if RUNS[kind].media == "images" else FIXTURES[RUNS[kind].media](tmp_path, starter)
     victims = {"stop": 0.7, "group": 0.3} if kind == "resumes" else {"group": 1.0}
-    campaign = Campaign(starter, base, tmp_path, RUNS[kind], seed=4, steps=4, victims=victims)
+    campaign = Campaign(starter, sdxl_uncached, tmp_path, RUNS[kind], seed=4, steps=4, victims=victims)
     campaign.run(kills := max(2, RUNS[kind].least))
     assert campaign.problems == [] and campaign.killed.total() == kills
 
 
-def test_runs_on_poor_machines_say_what_is_missing_and_go_on_where_they_are(sdxl_flags, starter, tmpfs, tmp_path):
+def test_runs_on_poor_machines_say_what_is_missing_and_go_on_where_they_are(sdxl_uncached, starter, tmpfs, tmp_path):
     tmpfs("size=1m")  # skips where nothing can be mounted
-    trial = Conditions(Campaign(starter, sdxl_flags, tmp_path, RUNS["one"], steps=2))
+    trial = Conditions(Campaign(starter, sdxl_uncached, tmp_path, RUNS["one"], steps=2))
     for condition in ("full disk", "no inodes", "no shared memory", "locked home"):
         trial.run(condition, seed=1)
     assert trial.problems == [] and trial.answers.total() == 4
 
 
 @pytest.mark.long
-def test_runs_that_a_bucket_alone_remembers_lose_nothing_by_kills(sdxl_flags, starter, tmp_path):
+def test_runs_that_a_bucket_alone_remembers_lose_nothing_by_kills(sdxl_uncached, starter, tmp_path):
     with bucket_server(tmp_path) as (proxy, config):
-        base = (f"--config={config}", *sdxl_flags)
+        base = (f"--config={config}", *sdxl_uncached)
         campaign = BucketCampaign(starter, base, tmp_path, BUCKET_KINDS["one"], seed=4, steps=4, proxy=proxy)
         campaign.run(2)
     assert campaign.problems == [] and campaign.killed.total() == 2

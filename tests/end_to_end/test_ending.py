@@ -154,7 +154,7 @@ def test_a_closed_terminal_and_ctrl_c_save_and_leave(endless, monkeypatch):
     with monkeypatch.context() as ascii_only:
         ascii_only.setenv("PYTHONIOENCODING", "ascii")  # and the folder's name is not
         ours, theirs = pty.openpty()
-        process = trained(3, log=theirs)
+        process = trained(3, program="simpletuner-train", log=theirs)
     os.close(theirs)
     os.close(ours)
     while "stderr cannot be written" not in (text := (output / "log.txt").read_text()):
@@ -168,7 +168,7 @@ def test_a_closed_terminal_and_ctrl_c_save_and_leave(endless, monkeypatch):
     assert len(list_checkpoints(output / "checkpoints")) == 1
 
     # Ctrl-C reaches the whole group, as in a terminal
-    process = trained(3, program="simpletuner-train")
+    process = endless.trained_forked(3)
     assert "resuming from" in said(output)
     os.killpg(process.pid, signal.SIGINT)
     confirmed = "stopping: finishing this step, then saving a checkpoint; press Ctrl-C again to leave without saving"

@@ -17,9 +17,9 @@ BY_CLASS = [key for key, preset in presets().items() if preset.has_class]
 
 
 @pytest.mark.parametrize("key", BY_CLASS)
-def test_a_family_trains_shards_resumes_draws_and_exports(key, pipelines, shapes, train, tmp_path):
+def test_a_family_trains_shards_resumes_draws_and_exports(key, pipelines, few_shapes, train, tmp_path):
     flags = (
-        *base(key, pipelines(key), shapes),
+        *base(key, pipelines(key), few_shapes),
         "--aspect_bucket_alignment=32",  # no family wants more
         f"--cache_dir_vae={tmp_path / 'latents'}",
         f"--cache_dir_text={tmp_path / 'text'}",

@@ -40,7 +40,7 @@ def test_steps_are_those_of_one_rank_and_checkpoints_go_on_anywhere(family, opti
 @pytest.mark.long
 def test_muon_takes_the_same_steps_under_zero_and_goes_on_from_any_engine(run_on, arguments_of):
     arguments = arguments_of("flux2", learning_rate=1e-2)
-    stages = ["muon zero1", "muon zero2", "muon zero3"]
+    stages = ["muon zero2", "muon zero3"]  # stages 1 and 2 are one class of DeepSpeed
     taken = run_on(engines.save_in_turn, 2, arguments, ["muon fsdp2", *stages])
     expected = taken["muon fsdp2-x2"]
     for name in stages:
@@ -49,7 +49,7 @@ def test_muon_takes_the_same_steps_under_zero_and_goes_on_from_any_engine(run_on
     sources = {name: [f"{name}-x2", "muon fsdp2-x2"] for name in stages}
     sources |= {"muon fsdp2": [f"{name}-x2" for name in stages]}
     resumed = run_on(engines.resume_in_turn, 2, arguments, sources)
-    assert len(resumed) == 9
+    assert len(resumed) == 6
     for name, (different, steps) in resumed.items():
         assert different == [], name
         exactly = name.split(" from ")[0] == name.split(" from ")[1]

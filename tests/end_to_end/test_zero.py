@@ -46,11 +46,11 @@ def test_ten_losses_and_norms_are_those_of_the_other_engines(run_on, arguments_o
     """Of a transformer; the first three of a U-Net, whose steps cost three times as much."""
     for family, names, count in (("flux2", ZEROS, 10), ("sdxl", ["zero2", "zero3"], 3)):
         arguments = arguments_of(family)
-        expected = run_on(engines.losses_in_turn, 1, arguments, ["whole"], 10)["whole"]
-        assert expected[-1][0] < expected[0][0]
+        expected = run_on(engines.losses_in_turn, 1, arguments, ["whole"], count)["whole"]
+        assert count < 10 or expected[-1][0] < expected[0][0]
         taken = run_on(engines.losses_in_turn, 2, arguments, names, count)
         for name, steps in taken.items():
-            assert flat(steps) == pytest.approx(flat(expected[:count]), rel=1e-5), (family, name)
+            assert flat(steps) == pytest.approx(flat(expected), rel=1e-5), (family, name)
 
 
 def test_accumulated_and_clipped_gradients_are_those_of_one_pass(run_on, arguments_of):
@@ -129,11 +129,10 @@ def weights(pipeline: Path) -> dict[str, torch.Tensor]:
 
 
 def test_pictures_averages_and_pipelines_are_those_of_a_plain_run(flux_flags, train, tmp_path):
-    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
     draw = ("--validation_prompt=a red circle", "--validation_step_interval=2", "--validation_num_inference_steps=2")
     # Adam divides a gradient near zero by its own size: with its epsilon of 1e-8, rounding moves such a weight by 2 %
     # of the learning rate. One above rounding leaves 1.2e-7.
-    flags = (*flux_flags, *caches, *draw, "--use_ema", "--max_train_steps=2", "--adam_epsilon=1e-5")
+    flags = (*flux_flags, *draw, "--use_ema", "--max_train_steps=2", "--adam_epsilon=1e-5")
     plain = train(tmp_path / "plain", *flags, "--train_batch_size=4")
     pictures = sorted((plain.output / "validation").glob("step-*/*.png"))
     assert len(pictures) == 4
@@ -180,8 +179,7 @@ def test_of_two_runs_on_one_offload_folder_the_killed_one_is_cleaned_up_and_goes
     flux_flags, train, starter, tmp_path
 ):
     offload = tmp_path / "offload"
-    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
-    flags = (*flux_flags, *caches, "--train_batch_size=4", *typed("zero3-disk"), f"--offload_param_path={offload}")
+    flags = (*flux_flags, "--train_batch_size=4", *typed("zero3-disk"), f"--offload_param_path={offload}")
     flags = (*flags, "--max_train_steps=6", "--checkpoint_step_interval=2")
     straight = train(tmp_path / "straight", *flags)
     assert list(offload.iterdir()) == []
