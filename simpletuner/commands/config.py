@@ -42,9 +42,10 @@ class Format(StrEnum):
     AI_TOOLKIT = "ai-toolkit"
     KOHYA = "kohya"
     DIFFUSION_PIPE = "diffusion-pipe"
+    ONETRAINER = "onetrainer"
 
 
-OF_TRAINERS = (Format.AI_TOOLKIT, Format.KOHYA, Format.DIFFUSION_PIPE)
+OF_TRAINERS = (Format.AI_TOOLKIT, Format.KOHYA, Format.DIFFUSION_PIPE, Format.ONETRAINER)
 """Formats of other trainers."""
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from simpletuner.data.config.dataset_file import dataset_entries
 from simpletuner.errors import SettingsError
-from simpletuner.importing.exporting import WRITERS, foreign_run
+from simpletuner.importing.exporting import foreign_run
+from simpletuner.importing.writers import WRITERS
 from simpletuner.report import Report
 from simpletuner.settings.files.formats import toml_document
 from simpletuner.settings.resolving.loading import Loaded
@@ -22,7 +24,7 @@ def export_to_trainer(loaded: Loaded, to: str, output: Path | None) -> None:
     """
     writer, report = WRITERS[to], Report()
     run = foreign_run(writer, loaded, entries_of(loaded))
-    trainer, suffix = writer.trainer, ".toml" if writer.trainer.dataset_file else ".yaml"
+    trainer, suffix = writer.trainer, writer.suffix
     if output is not None and output.suffix != suffix:
         raise SettingsError(f"{output}: a {suffix} file is written", f"name it {output.with_suffix(suffix)}")
     written = [output] if output else []
@@ -55,6 +57,8 @@ def entries_of(loaded: Loaded) -> list[Mapping[str, Any]]:
 
 
 def as_text(values: Mapping[str, Any], suffix: str) -> str:
+    if suffix == ".json":
+        return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     if suffix == ".toml":
         return "\n".join(toml_document(values)).lstrip() + "\n"
     import yaml

@@ -8,6 +8,7 @@ So a file is as true as the import, which has the trainer's meanings and default
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,6 @@ from simpletuner.importing.foreign_trainer import ForeignTrainer, Translation
 from simpletuner.importing.original import Original
 from simpletuner.importing.sorting import ALSO_ASIDE, ASIDE, take_translated
 from simpletuner.importing.toml_document import sources_of
-from simpletuner.importing.trainers.ai_toolkit import AI_TOOLKIT
-from simpletuner.importing.trainers.ai_toolkit_models import ARCHS
-from simpletuner.importing.trainers.diffusion_pipe import DIFFUSION_PIPE, FAMILIES
-from simpletuner.importing.trainers.sd_scripts import SD_SCRIPTS
 from simpletuner.models.catalog.registry import repository_named
 from simpletuner.settings.declared.sections import SECTION_OF, Settings
 from simpletuner.settings.foreign.key_table import Maps, put
@@ -56,6 +53,7 @@ class Writer:
     trainer: ForeignTrainer
     write: Callable[[Settings, Sequence[Mapping[str, Any]]], ForeignRun]
     """Makes what the table of keys cannot: model, network, noise levels, folders."""
+    suffix: str
     keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of settings that functions of meaning read."""
 
@@ -87,6 +85,8 @@ def comparable(loaded: Loaded) -> dict[str, Any]:
     values = settings_as_json(loaded)
     if values["max_train_steps"]:
         values["num_train_epochs"] = 0  # which it outranks
+    if values["lr_scheduler"] == "constant_with_warmup":
+        values["lr_scheduler"] = "constant"  # which warms up here, too
     if values["lora_alpha"] is None:
         values["lora_alpha"] = float(values["lora_rank"])
     return values
@@ -96,7 +96,14 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return the settings that differ and change what is trained."""
     aside = {*ELSEWHERE, *OF_DATA, *ALSO_ASIDE}
     names = (name for name in ours if name not in aside and SECTION_OF[name] not in (*ASIDE, "parallel"))
-    return [name for name in names if ours[name] != theirs[name] and (name not in OF_LORA or is_lora(ours))]
+    return [name for name in names if not is_same(ours[name], theirs[name]) and (name not in OF_LORA or is_lora(ours))]
+
+
+def is_same(one: object, other: object) -> bool:
+    """True for equal values, and for numbers that differ by what a quotient is rounded by."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-12)
+    return one == other
 
 
 OF_LORA = {name for name, section in SECTION_OF.items() if section == "lora"}
@@ -110,7 +117,7 @@ def read_back(trainer: ForeignTrainer, run: ForeignRun) -> tuple[dict[str, Any],
     """Return the settings and datasets that the import makes of a file."""
     read = trainer.begin(NOWHERE, next(trainer.jobs(run.values)))
     read.values.pop(trainer.dataset_file, None)
-    found = list(trainer.entries(read, run.datasets))
+    found = list(trainer.entries(read, run.datasets or run.values))
     read.answer(trainer.table)
     original = Original(NOWHERE, [], is_simpletuner=False)
     take_translated(original, read)
@@ -140,147 +147,3 @@ def unsaid_of(
             if key not in ("id", "type", "instance_data_dir") and there != value:
                 unsaid.append(f"dataset `{name}`: {key} = {json.dumps(value)}: it would be {json.dumps(there)}")
     return unsaid
-
-
-def layers_of(settings: Settings) -> list[str]:
-    """Return the layers of a LoRA that its settings name; by default those of attention, by all names they have."""
-    from simpletuner.models.family.adapter import ATTENTION  # which imports torch
-
-    named = settings.lora.lora_target_modules.split(",") if settings.lora.lora_target_modules else ATTENTION
-    return [name.strip() for name in named if name.strip()]
-
-
-def timestep_sampling(settings: Settings) -> str:
-    """Name of the distribution of noise levels as sd-scripts has it."""
-    own = settings.objective
-    if own.flow_use_uniform_schedule:
-        return "sigma"
-    return "flux_shift" if own.flow_schedule_auto_shift else "shift"
-
-
-def ai_toolkit(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> ForeignRun:
-    model, own, objective = settings.model, settings.lora, settings.objective
-    name = next((name for name, arch in ARCHS.items() if arch.family == model.model_family), "")
-    if not name:
-        raise SettingsError(f"ai-toolkit does not train {model.model_family}", OTHER_PROGRAM)
-    arch, output = ARCHS[name], settings.training.output_dir
-    process: Values = {
-        "type": "sd_trainer",
-        "training_folder": str(output.parent),
-        "model": {"name_or_path": repository_named(model), "arch": name},
-        "train": {
-            "noise_scheduler": "flowmatch" if arch.is_flow else "ddpm",
-            "dtype": "fp32" if settings.training.mixed_precision == "no" else "bf16",
-        },
-        "datasets": [
-            {"folder_path": entry["instance_data_dir"], "caption_ext": "txt", **of_folder(entry, settings)}
-            for entry in entries
-        ],
-    }
-    if arch.is_flow:
-        is_shifted = objective.flow_schedule_auto_shift or objective.flow_schedule_shift not in (None, 1)
-        evenly = "shift" if is_shifted else "linear"
-        process["train"]["timestep_type"] = evenly if objective.flow_use_uniform_schedule else "sigmoid"
-    if model.model_type == "lora":
-        alpha = own.lora_alpha or own.lora_rank
-        process["network"] = {"type": own.lora_type, "linear": own.lora_rank, "linear_alpha": alpha}
-    said: set[str] = set()
-    if model.model_type == "lora" and own.lora_target_modules != arch.layers and not arch.own_layout:
-        process["network"]["network_kwargs"] = {"only_if_contains": layers_of(settings)}
-        said = {"lora_target_modules"} if "*" not in own.lora_target_modules else said
-    return ForeignRun({"job": "extension", "config": {"name": output.name, "process": [process]}}, process, said=said)
-
-
-def of_folder(entry: Mapping[str, Any], settings: Settings) -> Values:
-    """Keys of a folder that sd-scripts and ai-toolkit call alike."""
-    dropout = entry.get("caption_dropout_probability", settings.data.caption_dropout_probability)
-    return {
-        "resolution": int(entry.get("resolution", settings.data.resolution)),
-        "num_repeats": int(entry.get("repeats", settings.data.repeats)) + 1,
-        "caption_dropout_rate": dropout,
-    }
-
-
-def sd_scripts(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> ForeignRun:
-    model = settings.model
-    module = {**dict.fromkeys(("sd1x", "sd2x", "sdxl"), "networks.lora"), **MODULES}.get(model.model_family, "")
-    if not module or model.model_type != "lora":
-        what = model.model_family if not module else "whole models, whose script decides what is trained"
-        raise SettingsError(f"files of sd-scripts are written for LoRAs, and not for {what}", OTHER_PROGRAM)
-    values: Values = {
-        "pretrained_model_name_or_path": repository_named(model),
-        "network_module": module,
-        "network_train_unet_only": True,
-        "network_alpha": settings.lora.lora_alpha or settings.lora.lora_rank,
-    }
-    own = settings.optimizer
-    given = {
-        "weight_decay": own.adam_weight_decay,
-        "betas": f"{own.adam_beta1},{own.adam_beta2}",
-        "eps": own.adam_epsilon,
-    }
-    values["optimizer_args"] = [f"{name}={value}" for name, value in given.items()]
-    values |= {"v2": True} if model.model_family == "sd2x" else {}
-    if model.model_family in MODULES:
-        values |= {"model_prediction_type": "raw", "timestep_sampling": timestep_sampling(settings)}
-        values |= {"discrete_flow_shift": settings.objective.flow_schedule_shift or 1.0}
-    general = {"caption_extension": ".txt", "enable_bucket": True, "max_bucket_reso": 4096}
-    subsets = [
-        {"subsets": [{"image_dir": entry["instance_data_dir"], **of_folder(entry, settings)}]} for entry in entries
-    ]
-    for each in subsets:
-        each["resolution"] = each["subsets"][0].pop("resolution")
-    return ForeignRun(values, values, {"general": general, "datasets": subsets})
-
-
-MODULES = {"flux": "networks.lora_flux", "sd3": "networks.lora_sd3", "lumina2": "networks.lora_lumina"}
-OTHER_PROGRAM = "choose another format: `simpletuner config export --help` lists them"
-
-
-def diffusion_pipe(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> ForeignRun:
-    model, own = settings.model, settings.optimizer
-    kind = next((name for name, family in FAMILIES.items() if family == model.model_family), "")
-    if not kind:
-        raise SettingsError(f"diffusion-pipe does not train {model.model_family}", OTHER_PROGRAM)
-    values: Values = {
-        "output_dir": str(settings.training.output_dir),
-        "model": {"type": kind, "diffusers_path": repository_named(model), "dtype": "bfloat16"},
-        "optimizer": {"type": own.optimizer, "betas": [own.adam_beta1, own.adam_beta2]},
-    }
-    if model.model_type == "lora":
-        values["adapter"] = {"type": settings.lora.lora_type, "rank": settings.lora.lora_rank, "dtype": "bfloat16"}
-    directories = []
-    for entry in entries:
-        given = of_folder(entry, settings)
-        folder = {"path": entry["instance_data_dir"], "num_repeats": given["num_repeats"]}
-        directories.append({**folder, "resolutions": [given["resolution"]]})
-    return ForeignRun(values, values, {"enable_ar_bucket": True, "directory": directories})
-
-
-WRITERS = {
-    "ai-toolkit": Writer(
-        AI_TOOLKIT,
-        ai_toolkit,
-        {
-            "learning_rate": "train.lr",
-            "optimizer": "train.optimizer",
-            "lr_scheduler": "train.lr_scheduler",
-            "lr_warmup_steps": "train.lr_scheduler_params.num_warmup_steps",
-            "lr_end": "train.lr_scheduler_params.eta_min",
-            "max_train_steps": "train.steps",
-            "max_grad_norm": "train.max_grad_norm",
-            "adam_weight_decay": "train.optimizer_params.weight_decay",
-            "adam_epsilon": "train.optimizer_params.eps",
-            "use_ema": "train.ema_config.use_ema",
-            "ema_decay": "train.ema_config.ema_decay",
-            "flux_guidance_value": "train.cfg_scale",
-            "base_model_precision": "model.qtype",
-        },
-    ),
-    "kohya": Writer(
-        SD_SCRIPTS,
-        sd_scripts,
-        {"learning_rate": "learning_rate", "lora_rank": "network_dim", "optimizer": "optimizer_type"},
-    ),
-    "diffusion-pipe": Writer(DIFFUSION_PIPE, diffusion_pipe, {}),
-}

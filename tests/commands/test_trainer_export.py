@@ -23,7 +23,7 @@ RUN = {
     "gradient_accumulation_steps": 2,
 }
 ALL_LAYERS = "transformer_blocks.*,single_transformer_blocks.*"
-FILES = {"ai-toolkit": "job.yaml", "kohya": "train.toml", "diffusion-pipe": "main.toml"}
+FILES = {"ai-toolkit": "job.yaml", "kohya": "train.toml", "diffusion-pipe": "main.toml", "onetrainer": "run.json"}
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +46,11 @@ def run(capsys):
 
 def exported(run, to: str, **settings: object) -> tuple[list[str], dict[str, object], list[dict]]:
     """Export a run and import it again; return what was not said, the settings, and the datasets."""
-    Path("run.json").write_text(json.dumps({"data_backend_config": "data.json", **settings}))
+    Path("given.json").write_text(json.dumps({"data_backend_config": "data.json", **settings}))
     if not Path("data.json").exists():
         entry = {"id": "photos", "instance_data_dir": "photos", "resolution": 512, "repeats": 3}
         Path("data.json").write_text(json.dumps([entry | {"caption_lines": "one"}]))
-    code, err = run("config", "export", f"--to={to}", f"--output={FILES[to]}", "--config=run.json")
+    code, err = run("config", "export", f"--to={to}", f"--output={FILES[to]}", "--config=given.json")
     assert code == 0, err
     code, said = run("config", "import", FILES[to], "--output=back.toml", "--force")
     assert code == 0, said
@@ -82,6 +82,15 @@ def test_what_has_no_word_there_is_said(run):
     assert all(made[name] != value for name, value in {"use_ema": True, "seed": 5}.items())
 
 
+def test_a_run_of_onetrainer_counts_epochs(run):
+    given = {**RUN, "model_family": "sdxl", "num_train_epochs": 7, "lr_scheduler": "cosine", "lr_end": 1.5e-4}
+    given |= {"max_train_steps": None, "lr_warmup_steps": 10, "use_ema": True, "lora_alpha": 4.0, "seed": 42}
+    found, made, [data] = exported(run, "onetrainer", **given, caption_dropout_probability=0.0)
+    names = {each.partition(" =")[0] for each in found if "dataset" not in each}
+    assert names == set() and data["repeats"] == 3, found
+    assert {name: made[name] for name in given} == given | {"lora_alpha": 4}
+
+
 def test_layers_of_attention_are_named_for_ai_toolkit(run):
     found, made, _ = exported(run, "ai-toolkit", **RUN, model_family="flux", flow_use_uniform_schedule=True)
     [process] = yaml.safe_load(Path("job.yaml").read_text())["config"]["process"]
@@ -95,7 +104,7 @@ def test_every_difference_that_is_not_said_is_none(run):
     """What the import makes of the file equals the run, but for what was said and for what trains nothing else."""
     aside = ("checkpoints", "compile", "hub", "launch", "logging", "validation", "data", "parallel")
     found, made, _ = exported(run, "kohya", **RUN, model_family="sdxl", lora_alpha=4, snr_gamma=5, use_ema=True)
-    ours = settings_as_json(load({}, Path("run.json"), environment={}))
+    ours = settings_as_json(load({}, Path("given.json"), environment={}))
     said = {each.partition(" ")[0] for each in found}
     wrong = {name for name in ours if ours[name] != made[name] and SECTION_OF[name] not in aside}
     assert wrong - {"num_train_epochs", "pretrained_model_name_or_path", "output_dir"} <= said
