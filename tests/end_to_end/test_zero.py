@@ -42,12 +42,11 @@ def flat(steps: list[list[float]]) -> list[float]:
 
 
 @pytest.mark.long
-def test_ten_losses_and_norms_are_those_of_the_other_engines(run_on, arguments_of):
-    """Of a transformer; the first three of a U-Net, whose steps cost three times as much."""
-    for family, names, count in (("flux2", ZEROS, 10), ("sdxl", ["zero2", "zero3"], 3)):
+def test_losses_and_norms_are_those_of_the_other_engines(run_on, arguments_of):
+    """Of a transformer; the first two of a U-Net, whose steps cost three times as much."""
+    for family, names, count in (("flux2", ZEROS, 4), ("sdxl", ["zero2", "zero3"], 2)):
         arguments = arguments_of(family)
         expected = run_on(engines.losses_in_turn, 1, arguments, ["whole"], count)["whole"]
-        assert count < 10 or expected[-1][0] < expected[0][0]
         taken = run_on(engines.losses_in_turn, 2, arguments, names, count)
         for name, steps in taken.items():
             assert flat(steps) == pytest.approx(flat(expected), rel=1e-5), (family, name)

@@ -85,8 +85,6 @@ def test_accumulated_recomputed_and_compiled_steps_are_the_same(compared):
 def test_images_of_a_split_denoiser_are_those_of_a_whole_one(flux_flags, train, tmp_path):
     flags = (
         *flux_flags,
-        f"--cache_dir_vae={tmp_path / 'latents'}",
-        f"--cache_dir_text={tmp_path / 'text'}",
         *("--validation_prompt=a red circle", "--validation_prompt=a blue square", "--validation_prompt=a star"),
         *("--validation_num_inference_steps=2", "--validation_resolution=80", "--max_train_steps=1"),
     )
