@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+import ranks
 
 from simpletuner.run_log import CONSOLE, START_CONSOLE
 from simpletuner.runs.condition import KnownStart
@@ -46,14 +46,15 @@ def test_a_refused_start_is_a_notice_on_the_page_of_the_run_that_was_there(tmp_p
     )
 
 
-def test_what_a_start_prints_becomes_the_console_of_the_run_once_it_has_the_folder(tmp_path):
+def test_what_a_start_prints_becomes_the_console_of_the_run_once_it_has_the_folder(starter, tmp_path):
+    def ran(code: str) -> list[int]:
+        return starter.start(ranks.run_python, 1, f"{TAKE}; {code}", str(tmp_path)).wait()
+
     (tmp_path / CONSOLE).write_text("of the run before\n")
-    with (tmp_path / START_CONSOLE).open("w") as file:
-        code = f"{TAKE}; print('first', flush=True); keep(Path({str(tmp_path)!r})); print('second')"
-        subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
+    (tmp_path / START_CONSOLE).touch()
+    shown = f"import os; os.dup2(os.open({START_CONSOLE!r}, os.O_WRONLY), 1)"
+    assert ran(f"{shown}; print('first', flush=True); keep(Path.cwd()); print('second')") == [0]
     assert (tmp_path / CONSOLE).read_text() == "first\nsecond\n" and not (tmp_path / START_CONSOLE).exists()
     (tmp_path / START_CONSOLE).write_text("of a start that was refused")
-    subprocess.run(
-        [sys.executable, "-c", f"{TAKE}; keep(Path({str(tmp_path)!r}))"], stdout=subprocess.DEVNULL, check=True
-    )
+    assert ran("keep(Path.cwd())") == [0]
     assert (tmp_path / CONSOLE).read_text() == "first\nsecond\n", "a start from a terminal prints to none"
