@@ -14,7 +14,7 @@ class SharedForkServer(forkserver.ForkServer):
     """A fork server that the first worker to need it starts, and the others join."""
 
     folder: Path
-    """Where workers find the server: its socket, and the process and descriptor that keep it alive."""
+    """Where workers find the server: its socket, and the descriptor that keeps it alive."""
     has_joined = False
 
     def ensure_running(self) -> None:
@@ -32,19 +32,19 @@ class SharedForkServer(forkserver.ForkServer):
 
     def joined(self, said: str) -> bool:
         """Join the server that a worker has written down; False if there is none, or if that worker has ended."""
+        alive, _, socket = said.partition(" ")
         with suppress(FileNotFoundError):
             # The server ends once nobody has this end of a pipe open: it outlives the worker that has started it.
-            self._forkserver_alive_fd = os.open(said, os.O_WRONLY) if said else None
-            self._forkserver_address = str(self.folder / "fork-server")
+            self._forkserver_alive_fd = os.open(alive, os.O_WRONLY)
+            self._forkserver_address = socket
         return self._forkserver_alive_fd is not None
 
     def start(self, state: TextIO) -> None:
         super().ensure_running()
-        socket = self.folder / "fork-server"
-        socket.unlink(missing_ok=True)
+        socket = self.folder / f"fork-server-{os.getpid()}"
         os.link(self._forkserver_address, socket)  # the other name goes with the worker
         state.truncate(0)
-        state.write(f"/proc/{os.getpid()}/fd/{self._forkserver_alive_fd}")
+        state.write(f"/proc/{os.getpid()}/fd/{self._forkserver_alive_fd} {socket}")
 
 
 def share_fork_server(folder: Path) -> None:
