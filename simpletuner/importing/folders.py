@@ -26,7 +26,7 @@ EXAMPLES = 100
 def folder_entry(found: Translation, path_key: str, repeats_key: str) -> None:
     """Take the folder of a dataset and its passes: `repeats` are passes besides the first here."""
     path, passes = found.values.pop(path_key, None), found.number(repeats_key, 1)
-    name = str(path).rstrip("/\\")
+    name = str(path).replace("{env:", "").replace("}", "").rstrip("/\\")
     found.defaults |= {
         "id": id_of_folder(re.split(r"[/\\]", name)[-1]),
         "type": "local",

@@ -94,8 +94,8 @@ class Translation:
         return self.taken[setting].value if setting in self.taken else self.defaults.get(setting, default)
 
     def rename(self, setting: str, key: str, default: Any = None) -> Any:
-        """Let a key become a setting of the same value, where the file has it, or else with a default."""
-        if self.get(key) is not None:
+        """Let a key become a setting of the same value, where the file has one, or else with a default."""
+        if self.get(key) not in (None, ""):
             self.put(setting, key, self.written[key])
         elif default is not None:
             self.defaults[setting] = default

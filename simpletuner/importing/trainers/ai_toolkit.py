@@ -127,7 +127,10 @@ def jobs(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     if name not in ("extension", "train"):
         raise SettingsError(f"a job of type `{name}` trains no model", TRAINED)
     config = values["config"]
-    for process in config["process"]:
+    listed = config["process"]
+    if not isinstance(listed, list) or not listed:
+        raise SettingsError("process: use a list of processes", TRAINED)
+    for process in listed:
         if not isinstance(process, Mapping):
             raise SettingsError(f"process: {process!r:.40} is no table of settings", TRAINED)
         if (kind := normalize_name(process.get("type"))) not in TRAINERS:
@@ -139,13 +142,16 @@ def jobs(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 TRAINED = f"those of type {', '.join(TRAINERS)} are"
 
 
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
 def with_name(value: Any, name: str) -> Any:
-    """Return a value with the job's name in place of `[name]`."""
+    """Return a value with the job's name in place of `[name]`, and variables of the environment as here."""
     if isinstance(value, Mapping):
         return {key: with_name(each, name) for key, each in value.items()}
     if isinstance(value, list):
         return [with_name(each, name) for each in value]
-    return value.replace("[name]", name) if isinstance(value, str) else value
+    return VARIABLE.sub(r"{env:\1}", value.replace("[name]", name)) if isinstance(value, str) else value
 
 
 def stages(given: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -413,7 +419,7 @@ def length(run: Translation) -> None:
         run.lose("train.gradient_accumulation", "the batches of a step take turns with the denoisers there")
     elif summed > 1:
         run.rename("gradient_accumulation_steps", "train.gradient_accumulation")
-        reason = f"gradients are summed there, so that max_grad_norm and eps count a {summed:.0f}th of themselves"
+        reason = f"gradients are summed there: max_grad_norm and adam_epsilon are divided by {summed:.0f}"
         run.remark("train.gradient_accumulation", reason)
         norm /= summed
         scale_epsilon(run, summed)

@@ -203,7 +203,9 @@ def kind_of(run: Translation) -> Kind:
     """Raises SettingsError for a model, or a kind of training, that is not here."""
     name, method = run.word("model_type", "stable_diffusion_15"), run.word("training_method", "fine_tune")
     if name not in KINDS:
-        raise SettingsError(f"{run.file} trains {name.upper()}, which this version has not", "`simpletuner models`")
+        raise SettingsError(
+            f"{run.file} trains {name.upper()}, which this version has not", "`simpletuner models` lists all"
+        )
     if method not in ("lora", "fine_tune"):
         raise SettingsError(f"{run.file} trains by {method.upper()}", "a LoRA or a whole model is trained here")
     return KINDS[name]

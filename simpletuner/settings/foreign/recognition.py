@@ -53,7 +53,7 @@ def trainer_of(values: Mapping[str, object] | list[Any]) -> str:
         concepts = all(isinstance(each, Mapping) and "path" in each and "id" not in each for each in values)
         return ONETRAINER if values and concepts else ""
     job, model, flattened = values.get("config"), values.get("model"), flat(values)
-    if isinstance(job, Mapping) and isinstance(job.get("process"), list):
+    if isinstance(job, Mapping) and isinstance(job.get("process"), list | Mapping):
         return AITOOLKIT
     if is_dataset_file(values):
         tables = [values.get("general"), *as_list(values.get("datasets"))]

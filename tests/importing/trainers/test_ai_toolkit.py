@@ -67,7 +67,7 @@ def made(name: str = "run"):
     )
 
 
-def test_a_job_is_a_run_with_ai_toolkits_defaults_where_it_is_silent():
+def test_a_job_is_a_run_with_ai_toolkits_defaults_where_it_is_silent(monkeypatch):
     own, [data], text = imported({})
     assert (own.model.model_family, own.model.model_type, own.lora.lora_rank, own.lora.lora_alpha) == (
         *("flux", "lora", 16, None),  # the scale is 1
@@ -82,6 +82,9 @@ def test_a_job_is_a_run_with_ai_toolkits_defaults_where_it_is_silent():
     assert (own.data.aspect_bucket_alignment, own.data.allow_dataset_oversubscription) == (32, True)
     assert (data["resolution"], own.data.caption_dropout_probability, data["caption_lines"]) == (512, 0, "one")
     assert "# lost" not in text
+    monkeypatch.setenv("DATA", "pictures")
+    [data] = imported({"training_folder": "${DATA}/x", "datasets.folder_path": "${DATA}"})[1]
+    assert (data["id"], data["instance_data_dir"]) == ("DATA", "{env:DATA}")
     assert imported({}, suffix=".json")[0] == own
 
 
@@ -211,6 +214,8 @@ def test_what_has_no_place_here_ends_the_import(changes, said):
         (job({"model": {"name_or_path": "m", "arch": "hidream"}}), "job.yaml trains `hidream`"),
         (job({"type": "concept_slider"}), "a process of type `concept_slider` is not translated"),
         ({**job({}), "job": "extract"}, "a job of type `extract` trains no model"),
+        ({"job": "extension", "config": {"name": "x", "process": []}}, "use a list of processes"),
+        ({"job": "extension", "config": {"name": "x", "process": {"type": "sd_trainer"}}}, "use a list of processes"),
         (job({"datasets": []}), "has no dataset of images"),
         (job({"datasets": "img"}), "use a list of tables"),
     ],

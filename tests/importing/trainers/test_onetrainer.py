@@ -134,6 +134,7 @@ def test_an_older_configuration_is_what_its_migrations_make_of_it():
         ),
         ({"loss_scaler": "BATCH", "batch_size": 4}, {"max_grad_norm": 0.25, "adam_epsilon": 2.5e-9}),
         ({"clip_grad_norm": None}, {"max_grad_norm": 0}),
+        ({"lora_alpha": "", "learning_rate": "0.0003", "epochs": "7"}, {"lora_alpha": 1.0, "learning_rate": 3e-4}),
         ({"transformer": {"learning_rate": 5e-4}}, {"learning_rate": 5e-4}),
         ({"timestep_distribution": "LOGIT_NORMAL", "noising_weight": 0.5}, {"flow_sigmoid_scale": 1.5}),
         (
