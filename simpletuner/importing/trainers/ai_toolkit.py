@@ -213,9 +213,9 @@ def precision(run: Translation) -> None:
     given = run.word("train.dtype", "fp32")
     is_whole = run.defaults["model_type"] == "full"
     run.put("mixed_precision", "train.dtype", "no" if given in ("fp32", "float32", "float") else "bf16")
-    if given in ("fp16", "float16"):
-        run.remark("train.dtype", "float16 is not offered: it would be bf16", effect="lost")
-    elif is_whole and given in ("bf16", "bfloat16"):
+    if given not in ("fp32", "float32", "float", "bf16", "bfloat16"):
+        run.remark("train.dtype", f"{given} is not offered: it would be bf16", effect="lost")
+    elif is_whole and given.startswith("bf"):
         reason = "the weights are bf16 there, and their updates are rounded; float32 here unless state_layout=bf16"
         run.remark("train.dtype", reason)
     kind = run.word("model.qtype", "qfloat8")
@@ -298,7 +298,7 @@ def network(run: Translation) -> None:
     else:
         run.lose("network.type", "this version does not have this kind of network")
     alpha = "network.linear_alpha" if run.get("network.linear_alpha") is not None else "network.alpha"
-    if not arch.is_flow:
+    if not arch.is_flow or (kind == "lokr" and run.is_on("network.old_lokr_format")):
         run.rename("lora_alpha", alpha, 1.0)
     run.drop([rank, "network.linear", "network.linear_alpha", "network.alpha"], "the scale of a transformer is 1 there")
     if kind == "lokr" and run.is_on("network.lokr_full_rank", True):

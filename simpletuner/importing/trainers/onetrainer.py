@@ -229,6 +229,8 @@ def model(run: Translation) -> None:
     run.defaults |= {"allow_tf32": True} if dtype == "tfloat_32" else {}
     if dtype == "float_16":
         run.remark("train_dtype", "float16 is not offered: bf16 here", "FLOAT_16")
+    elif dtype not in ("float_32", "tfloat_32", "bfloat_16"):
+        run.remark("train_dtype", "it is not offered: it would be bf16", effect="lost")
     denoiser(run, kind, is_lora)
     encoders(run, kind)
     if run.get("vae.model_name"):
@@ -313,6 +315,15 @@ def network(run: Translation) -> None:
         run.refuse(["layer_filter"], "all weights are trained here")
         run.drop([*keys, "layer_filter_regex"], "used only with an adapter")
         return
+    adapter(run)
+    is_fused = run.word("output_model_format").split("_")[0] in ("kohya", "comfy", "original")
+    if is_fused and run.defaults["model_family"] in FUSED:
+        run.remark("output_model_format", "q, k and v have one adapter there; here each has one of its own")
+    layers(run)
+    run.drop(keys, "used only with another kind of adapter")
+
+
+def adapter(run: Translation) -> None:
     kind = run.word("peft_type", "lora")
     rank = {"oft_2": "oft_block_size", "lokr": "lokr_dim"}.get(kind, "lora_rank")
     run.rename("lora_rank", rank, 32 if kind == "oft_2" else 16)
@@ -326,20 +337,18 @@ def network(run: Translation) -> None:
         if not run.is_on("lora_decompose_output_axis"):
             reason = "the lengths of columns are trained there unless lora_decompose_output_axis is on; here of rows"
             run.lose("lora_decompose_output_axis", reason, False)
+    elif kind in ADAPTERS:
+        run.put("lora_type", "peft_type", ADAPTERS[kind])
     else:
-        run.put("lora_type", "peft_type", {"loha": "loha", "lokr": "lokr", "oft_2": "oft"}.get(kind, "lora"))
+        run.lose("peft_type", "this version does not have this kind of adapter")
     if kind == "lokr":
         run.rename("lokr_factor", "lokr_decompose_factor")
         if run.is_on("lokr_full_matrix"):
             for setting in ("lora_rank", "lora_alpha"):
                 run.put(setting, "lokr_full_matrix", 65_536)  # above any layer's, so that the factor is one matrix
-    is_fused = run.word("output_model_format").split("_")[0] in ("kohya", "comfy", "original")
-    if is_fused and run.defaults["model_family"] in FUSED:
-        run.remark("output_model_format", "q, k and v have one adapter there; here each has one of its own")
-    layers(run)
-    run.drop(keys, "used only with another kind of adapter")
 
 
+ADAPTERS = {"lora": "lora", "loha": "loha", "lokr": "lokr", "oft_2": "oft"}
 REGEXES = {
     "^(?=.*attention)(?!.*refiner).*": "layers.*attention*",
     "^(?=.*feed_forward)(?!.*refiner).*": "layers.*feed_forward*",
@@ -377,9 +386,18 @@ OPTIMIZERS = {
     "schedule_free_adamw": ("adamw_schedulefree", 0.9, 0.999, 1e-8, 0.01),
 }
 """Optimizers with betas, epsilon and weight decay (create.py:190)."""
+NUMBERS = (
+    *(("d_coef", 1, "prodigy"), ("d0", 1e-6, "prodigy"), ("slice_p", 1, "prodigy")),
+    *(
+        ("weight_lr_power", 2, "schedule_free_adamw"),
+        ("r", 0, "schedule_free_adamw"),
+        ("percentile_clipping", 100, "8bit"),
+    ),
+)
+"""Numbers of an optimizer with their defaults, and the ends of the names of those that read them."""
 HARMLESS = (
     "fused fused_back_pass foreach capturable differentiable adam_w_mode is_paged optim_bits min_8bit_size block_wise "
-    "percentile_clipping stochastic_rounding bias_correction use_triton log_every fsdp_in_use quant_block_size compile"
+    "stochastic_rounding bias_correction use_triton log_every fsdp_in_use quant_block_size compile"
     " __version weight_decay_by_lr split_groups split_groups_mean factored factored_fp32 d_limiter rms_rescaling"
     " use_stableadamw use_schedulefree decouple"
 )
@@ -398,9 +416,11 @@ def optimizer(run: Translation) -> None:
             ("adam_weight_decay", "weight_decay", decay),
         ):
             run.rename(setting, f"optimizer.{key}", value)
-        for key, neutral in (("d_coef", 1), ("d0", 1e-6), ("slice_p", 1), ("weight_lr_power", 2)):
-            if run.number(f"optimizer.{key}", neutral) == neutral or name != "prodigy" != key:
-                run.drop([f"optimizer.{key}"], "asks for nothing special")
+        for key, neutral, reader in NUMBERS:
+            if not name.endswith(reader) or run.number(f"optimizer.{key}", neutral) == neutral:
+                run.drop([f"optimizer.{key}"], "asks for nothing special, or this optimizer does not read it")
+        if name == "prodigy" and run.number("optimizer.weight_decay", 0) and not run.is_on("optimizer.decouple", True):
+            run.lose("optimizer.decouple", "weight decay is a part of the gradient then")
     else:
         why = "steps scale with the weights here, and not there" if name == "adafactor" else "it is not in this version"
         run.lose("optimizer.optimizer", why)

@@ -130,6 +130,18 @@ def test_a_job_is_a_run_with_ai_toolkits_defaults_where_it_is_silent(monkeypatch
             {"lora_type": "lokr", "lokr_factor": 8, "lora_rank": 65536},
         ),
         ({"network.type": "lokr", "network.lokr_full_rank": False}, {"lora_type": "lokr", "lora_rank": 16}),
+        (
+            {
+                "network": {
+                    "type": "lokr",
+                    "linear": 8,
+                    "linear_alpha": 4,
+                    "lokr_full_rank": False,
+                    "old_lokr_format": True,
+                }
+            },
+            {"lora_rank": 8, "lora_alpha": 4.0},
+        ),
         ({"network.type": "dora"}, {"lora_type": "dora"}),
         (
             {"network.network_kwargs": {"only_if_contains": ["transformer.single_transformer_blocks.7.", "to_q"]}},
@@ -179,7 +191,7 @@ def test_what_a_key_means_there_is_what_is_written(changes, expected):
         ({"train.content_or_style": "style"}, "favours high or low noise"),
         ({"train.bypass_guidance_embedding": True}, "the guidance embedding is left out"),
         ({"train.snr_gamma": 5}, "without the minimum"),
-        ({"train.dtype": "fp16"}, "float16 is not offered"),
+        ({"train.dtype": "fp16"}, "fp16 is not offered"),
         ({"train.train_text_encoder": True}, "text encoders are not trained"),
         ({"train.train_unet": False}, "the denoiser is always trained"),
         ({"train.noise_scheduler": "ddpm"}, "trained with flowmatch"),
