@@ -49,6 +49,17 @@ OF_TRAINERS = (Format.AI_TOOLKIT, Format.KOHYA, Format.DIFFUSION_PIPE, Format.ON
 """Formats of other trainers."""
 
 
+class Program(StrEnum):
+    """Programs of which a file can be said to be."""
+
+    SD_SCRIPTS = "sd-scripts"
+    KOHYA_GUI = "kohya-gui"
+    MUSUBI_TUNER = "musubi-tuner"
+    DIFFUSION_PIPE = "diffusion-pipe"
+    ONETRAINER = "onetrainer"
+    AI_TOOLKIT = "ai-toolkit"
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Output = Annotated[Path | None, path_option("--output", "Write to this file instead of stdout.")]
 
@@ -184,18 +195,21 @@ def init(
 def import_original(
     source: Annotated[
         Path,
-        path_argument("The original's config.json, .toml or .env, its list of datasets, or its config folder."),
+        path_argument("File of the original or of another trainer, a list of its datasets, or the original's folder."),
     ],
     output: Annotated[Path | None, path_option("--output", "Write to this TOML file instead of stdout.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     partial: Annotated[
         bool, typer.Option("--partial", help="Write what is left of a file that would train something else here.")
     ] = False,
+    program: Annotated[
+        Program | None, typer.Option("--from", help="Program that wrote the file, where its keys do not tell.")
+    ] = None,
 ) -> None:
-    """Turn the original's files into ours; comments say what changed and what was left out."""
+    """Turn files of other trainers into ours; comments say what changed and what was left out."""
     from simpletuner.commands.config_import import import_files
 
-    import_files(source, output, force, partial)
+    import_files(source, output, force, partial, program.value if program else "")
 
 
 def export(

@@ -55,7 +55,15 @@ from simpletuner.settings.declared.sections import SECTION_OF, Data, Model
 from simpletuner.settings.files.config_files import CONFIG_ENV, NotParsed
 from simpletuner.settings.files.formats import read_entries, read_text, suffix_of
 from simpletuner.settings.files.raw_values import Origin, Source
-from simpletuner.settings.foreign.recognition import is_dataset_file, trainer_of
+from simpletuner.settings.foreign.recognition import (
+    EITHER,
+    GUI,
+    KOHYA,
+    PROGRAMS,
+    import_hint,
+    is_dataset_file,
+    trainer_of,
+)
 from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_json
 from simpletuner.settings.resolving.places import naming_places
 from simpletuner.settings.resolving.sources import from_accelerate, from_env_file
@@ -84,8 +92,11 @@ class ForeignFile:
         return list(self.trainer.jobs(self.values)) if isinstance(self.values, Mapping) else []
 
 
-def foreign_file(path: Path) -> ForeignFile | None:
-    """Return what a file of another trainer holds; None for other files."""
+def foreign_file(path: Path, program: str = "") -> ForeignFile | None:
+    """Return what a file of another trainer holds; None for other files.
+
+    `program` is the one that the user names. Raises SettingsError for a file that two could have written.
+    """
     if path.is_dir() or suffix_of(path) not in (".toml", ".json", ".yaml", ".yml"):
         return None
     lines: dict[str, int] = {}
@@ -100,7 +111,10 @@ def foreign_file(path: Path) -> ForeignFile | None:
         with suppress(ValueError, NotParsed):
             values = json.loads(read_text(path))
             values = values if isinstance(values, list) else {}
-    name = trainer_of(values)
+    name = PROGRAMS[program] if program else trainer_of(values)
+    if name == EITHER:
+        hint = import_hint(path, not isinstance(values, list) and is_dataset_file(values), name)
+        raise SettingsError(f"{path} could be a file of {name}", hint)
     return ForeignFile(path, TRAINERS[name], values, lines) if name else None
 
 
@@ -189,7 +203,9 @@ def file_of_datasets(run: Translation, file: ForeignFile, output: Path | None) -
     if (path := first_existing(str(name), folders)) is None:
         where = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in folders))
         raise SettingsError(f"{file.path} names datasets in {name}, which is not in {where}", "check that path")
-    listed = foreign_file(path)
+    # The file of datasets is of the run's program: the GUI's are those of sd-scripts.
+    owner = KOHYA if trainer.name == GUI else trainer.name
+    listed = foreign_file(path, next(word for word, name in PROGRAMS.items() if name == owner))
     if listed is None or not listed.is_list:
         raise SettingsError(f"{path} lists no datasets as {trainer.name} has them", "name its file of datasets")
     return listed
@@ -208,15 +224,15 @@ OPTIONAL = ("validation", "logging", "compile")
 ONLY_FASTER = ("fuse_qkv_projections",)
 
 
-def import_files(path: Path, output: Path | None, force: bool, partial: bool = False) -> None:
-    """Write our form of a file or folder of the original.
+def import_files(path: Path, output: Path | None, force: bool, partial: bool = False, program: str = "") -> None:
+    """Write our form of a file or folder of the original, or of a file of another trainer.
 
     Raises SettingsError where nothing is left that could run, or, unless `partial`, where it would be another run.
     """
     head = "" if path.is_dir() else first_text(path)
     if head.startswith(f"# {MARK}"):
         raise SettingsError(f"{path} is imported already: there is nothing to do", f"simpletuner train --config={path}")
-    foreign = foreign_file(path)
+    foreign = foreign_file(path, program)
     is_list = (head.startswith("[") and path.suffix.lower() == ".json") or (foreign is not None and foreign.is_list)
     suffix = ".json" if is_list else ".toml"
     if output is not None:

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from simpletuner.app import main
+from simpletuner.commands.config import Program
+from simpletuner.commands.config_import import TRAINERS
 from simpletuner.settings import load
 from simpletuner.settings.declared.sections import SECTION_OF
 from simpletuner.settings.foreign.original_names import TABLE
-from simpletuner.settings.foreign.recognition import AITOOLKIT, KOHYA, OF_KOHYA, ONETRAINER, PIPE, trainer_of
+from simpletuner.settings.foreign.recognition import AITOOLKIT, KOHYA, OF_KOHYA, ONETRAINER, PIPE, PROGRAMS, trainer_of
 
 KOHYA_DATA = """\
 [general]
@@ -405,3 +407,26 @@ def test_files_of_other_programs_are_named_alike_by_every_command(run, name):
         code, _, err = run(*command)
         hint = f"`simpletuner config import {name} --output=run.toml` translates it, or says what would be lost"
         assert code == 2 and err.splitlines() == [f"error: {name} is a file of {program}", f"hint: {hint}"], err
+
+
+@pytest.mark.parametrize(
+    ("text", "output"),
+    [
+        ('network_module = "networks.lora_flux"\nnetwork_dim = 8\nmax_train_steps = 9\n', "run.toml"),
+        ("[general]\nresolution = 512\n[[datasets]]\nnum_repeats = 2\n", "datasets.json"),
+    ],
+)
+def test_a_file_that_two_programs_could_have_written_is_asked_about(run, text, output):
+    Path("their.toml").write_text(text)
+    which = f"`simpletuner config import their.toml --output={output} --from=sd-scripts` or `--from=musubi-tuner`"
+    for command in (("config", "validate", "their.toml"), ("config", "import", "their.toml")):
+        code, _, err = run(*command)
+        assert code == 2 and "a file of kohya's sd-scripts or musubi-tuner" in err, err
+        assert err.splitlines()[-1] == f"hint: say which: {which}", err
+    for word in ("sd-scripts", "musubi-tuner"):
+        err = run("config", "import", "their.toml", f"--output={output}", f"--from={word}", "--partial")[2]
+        assert "could be" not in err and "images" in err, err  # which neither of them names
+
+
+def test_every_program_can_be_named():
+    assert {each.value for each in Program} == {*PROGRAMS} and {*PROGRAMS.values()} == {*TRAINERS}

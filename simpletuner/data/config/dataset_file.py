@@ -109,7 +109,7 @@ def refuse_foreign(path: Path, text: str) -> None:
     with suppress(SettingsError):  # a list, or what is none of these either
         values = {each.key: each.value for each in parse_settings(path, text)}
     if trainer := trainer_of(values):
-        hint = import_hint(path, is_dataset_file(values))
+        hint = import_hint(path, is_dataset_file(values), trainer)
         raise SettingsError(f"{shown_path(path)} is a file of {trainer}", hint)
     raise SettingsError(f"{shown_path(path)} is no JSON file", "docs/dataset-file.md shows a list of datasets")
 

@@ -21,6 +21,17 @@ from simpletuner.settings.foreign.original_names import TABLE
 
 KOHYA, PIPE, GUI = "kohya's sd-scripts", "diffusion-pipe", "kohya_ss, the GUI"
 MUSUBI, ONETRAINER, AITOOLKIT = "musubi-tuner", "OneTrainer", "ai-toolkit"
+EITHER = f"{KOHYA} or {MUSUBI}"
+"""A file whose keys both have: what is told by the command line there, such as the base, is not in it."""
+PROGRAMS = {
+    "sd-scripts": KOHYA,
+    "kohya-gui": GUI,
+    "musubi-tuner": MUSUBI,
+    "diffusion-pipe": PIPE,
+    "onetrainer": ONETRAINER,
+    "ai-toolkit": AITOOLKIT,
+}
+"""Words of `config import --from`."""
 OF_KOHYA = frozenset(
     (
         *("network_module", "network_dim", "network_alpha", "network_args", "network_train_unet_only", "unet_lr"),
@@ -31,6 +42,12 @@ OF_KOHYA = frozenset(
 """Names of sd-scripts, musubi-tuner and the GUI that no file of ours has."""
 OF_GUI = frozenset(("LoRA_type", "max_resolution", "lr_warmup", "stop_text_encoder_training"))
 OF_MUSUBI = frozenset(("dit", "dit_high_noise", "text_encoder1", "task", "fp8_scaled"))
+ONLY_KOHYA = frozenset(
+    (
+        *("pretrained_model_name_or_path", "network_train_unet_only", "train_data_dir", "cache_latents", "unet_lr"),
+        *("save_model_as", "clip_l", "t5xxl", "ae", "v2", "sdxl", "min_snr_gamma", "resolution", "enable_bucket"),
+    )
+)
 NETWORKS_OF_MUSUBI = tuple(
     f"networks.lora_{name}"
     for name in ("wan", "zimage", "flux_2", "qwen_image", "krea2", "hv_1_5", "kandinsky", "framepack", "hidream_o1")
@@ -45,32 +62,43 @@ OF_ONETRAINER = frozenset(
 
 
 def trainer_of(values: Mapping[str, object] | list[Any]) -> str:
-    """Name of the program that wrote a file, by what it holds; empty if unknown.
+    """Name of the program that wrote a file, by what it holds; EITHER where it could be two; empty if unknown.
 
     Only keys that our own files never have count. A list is one of datasets: OneTrainer's have a path and no id.
     """
     if isinstance(values, list):
         concepts = all(isinstance(each, Mapping) and "path" in each and "id" not in each for each in values)
         return ONETRAINER if values and concepts else ""
-    job, model, flattened = values.get("config"), values.get("model"), flat(values)
+    job, model = values.get("config"), values.get("model")
     if isinstance(job, Mapping) and isinstance(job.get("process"), list | Mapping):
         return AITOOLKIT
     if is_dataset_file(values):
-        tables = [values.get("general"), *as_list(values.get("datasets"))]
-        if any(isinstance(each, Mapping) and not OF_MUSUBI_DATA.isdisjoint(each) for each in tables):
-            return MUSUBI
-        return KOHYA if "datasets" in values else PIPE
+        return trainer_of_datasets(values)
     if len(OF_ONETRAINER & values.keys()) >= 2 and "model_family" not in values:
         return ONETRAINER
     if isinstance(model, Mapping) and "type" in model and {"adapter", "optimizer", "dataset"} & values.keys():
         return PIPE
-    if not OF_KOHYA.isdisjoint(flattened):
-        is_of_musubi = not OF_MUSUBI.isdisjoint(flattened) or flattened.get("network_module") in NETWORKS_OF_MUSUBI
-        if is_of_musubi and "pretrained_model_name_or_path" not in flattened:
-            return MUSUBI
     if "LoRA_type" in values or len(OF_GUI & values.keys()) >= 2:
         return GUI
-    return KOHYA if not OF_KOHYA.isdisjoint(flattened) else ""
+    flattened = flat(values)
+    return "" if OF_KOHYA.isdisjoint(flattened) else kohya_or_musubi(flattened)
+
+
+def trainer_of_datasets(values: Mapping[str, object]) -> str:
+    if "datasets" not in values:
+        return PIPE
+    tables = [each for each in (values.get("general"), *as_list(values["datasets"])) if isinstance(each, Mapping)]
+    if any(not OF_MUSUBI_DATA.isdisjoint(each) for each in tables):
+        return MUSUBI
+    return KOHYA if any("subsets" in each for each in tables) else EITHER
+
+
+def kohya_or_musubi(flattened: Mapping[str, object]) -> str:
+    """Tell sd-scripts, which names a base, from musubi-tuner, which names a `dit`; one may be on the command line."""
+    if not ONLY_KOHYA.isdisjoint(flattened):
+        return KOHYA
+    is_of_musubi = not OF_MUSUBI.isdisjoint(flattened) or flattened.get("network_module") in NETWORKS_OF_MUSUBI
+    return MUSUBI if is_of_musubi else EITHER
 
 
 def as_list(value: object) -> list[Any]:
@@ -107,10 +135,13 @@ def is_value_of_original(setting: str, value: object) -> bool:
         return True
 
 
-def import_hint(file: str | Path, is_list: bool = False) -> str:
+def import_hint(file: str | Path, is_list: bool = False, trainer: str = "") -> str:
     """Hint with the command that translates a file."""
     output = "--output=datasets.json" if is_list else "--output=run.toml"
     command = shlex.join(["simpletuner", "config", "import", str(file), output])
+    if trainer == EITHER:
+        words = [word for word, name in PROGRAMS.items() if name in (KOHYA, MUSUBI)]
+        return f"say which: `{command} --from={words[0]}` or `--from={words[1]}`"
     return f"`{command}` translates it, or says what would be lost"
 
 

@@ -247,7 +247,7 @@ def from_file(path: Path, environment: Mapping[str, str] = os.environ) -> Source
     values = {entry.key: entry.value for entry in entries}
     if trainer := trainer_of(values):
         message = f"{shown_path(path)} is a file of {trainer}"
-        raise SettingsError(message, import_hint(path, is_dataset_file(values)))
+        raise SettingsError(message, import_hint(path, is_dataset_file(values), trainer))
     return Source(shown_path(path), [raw_value(path, entry) for entry in entries], is_file=True)
 
 
