@@ -483,7 +483,7 @@ def scale_of(run: Translation, key: str) -> int:
 def objective(run: Translation) -> None:
     """Noise levels, weights of the loss, and the average of the weights."""
     kind, name = kind_of(run), run.word("timestep_distribution", "uniform")
-    weight, shift = run.number("noising_weight", 0), run.number("timestep_shift", 1)
+    weight = run.number("noising_weight", 0)
     if run.word(BEFORE, name) != name:
         run.remark(BEFORE, f"files before version 4 are migrated to {name.upper()} there, and so it is here")
     run.values.pop(BEFORE, None)
@@ -494,14 +494,8 @@ def objective(run: Translation) -> None:
         run.defaults |= {"flow_use_uniform_schedule": True} if is_even else {"flow_sigmoid_scale": weight + 1}
         if run.number("noising_bias", 0) and not is_even:
             run.lose("noising_bias", "the distribution of noise levels has its mean at one half here")
-        by_size = run.is_on("dynamic_timestep_shifting")
-        if by_size and kind.family in ("flux", "qwen_image"):
-            run.defaults["flow_schedule_auto_shift"] = True
-        else:
-            run.defaults["flow_schedule_shift"] = shift
-        if by_size and kind.family in ("flux2", "z_image", "krea2", "ernie", "auto"):
-            run.lose("dynamic_timestep_shifting", "the shift by size of this model is another one here")
-    elif kind.is_flow or name != "uniform" or shift != 1:
+        shift_levels(run, kind)
+    elif kind.is_flow or name != "uniform" or run.number("timestep_shift", 1) != 1:
         run.lose("timestep_distribution", "this version does not draw noise levels so", name.upper())
     if not kind.is_flow:
         forced = {"v_prediction": "force_v_prediction", "epsilon": "force_epsilon_prediction"}
@@ -512,6 +506,26 @@ def objective(run: Translation) -> None:
     run.drop([*keys, "dynamic_timestep_shifting", "vb_loss_strength"], "it is what is trained here, too")
     weigh(run)
     average(run)
+
+
+TOKENS = {"flux2": 4096, "z_image": 4096, "krea2": 6400}
+"""Tokens of 16 x 16 px at which the exponent of the shift is 1.15; it is 0.5 at 256 (schedulers of the models)."""
+
+
+def shift_levels(run: Translation, kind: Kind) -> None:
+    """Shift of noise levels, of which that by size takes the place (BaseFluxSetup.py:220)."""
+    edge = run.number("resolution", 512)
+    if not run.is_on("dynamic_timestep_shifting"):
+        run.defaults["flow_schedule_shift"] = run.number("timestep_shift", 1)
+    elif kind.family in ("flux", "qwen_image"):
+        run.defaults["flow_schedule_auto_shift"] = True
+    elif kind.family in TOKENS and (edge > 0 and "," not in str(run.get("resolution", 512))):
+        tokens = (edge / 16) ** 2
+        exponent = 0.5 + 0.65 * (tokens - 256) / (TOKENS[kind.family] - 256)
+        run.put("flow_schedule_shift", "dynamic_timestep_shifting", round(math.exp(min(exponent, 3)), 4))
+        run.remark("dynamic_timestep_shifting", f"by the size of each image there; here that of {edge:.0f} px")
+    elif kind.family in ("ernie", "auto", *TOKENS):
+        run.lose("dynamic_timestep_shifting", "the shift by size of this model is not computed here")
 
 
 def weigh(run: Translation) -> None:

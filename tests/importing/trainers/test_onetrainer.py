@@ -149,6 +149,8 @@ def test_an_older_configuration_is_what_its_migrations_make_of_it():
             },
             {"model_family": "sd3", "flow_schedule_shift": 1.0},
         ),
+        ({"model_type": "FLUX_2", "resolution": "512"}, {"model_family": "flux2", "flow_schedule_shift": 1.8776}),
+        ({"model_type": "FLUX_2", "resolution": "1024"}, {"flow_schedule_shift": 3.1582}),
         ({"ema": "GPU"}, {"use_ema": True, "ema_decay": 0.999, "ema_update_interval": 5, "ema_device": "accelerator"}),
         ({"layer_filter": "attn, ff.net"}, {"lora_target_modules": "*attn*,*ff.net*"}),
         ({"peft_type": "LOHA"}, {"lora_type": "loha"}),
