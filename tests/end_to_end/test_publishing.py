@@ -142,9 +142,9 @@ def test_a_run_that_is_killed_as_soon_as_it_has_exported_has_left_its_card(kind,
     [("flux", "lora", "LoRA"), ("qwen_image", "lokr", "LoKr"), ("sdxl", "oft", "OFT"), ("wan", "dora", "DoRA")],
 )
 def test_the_code_of_a_lora_s_card_samples_its_first_image(
-    family, kind, label, pipelines, shapes, train, run_code, tmp_path
+    family, kind, label, pipelines, few_shapes, train, run_code, tmp_path
 ):
-    flags = (*base(family, pipelines(family), shapes), "--model_type=lora", "--lora_rank=4", "--learning_rate=1e-2")
+    flags = (*base(family, pipelines(family), few_shapes), "--model_type=lora", "--lora_rank=4", "--learning_rate=1e-2")
     flags = (*flags, f"--lora_type={kind}")
     if family == "flux":
         assistant = train(tmp_path / "assistant", *flags, "--max_train_steps=2").output

@@ -22,12 +22,12 @@ from simpletuner.settings.showing.clusters import CLUSTERS, Exported
 from simpletuner.settings.showing.export import export
 
 OFTEN = hypothesis_settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
 )
-SELDOM = hypothesis_settings(OFTEN, max_examples=40)
+SELDOM = hypothesis_settings(OFTEN, max_examples=25)
 
 
 @pytest.fixture(autouse=True)
