@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import re
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from conftest import SMALL
+from forked_launcher import HELD
 from page_server import PageServer, page_server
+from patience import PATIENCE
 from playwright.sync_api import Page, expect
 
 FLAGS = (
@@ -35,6 +40,18 @@ def folder(folder: Path, shapes: Path) -> Path:
 def server(folder: Path, fork_server) -> Iterator[PageServer]:
     with page_server(folder, fork_server=fork_server) as started:
         yield started
+
+
+def held_process(folder: Path) -> psutil.Process:
+    """Wait for a process of the page that has stopped before it begins."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        for path in folder.glob("[0-9]*.json"):
+            with suppress(psutil.NoSuchProcess):
+                if (process := psutil.Process(int(path.stem))).status() == psutil.STATUS_STOPPED:
+                    return process
+        time.sleep(0.05)
+    raise AssertionError("the page has started nothing")
 
 
 @pytest.mark.long
@@ -85,8 +102,12 @@ def test_going_on_from_a_checkpoint_comparing_two_and_deleting_one(page: Page, s
     exports = page.locator("#live-results")
     expect(exports.locator(".notice.done")).to_contain_text("checkpoint-000006 is exported")
     expect(exports.get_by_role("row", name="out/pipeline-000006")).to_contain_text("step 6")
+    (folder.parent / HELD).touch()
     page.get_by_role("button", name="Export checkpoint-000006").click()
+    process = held_process(folder.parent)
     expect(exports.get_by_role("progressbar")).to_be_visible()
+    (folder.parent / HELD).unlink()
+    process.resume()
     assert asked[-1] == "checkpoint-000006 is exported already: write it again, in its place?"
     expect(exports.get_by_role("progressbar")).to_have_count(0)
     assert (folder / "out" / "pipeline-000006" / "simpletuner.json").is_file()

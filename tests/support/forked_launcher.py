@@ -3,7 +3,7 @@
 Command lines, parents, sessions, signals, sockets, environments, namespaces and exit codes are those of
 `simpletuner train`; what is left out is the start of interpreters with their imports: 1.5 CPU seconds of each launcher,
 3.7 of each rank. The page forks the runs and plans that it starts in the same way. Launchers that start ranks cold are
-some in `end_to_end/test_ending.py`, and some in `launch/test_machines.py`; a page that starts runs cold is that of
+some in `end_to_end/test_ending.py`, and some in `launch/test_machines.py`; pages that start runs cold are those of
 `test_runs.py`.
 """
 
@@ -27,8 +27,10 @@ from simpletuner.run_log import stop_run_log
 
 MODULE = ["-m", "simpletuner"]
 """How the command of a rank goes on after the interpreter and its flags."""
-FORKED = ("train", "net", "plan", "detect-blocks")
-"""Commands that are forked; a page's exports, for one, would end before a browser shows that they run."""
+FORKED = ("train", "net", "plan", "detect-blocks", "runs")
+"""Commands that are forked."""
+HELD = "held"
+"""A file beside the environments: while it is there, processes stop before they begin, until they are told to go on."""
 
 
 class ForkedPopen(subprocess.Popen[Any]):
@@ -83,6 +85,8 @@ def become_rank(arguments: Sequence[str], kept: Sequence[int], variables: Mappin
     stop_run_log()
     open_streams()
     (folder / f"{os.getpid()}.json").write_text(json.dumps(dict(variables)))
+    if (folder / HELD).exists():
+        os.kill(os.getpid(), signal.SIGSTOP)
     ranks.command_line([*arguments])
 
 
