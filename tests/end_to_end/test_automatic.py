@@ -93,11 +93,11 @@ def test_a_modular_pipeline_trains_resumes_exports_and_is_opened_by_diffusers(na
     folder = build_modular(name, tmp_path / "base")
     flags = (*base("auto", folder, few_shapes), "--aspect_bucket_alignment=32", "--validation_prompt=a red circle")
     flags += ("--validation_num_inference_steps=2", "--validation_resolution=64", "--train_batch_size=2")
-    for steps in (2, 4):
+    for steps in (1, 2):
         run = train(tmp_path / "run", *flags, f"--max_train_steps={steps}")
     assert "resuming from" in run.said and f"{name} by its own call" in " ".join(run.said.split())
-    whole = train(tmp_path / "whole", *flags, "--max_train_steps=4")
-    assert run.losses[-2:] == whole.losses[-2:]
+    whole = train(tmp_path / "whole", *flags, "--max_train_steps=2")
+    assert run.losses == whole.losses
     own, other, before = (
         denoiser_weights(each) for each in (run.output / "pipeline", whole.output / "pipeline", folder)
     )
