@@ -32,14 +32,14 @@ ALONE = {
     "streamed": STREAMED,
     "budget 0.5": budget(0.5, fuse_qkv_projections=True),
     "budget 0": RECOMPUTED | budget(0.0),
+    "fsdp2, budget 0.5": {"engine": "fsdp2", **budget(0.5, **ALL_LEVERS)},
 }
 SHARED = {
     "data-parallel": RECOMPUTED | OFFLOADED,
-    "fsdp2, budget 0.5": {"engine": "fsdp2", **budget(0.5, **ALL_LEVERS)},
     "streamed": STREAMED,
     "cp2": {"engine": "cp2", **RECOMPUTED | OFFLOADED},
 }
-"""Compiled blocks of data-parallel ranks are in `end_to_end/test_compiling.py`."""
+"""Compiled blocks of several ranks, data-parallel and FSDP2, are in `end_to_end/test_compiling.py`."""
 
 
 @pytest.mark.long
