@@ -22,6 +22,7 @@ import simpletuner
 from simpletuner.app import main as command_line
 
 PACKAGE = Path(simpletuner.__file__).parent
+SHOWN = 4
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -55,7 +56,7 @@ def run(folder: Path, steps: int) -> None:
 def main() -> None:
     """Print the counts, and with --list each file."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--list", action="store_true", help="also print the number of functions of each file")
+    parser.add_argument("--list", action="store_true", help="also print the functions of each file")
     arguments = parser.parse_args()
     sys.path.insert(0, str(EXAMPLES / "shapes"))
     with tempfile.TemporaryDirectory() as name:
@@ -72,8 +73,10 @@ def main() -> None:
     rows = [["files", str(len(files))], ["functions", str(len(traced.functions))]]
     print_table("before the first step", ["", "count"], rows)
     if arguments.list:
-        listed = [[str(Path(file).relative_to(PACKAGE)), str(count)] for file, count in sorted(files.items())]
-        print_table("functions that were called", ["file", "functions"], listed)
+        for file in sorted(files):
+            names = sorted({name for place, name, _ in traced.functions if place == file})
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            print(f"{Path(file).relative_to(PACKAGE)}: {', '.join(names[:SHOWN])}{more}")
 
 
 if __name__ == "__main__":

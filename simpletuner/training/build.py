@@ -41,7 +41,7 @@ from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.foreign.deepspeed_config import deepspeed_options
 from simpletuner.training.checkpointer import Checkpointer, TrainingState
 from simpletuner.training.ema import EMA
-from simpletuner.training.hooks import RunHook
+from simpletuner.training.hooks import RunHook, at_round_ends
 from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.metrics.speed import DURATIONS, Durations, open_throughput
 from simpletuner.training.optimizers import STEPPED_BY, LearningRate, make_optimizer
@@ -53,8 +53,6 @@ from simpletuner.training.run_folder.resuming import (
 )
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Evaluation, Trainer
-from simpletuner.training.validation.held_out import open_held_out_loss
-from simpletuner.training.validation.validator import at_round_ends, open_validator
 
 if TYPE_CHECKING:
     from simpletuner.training.metrics.sample_losses import SampleLossLog
@@ -169,11 +167,16 @@ def open_evaluations(
     session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared, metrics: Metrics | None
 ) -> list[Evaluation]:
     """Return the evaluations that settings and data ask for: held-out loss, validation images, or none."""
-    opened = (
-        open_evaluation(session, family, state, prepared, metrics)
-        for open_evaluation in (open_held_out_loss, open_validator)
-    )
-    return [each for each in opened if each is not None]
+    opened: list[Evaluation] = []
+    if len(prepared.plan.held_out):
+        from simpletuner.training.validation.held_out import open_held_out_loss
+
+        opened.append(open_held_out_loss(session, family, state, prepared, metrics))
+    if prepared.validation:
+        from simpletuner.training.validation.validator import open_validator
+
+        opened.append(open_validator(session, family, state, prepared, metrics))
+    return opened
 
 
 def check_engine(session: Session, family: ModelFamily) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -95,3 +96,31 @@ def open_hooks(session: Session) -> list[RunHook]:
     """The hooks of a run, for rank 0. Raises EnvironmentNotReady for a bucket that cannot be opened."""
     places = [place.rpartition(".") for place, is_on in HOOKS.items() if is_on(session.settings)]
     return [getattr(import_module(f"simpletuner.training.{module}"), name)(session) for module, _, name in places]
+
+
+@dataclass(frozen=True)
+class RoundEnd:
+    """Calls functions with the step, after the other evaluations of a round; they must return at once."""
+
+    actions: Sequence[Callable[[int], None]]
+    """Empty on ranks above 0."""
+    interval: int
+    title: str = "reporting"
+
+    def count(self, step: int) -> int:
+        return 1
+
+    def run(self, step: int, advance: Callable[[int], None]) -> None:
+        for action in self.actions:
+            action(step)
+        advance(1)
+
+    def is_complete(self, step: int) -> bool:
+        return True
+
+
+def at_round_ends(settings: Settings, actions: Sequence[Callable[[int], None]]) -> RoundEnd:
+    """Return a callback that calls `actions` after each round of validation images; without prompts, after
+    each checkpoint."""
+    every = settings.validation.validation_step_interval if settings.validation.samples_images else 0
+    return RoundEnd(actions, every or settings.checkpoints.checkpoint_step_interval)

@@ -102,12 +102,9 @@ class HeldOutLoss:
 
 def open_held_out_loss(
     session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared, metrics: Metrics | None
-) -> HeldOutLoss | None:
-    """Build what measures the loss on held-out images; None where there are none."""
-    settings, validation = session.settings, session.settings.validation
-    plan = prepared.plan
-    if not len(plan.held_out):
-        return None
+) -> HeldOutLoss:
+    """Build what measures the loss on held-out images."""
+    settings, validation, plan = session.settings, session.settings.validation, prepared.plan
     return HeldOutLoss(
         family=family,
         objective=family.objective(),

@@ -253,11 +253,9 @@ def group_by_denoiser_calls(images: Sequence[PlannedImage]) -> list[list[Planned
 
 def open_validator(
     session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared, metrics: Metrics | None
-) -> Validator | None:
-    """Build what generates validation images; None without prompts."""
+) -> Validator:
+    """Build what generates validation images."""
     settings, validation = session.settings, session.settings.validation
-    if not prepared.validation:
-        return None
     variants = evaluated_variants(state.ema, validation)
     family.sampling_components(session.world.device, compute_dtype(settings))  # loaded now, not between two steps
     return Validator(
@@ -275,31 +273,3 @@ def open_validator(
         metrics=metrics,
         interval=validation.validation_step_interval,
     )
-
-
-@dataclass(frozen=True)
-class RoundEnd:
-    """Calls functions with the step, after the other evaluations of a round; they must return at once."""
-
-    actions: Sequence[Callable[[int], None]]
-    """Empty on ranks above 0."""
-    interval: int
-    title: str = "reporting"
-
-    def count(self, step: int) -> int:
-        return 1
-
-    def run(self, step: int, advance: Callable[[int], None]) -> None:
-        for action in self.actions:
-            action(step)
-        advance(1)
-
-    def is_complete(self, step: int) -> bool:
-        return True
-
-
-def at_round_ends(settings: Settings, actions: Sequence[Callable[[int], None]]) -> RoundEnd:
-    """Return a callback that calls `actions` after each round of validation images; without prompts, after
-    each checkpoint."""
-    every = settings.validation.validation_step_interval if settings.validation.samples_images else 0
-    return RoundEnd(actions, every or settings.checkpoints.checkpoint_step_interval)
