@@ -123,6 +123,8 @@ def diffusion_pipe(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> 
     }
     if model.model_type == "lora":
         values["adapter"] = {"type": settings.lora.lora_type, "rank": settings.lora.lora_rank, "dtype": "bfloat16"}
+    if kind == "sdxl":  # both are trained there otherwise
+        values["model"] |= {"text_encoder_1_lr": 0, "text_encoder_2_lr": 0}
     directories = []
     for entry in entries:
         given = of_folder(entry, settings)

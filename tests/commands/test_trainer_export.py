@@ -82,6 +82,12 @@ def test_what_has_no_word_there_is_said(run):
     assert all(made[name] != value for name, value in {"use_ema": True, "seed": 5}.items())
 
 
+def test_text_encoders_of_sdxl_are_left_alone_in_diffusion_pipe(run):
+    made = exported(run, "diffusion-pipe", **RUN, model_family="sdxl")[1]
+    assert "text_encoder_1_lr = 0\ntext_encoder_2_lr = 0" in Path(FILES["diffusion-pipe"]).read_text()
+    assert (made["model_family"], made["model_type"]) == ("sdxl", RUN["model_type"])
+
+
 def test_a_run_of_onetrainer_counts_epochs(run):
     given = {**RUN, "model_family": "sdxl", "num_train_epochs": 7, "lr_scheduler": "cosine", "lr_end": 1.5e-4}
     given |= {"max_train_steps": None, "lr_warmup_steps": 10, "use_ema": True, "lora_alpha": 4.0, "seed": 42}
@@ -118,7 +124,6 @@ def test_every_difference_that_is_not_said_is_none(run):
         ("kohya", {"model_family": "sdxl"}, "whole models"),
         ("diffusion-pipe", {"model_family": "pixart_sigma"}, "diffusion-pipe does not train pixart_sigma"),
         ("ai-toolkit", {"model_family": "sana"}, "ai-toolkit does not train sana"),
-        ("diffusion-pipe", {"model_family": "sdxl"}, "has no word for it: without an adapter both text encoders"),
     ],
 )
 def test_a_run_that_another_trainer_cannot_have_is_refused(run, to, settings, said):

@@ -15,6 +15,7 @@ from trainer_files import answers, entries, put, vocabulary
 from simpletuner.errors import SettingsError
 from simpletuner.importing.original import UnmappedValue
 from simpletuner.importing.trainers.ai_toolkit import AI_TOOLKIT
+from simpletuner.importing.trainers.diffusion_pipe import DIFFUSION_PIPE
 from simpletuner.importing.trainers.kohya_gui import KOHYA_GUI
 from simpletuner.importing.trainers.musubi import MUSUBI_TUNER
 from simpletuner.importing.trainers.onetrainer import ONE_TRAINER
@@ -93,8 +94,22 @@ def musubi_datasets(name: str, value: Any) -> list[UnmappedValue]:
     return entries(MUSUBI_TUNER, {"datasets": tables})
 
 
+def diffusion_pipe(name: str, value: Any) -> list[UnmappedValue]:
+    said = []
+    for kind in ("flux", "wan", "sdxl"):
+        values = {"model": {"type": kind, "text_encoder_1_lr": 0, "text_encoder_2_lr": 0}, "adapter": {"type": "lora"}}
+        put(values, name, value)
+        said += answers(DIFFUSION_PIPE, values)
+    return said
+
+
+def diffusion_pipe_datasets(name: str, value: Any) -> list[UnmappedValue]:
+    return entries(DIFFUSION_PIPE, {"directory": [{"path": "a"} | {name: value}]})
+
+
 PROGRAMS = {"onetrainer": onetrainer, "ai_toolkit": ai_toolkit, "sd_scripts": sd_scripts, "kohya_gui": kohya_gui}
 PROGRAMS |= {"musubi": musubi, "sd_scripts_datasets": sd_scripts_datasets, "musubi_datasets": musubi_datasets}
+PROGRAMS |= {"diffusion_pipe": diffusion_pipe, "diffusion_pipe_datasets": diffusion_pipe_datasets}
 MODEL = {
     "onetrainer": ("model_type", "training_method"),
     "ai_toolkit": ("model.arch", "model.is_", "network", "model.name_or_path"),
@@ -104,6 +119,8 @@ MODEL = {
     ),
     "kohya_gui": ("LoRA_type", "sdxl", "unet_lr"),
     "sd_scripts_datasets": ("image_dir",),
+    "diffusion_pipe": ("model.type", "model.text_encoder_"),
+    "diffusion_pipe_datasets": (),
     "musubi_datasets": ("image_", "video_"),
     "musubi": ("network_module", "model_version", "optimizer_type", "edit"),
 }

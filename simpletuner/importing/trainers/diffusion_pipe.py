@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from simpletuner.importing.folders import VIDEOS, files_in, folder_entry, size_of, stills_and_clips, subfolders
+from simpletuner.errors import SettingsError
+from simpletuner.importing.folders import (
+    VIDEOS,
+    condition,
+    files_in,
+    folder_entry,
+    size_of,
+    stills_and_clips,
+    subfolders,
+)
 from simpletuner.importing.foreign_trainer import LION, ForeignTrainer, Translation, key_table
 from simpletuner.importing.trainers.sd_scripts import FASTER, OPTIMIZER, SCHEDULE
+from simpletuner.importing.trainers.sd_scripts_networks import FUSED
 from simpletuner.settings.foreign.recognition import PIPE
 
 FAMILIES = {
     **{name: name for name in ("sdxl", "flux", "flux2", "sd3", "chroma", "wan", "qwen_image", "z_image", "auraflow")},
+    **{name: name for name in ("krea2", "hidream")},
     "lumina_2": "lumina2",
     "ltx_video": "ltxvideo",
     "ltx2": "ltxvideo2",
+    "hunyuan_image": "hunyuanimage",
+    "hunyuan_video_15": "hunyuanvideo",
+    "ernie_image": "ernie",
+    "cosmos_predict2": "cosmos",
 }
+OF_FLUX, REFINED = "transformer_blocks.*,single_transformer_blocks.*", "layers.*,noise_refiner.*,context_refiner.*"
 BLOCKS = {
-    "flux": "transformer_blocks.*,single_transformer_blocks.*",
-    "flux2": "transformer_blocks.*,single_transformer_blocks.*",
-    "chroma": "transformer_blocks.*,single_transformer_blocks.*",
+    **dict.fromkeys(("flux", "flux2", "chroma", "hunyuanimage"), OF_FLUX),
+    **dict.fromkeys(("z_image", "lumina2"), REFINED),
+    **dict.fromkeys(("sd3", "qwen_image", "ltxvideo", "ltxvideo2", "hunyuanvideo", "cosmos"), "transformer_blocks.*"),
     "auraflow": "joint_transformer_blocks.*,single_transformer_blocks.*",
-    "sd3": "transformer_blocks.*",
-    "qwen_image": "transformer_blocks.*",
     "wan": "blocks.*",
-    "ltxvideo": "transformer_blocks.*",
-    "z_image": "layers.*,noise_refiner.*,context_refiner.*",
-    "lumina2": "layers.*,noise_refiner.*,context_refiner.*",
+    "ernie": "layers.*",
+    "hidream": "double_stream_blocks.*,single_stream_blocks.*",
+    "krea2": "transformer_blocks.*,text_fusion.*,txt_in.*",
+    "sdxl": "*.attentions.*,*.time_emb_proj",
 }
 """Linear layers of the classes of blocks that an adapter has there (adapter_target_modules of each pipeline)."""
+FUSED_THERE = ("flux2", "chroma", "hunyuanimage", "z_image", "lumina2")
+"""Families whose q, k and v are one matrix in the files that it loads."""
 CAPTIONS = "captions.json"
 
 RUN = key_table(
@@ -52,6 +70,9 @@ RUN = key_table(
         "lora_rank": "adapter.rank",
         "lora_dropout": "adapter.dropout",
         "lora_init": "adapter.init_from_existing",
+        "assistant_lora": "model.merge_adapters adapter.fuse_adapters",
+        "caption_dropout_probability": "uncond_fraction",
+        "tokenizer_max_length": "model.max_sequence_length",
         "lokr_factor": "adapter.decompose_factor",
         "learning_rate": "optimizer.lr",
         "adam_epsilon": "optimizer.eps",
@@ -65,27 +86,28 @@ RUN = key_table(
             "adapter.dtype eval_every_n_epochs eval_every_n_steps eval_every_n_examples eval_before_first_step "
             "eval_micro_batch_size_per_gpu image_eval_micro_batch_size_per_gpu eval_gradient_accumulation_steps "
             "eval_datasets disable_block_swap_for_eval compile blocks_to_swap video_clip_mode x_axis_examples "
-            "map_num_proc reentrant_activation_checkpointing model.transformer_dtype model.vae_dtype logging_steps "
-            "optimizer.stabilize optimizer.gradient_release"
+            "map_num_proc reentrant_activation_checkpointing logging_steps optimizer.stabilize regenerate_cache "
+            "eval_image_micro_batch_size_per_gpu model.cache_text_embeddings model.text_encoder_nf4 "
+            "model.text_encoder_fp8 model.llama3_4bit"
         ),
     },
     look={
-        "it is report_to and tracker_project_name here": (
-            "monitoring.enable_wandb monitoring.wandb_api_key monitoring.wandb_tracker_name monitoring.wandb_run_name "
-            "monitoring.log_dir"
-        ),
+        "a secret is not copied: set it in the environment": "monitoring.wandb_api_key",
         "parts of a model come from one pipeline folder: name it as pretrained_model_name_or_path": (
             "model.transformer_path model.vae_path model.llm_path model.clip_path model.text_encoder_path "
-            "model.ckpt_path model.text_encoders model.vae model.t5_path model.unet_path"
+            "model.ckpt_path model.text_encoders model.vae model.t5_path model.diffusion_model model.byt5_path "
+            "model.single_file_path model.llm_adapter_path model.llama3_path model.audio_vae model.text_encoder"
         ),
-        "write the number of noise levels as flow settings": "model.timestep_mean model.timestep_std=1",
+        "its own state is not read: a LoRA that it has saved goes on as lora_init": "resume_from_checkpoint",
     },
     lost={
         "it has no place here": (
-            "pipeline_stages=1 force_constant_lr pseudo_huber_c image_micro_batch_size_per_gpu model.v_pred "
-            "model.timestep_sample_method=logit_normal adapter.fuse_adapters model.debiased_estimation_loss "
-            "model.text_encoder_1_lr model.text_encoder_2_lr model.unet_lr model.multiscale_loss_weight model.max_t "
-            "model.min_t=0 model.llm_adapter_lr model.bypass_guidance_embedding=true adapter.exclude_linear_modules"
+            "pipeline_stages=1 force_constant_lr huber_delta smooth_l1_beta model.v_pred adapter.exclude_modules "
+            "model.timestep_sample_method=logit_normal model.debiased_estimation_loss model.multiscale_loss_weight "
+            "model.text_encoder_1_lr model.text_encoder_2_lr model.max_t model.min_t=0 model.llm_adapter_lr=0 "
+            "model.bypass_guidance_embedding model.lumina_shift model.image_shift model.cfg=1 model.self_attn_lr "
+            "model.cross_attn_lr model.mlp_lr model.mod_lr model.first_frame_conditioning_p=0 adapter.rank_dropout "
+            "model.max_llama3_sequence_length=128 optimizer.beta2_half_life model.use_llm_adapter"
         ),
         "an alpha raises an error there: the scale is 1": "adapter.alpha",
     },
@@ -93,35 +115,110 @@ RUN = key_table(
 
 
 def model(run: Translation) -> None:
-    """Family, kind and layers; what a whole SDXL also trains there."""
+    """Family, kind and layers."""
     kind, has_adapter = run.word("model.type"), "adapter.type" in run.written or bool(run.below("adapter"))
-    family = FAMILIES.get(kind, kind)
+    if kind not in FAMILIES:
+        message = f"{run.file} trains {run.get('model.type')}, a model that this version does not have"
+        raise SettingsError(message, f"model.type is one of {', '.join(sorted(FAMILIES))} here")
+    family = FAMILIES[kind]
     run.defaults |= {
         "model_family": family,
         "model_type": "lora" if has_adapter else "full",
         "caption_dropout_probability": 0.0,
         "max_grad_norm": 1.0,
-        "train_batch_size": 1,
         # Models whose patches span 32 px.
         "aspect_bucket_alignment": 32 if kind in ("ltx_video", "hunyuan_image", "ltx2") else 16,
-        **({} if kind == "sdxl" else {"flow_schedule_shift": 1.0}),
     }
-    if kind == "sdxl" and not has_adapter:
-        run.remark("model.type", WITH_ENCODERS, effect="lost")
-    if has_adapter and family in BLOCKS:
+    if has_adapter:
         run.defaults["lora_target_modules"] = BLOCKS[family]
         run.defaults["lora_type"] = {"lokr": "lokr"}.get(run.word("adapter.type"), "lora")
-    elif has_adapter:
-        run.remark("adapter", "it adapts all linear layers of the blocks: set lora_target_modules", "lora", "lost")
-    if run.word("model.timestep_sample_method") == "uniform":
+    precision(run, has_adapter)
+    if has_adapter and family in FUSED_THERE:
+        run.remark("adapter.type", FUSED)
+    text_encoders(run, family)
+
+
+WITH_ENCODERS = "both text encoders are trained there, too, with an adapter or whole, which this version does not do"
+
+
+def text_encoders(run: Translation, family: str) -> None:
+    """Lose text encoders of SDXL, which are trained unless their rates are 0 (lines 407 and 615 of its sdxl.py)."""
+    rates = [key for key in ("model.text_encoder_1_lr", "model.text_encoder_2_lr") if run.get(key) == 0]
+    if family == "sdxl" and len(rates) < 2:
+        run.remark("model.type", WITH_ENCODERS, effect="lost")
+    if family == "sdxl":
+        run.defaults["prediction_type"] = "epsilon"
+        if run.get("model.unet_lr") is not None:
+            run.rename("learning_rate", "model.unet_lr")
+            run.drop(["optimizer.lr"], "the rate of the U-Net goes before it")
+    run.refuse(["model.unet_lr"], "it is of SDXL alone")
+
+
+def precision(run: Translation, has_adapter: bool) -> None:
+    """Weights of a base in 8 bits, where an adapter is trained."""
+    keys = ("model.transformer_dtype", "model.diffusion_model_dtype")
+    for key in keys:
+        if has_adapter and run.word(key).startswith("float8"):
+            run.put("base_model_precision", key, "float8")
+    run.drop(keys, FASTER)
+
+
+def monitoring(run: Translation) -> None:
+    """Its tracker, wandb."""
+    names = ("monitoring.wandb_tracker_name", "monitoring.wandb_run_name")
+    if run.is_on("monitoring.enable_wandb"):
+        run.put("report_to", "monitoring.enable_wandb", "wandb")
+        for setting, key in zip(("tracker_project_name", "tracker_run_name"), names, strict=True):
+            if run.get(key):
+                run.rename(setting, key)
+    run.drop(["monitoring.enable_wandb", *names], "nothing is tracked")
+
+
+def levels(run: Translation) -> None:
+    """Noise levels: logit-normal and unshifted where the file is silent; flux_shift is FLUX's line for all models."""
+    family, is_uniform = run.defaults["model_family"], run.word("model.timestep_sample_method") == "uniform"
+    if family == "sdxl":
+        run.drop(["model.flux_shift", "model.shift", "model.sigmoid_scale"], "used only with another model")
+        return
+    if is_uniform:
         run.put("flow_use_uniform_schedule", "model.timestep_sample_method", True)
+        run.drop(["model.sigmoid_scale"], "it has no effect with timestep_sample_method=uniform")
+    if run.get("model.shift"):
+        run.drop(["model.flux_shift"], "shift goes before it")
+    elif run.is_on("model.flux_shift") and family == "flux":
+        run.put("flow_schedule_auto_shift", "model.flux_shift", True)
+    else:
+        run.refuse(["model.flux_shift"], "the scheduler of this model shifts by another line than FLUX's")
+        run.defaults["flow_schedule_shift"] = 1.0
+    run.drop(["model.flux_shift"], "off")
 
 
-WITH_ENCODERS = "without an adapter both text encoders are trained there, too, which this version does not do"
+def batches(run: Translation) -> None:
+    """Take a batch that is the same for all sizes, images and clips."""
+    for key in ("micro_batch_size_per_gpu", "image_micro_batch_size_per_gpu"):
+        written = run.get(key)
+        pairs = written if isinstance(written, list) else [] if written is None else [written]
+        sizes = [each[1] if isinstance(each, list) and len(each) == 2 else each for each in pairs]
+        value = sizes[0] if sizes and all(size == sizes[0] for size in sizes) else None
+        if sizes and (value is None or value != run.of("train_batch_size", value)):
+            run.lose(key, "here one batch holds for all sizes, of images and of clips")
+        elif sizes and "train_batch_size" not in run.taken:
+            run.put("train_batch_size", key, value)
+        else:
+            run.drop([key], "it is that of the others")
+    run.defaults |= {} if "train_batch_size" in run.taken else {"train_batch_size": 1}
+    if run.is_on("optimizer.gradient_release"):
+        if run.number("gradient_accumulation_steps", 1) > 1:
+            run.lose("optimizer.gradient_release", "there each of the accumulated batches is a step of the optimizer")
+        else:
+            run.put("optimizer_release_gradients", "optimizer.gradient_release", True)
+    run.drop(["optimizer.gradient_release"], "off")
 
 
 def optimizer(run: Translation) -> None:
     name, betas = run.word("optimizer.type"), run.values.pop("optimizer.betas", None)
+    if name == "prodigy":  # of pytorch_optimizer there, with other defaults than prodigyopt's
+        run.remark("optimizer.type", "there it is pytorch_optimizer's: compare its defaults, such as d0 and decay")
     run.defaults |= LION if name in ("lion", "lion8bit", "pagedlion8bit") else {}
     if name == "adamw_optimi":  # torch-optimi 0.3.3
         run.defaults |= {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-6, "adam_weight_decay": 0.01}
@@ -150,17 +247,25 @@ def length(run: Translation) -> None:
 DATASET = key_table(
     maps={},
     converted={},
-    idle={FASTER: "enable_ar_bucket resolutions frame_buckets min_ar max_ar num_ar_buckets ar_buckets"},
+    idle={
+        FASTER: (
+            "enable_ar_bucket resolutions frame_buckets min_ar max_ar num_ar_buckets ar_buckets shuffle_metadata "
+            "cache_shuffle_delimiter"
+        ),
+    },
     look={},
     lost={
         "it has no place here": (
-            "cache_shuffle_num cache_shuffle_delimiter shuffle_tags caption_prefix size_buckets "
-            "skip_empty_caption=true multi_frame_dataset"
+            "shuffle_tags caption_prefix size_buckets subsample_ratio=1 online_captions default_mask_file "
+            "skip_empty_caption=true"
         ),
-        "masks are a dataset of their own with conditioning_type=mask here: write it": "mask_path",
-        "pairs are a dataset of their own with conditioning_type here: write it": "control_path target_path",
+        "masks and references of videos are not trained by this version": "mask_path control_path",
     },
 )
+
+
+LISTS = ("resolutions", "frame_buckets", "ar_buckets", "size_buckets")
+"""Keys of a dataset that take lists."""
 
 
 def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iterator[Translation]:
@@ -169,7 +274,7 @@ def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iter
     general = {name: value for name, value in listed.items() if name != "directory"}
     if run.only_datasets:
         run.remark("resolutions", "set aspect_bucket_alignment=16, as there", listed.get("resolutions"))
-    for directory in listed.get("directory") or []:
+    for directory in run.tables(listed, "directory", LISTS):
         given = {**general, **directory}
         if given.get("num_repeats", 1) == 0:
             reason = "with 0 repeats nothing of it is trained there, and it is left out here"
@@ -180,7 +285,8 @@ def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iter
 
 def of_folder(run: Translation, given: Mapping[str, Any]) -> Iterator[Translation]:
     """Yield a dataset for each resolution, and for stills and clips. What is said of the folder is said once."""
-    resolutions = given.get("resolutions") or [512]
+    written = given.get("resolutions") or [512]
+    resolutions = written if isinstance(written, list) else [written]
     is_first = True
     for resolution in resolutions:
         for kind in kinds(given, is_middle=run.word("video_clip_mode") == "single_middle"):
@@ -191,13 +297,47 @@ def of_folder(run: Translation, given: Mapping[str, Any]) -> Iterator[Translatio
                 found.defaults["id"] = f"{found.defaults['id']}-{shown}"
             # Images without a caption are left out there (dataset.py:484).
             found.defaults |= {"caption_lines": "one", "skip_uncaptioned": True}
-            found.defaults |= size_of(resolution, found.is_on("enable_ar_bucket")) | kind
+            found.defaults |= size_of(edge_of(resolution), found.is_on("enable_ar_bucket")) | kind
+            passes(found)
+            if "dataset_type" not in kind:
+                beside(found, edge_of(resolution))
             remarks(found, given)
             found.answer(DATASET)
             if not is_first:
                 found.left_out.clear()
             is_first = False
             yield found
+
+
+def edge_of(resolution: object) -> object:
+    """Return the edge of the square of a size's area: without buckets images are squares there, whatever its sides."""
+    if isinstance(resolution, list) and len(resolution) == 2 and all(type(side) is int for side in resolution):
+        return math.isqrt(abs(math.prod(resolution)))
+    return resolution
+
+
+def passes(found: Translation) -> None:
+    """Take shuffled copies of each caption, which are samples of their own there."""
+    copies = int(found.number("cache_shuffle_num", 0))
+    if copies > 1 and str(found.get("cache_shuffle_delimiter", ",")).strip() == ",":
+        times = int(found.number("num_repeats", 1)) * copies
+        found.put("caption_shuffle", "cache_shuffle_num", {"enable": True, "count": copies, "include_original": False})
+        found.defaults["repeats"] = times - 1
+        found.taken.pop("repeats", None)
+        reason = f"an image is {copies} samples there, each with another order of its tags; here it has {times} passes"
+        found.remark("cache_shuffle_num", reason)
+    found.refuse(["cache_shuffle_num"], "captions are split at commas here")
+
+
+def beside(found: Translation, resolution: object) -> None:
+    """Masks and references, of the names of their images."""
+    if found.get("mask_path"):
+        condition(found, found.get("mask_path"), "mask")
+        reason = "an image without a mask ends the run here, and the loss is over the mask, there over the whole image"
+        found.look("mask_path", reason)
+    if found.get("control_path"):
+        condition(found, found.get("control_path"), "reference_strict", **size_of(resolution, is_bucketed=True))
+        found.look("control_path", "an image whose reference has another aspect is left out here, and cropped there")
 
 
 def kinds(given: Mapping[str, object], is_middle: bool) -> Iterator[dict[str, Any]]:
@@ -240,4 +380,6 @@ def remarks(found: Translation, given: Mapping[str, Any]) -> None:
         found.remark("enable_ar_bucket", reason, sizes or True)
 
 
-DIFFUSION_PIPE = ForeignTrainer(PIPE, RUN, (model, optimizer, length), entries, dataset_file="dataset")
+DIFFUSION_PIPE = ForeignTrainer(
+    PIPE, RUN, (model, levels, batches, optimizer, length, monitoring), entries, dataset_file="dataset"
+)

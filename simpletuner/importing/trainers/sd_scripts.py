@@ -156,7 +156,8 @@ def model(run: Translation) -> None:
         family = "chroma"
     run.drop(["model_type"], "it is model_family here")
     if family == "anima":
-        raise SettingsError(f"{run.file} trains Anima, a model that this version does not have", "see `config init`")
+        message = f"{run.file} trains Anima from files of its parts, which this version does not read"
+        raise SettingsError(message, "model_family=auto takes a folder of diffusers' pipeline")
     run.defaults |= {
         "model_family": family or ("sd2x" if run.is_on("v2") else "sdxl" if "xl" in name.lower() else "sd1x"),
         "model_type": "lora" if module else "full",

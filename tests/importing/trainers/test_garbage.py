@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trainer_files import vocabulary
+from trainer_files import put, vocabulary
 
 from simpletuner.commands.config_import import import_files
 from simpletuner.errors import SettingsError
@@ -23,6 +24,7 @@ JUNK = st.recursive(
 )
 BASES: dict[str, dict[str, Any]] = {
     "sd_scripts": {"network_module": "networks.lora", "dataset_config": "data.json"},
+    "diffusion_pipe": {"model": {"type": "flux"}, "adapter": {"type": "lora"}, "dataset": "folders.json"},
     "musubi": {"network_module": "networks.lora_wan", "optimizer_type": "adamw", "dataset_config": "clips.json"},
     "kohya_gui": {"LoRA_type": "LyCORIS/LoKr", "train_data_dir": "train"},
 }
@@ -33,6 +35,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train/2_a").mkdir(parents=True)
     Path("train/2_a/a.png").touch()
+    Path("folders.json").write_text('{"directory": [{"path": "train/2_a"}]}')
     Path("clips.json").write_text('{"datasets": [{"video_directory": "train"}]}')
     Path("data.json").write_text('{"datasets": [{"subsets": [{"image_dir": "train/2_a"}]}]}')
 
@@ -50,9 +53,10 @@ def end_with_a_sentence(file: str, values: object, output: str) -> None:
 @given(data=st.data())
 def test_values_of_any_kind_end_with_a_sentence(program, data):
     names = st.sampled_from([name for name, _, _ in vocabulary(program)])
-    end_with_a_sentence(
-        "run.json", BASES[program] | data.draw(st.dictionaries(names, JUNK, min_size=1, max_size=6)), "run.toml"
-    )
+    values = copy.deepcopy(BASES[program])
+    for name, value in data.draw(st.dictionaries(names, JUNK, min_size=1, max_size=6)).items():
+        put(values, name, value) if program == "diffusion_pipe" else values.update({name: value})
+    end_with_a_sentence("run.json", values, "run.toml")
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -65,6 +69,9 @@ def test_datasets_of_any_kind_end_with_a_sentence(data):
     entry = data.draw(dataset) | data.draw(
         st.fixed_dictionaries({"subsets": JUNK | st.lists(subset, max_size=2)}) | clips
     )
+    folder = st.dictionaries(st.sampled_from(["path", "num_repeats", "mask_path", "cache_shuffle_num"]), JUNK)
+    sizes = st.dictionaries(st.sampled_from(["resolutions", "frame_buckets", "enable_ar_bucket"]), JUNK)
+    end_with_a_sentence("pipe.json", data.draw(sizes) | {"directory": [data.draw(folder)]}, "run.json")
     end_with_a_sentence("data.json", {"general": data.draw(JUNK | dataset), "datasets": [entry]}, "run.json")
 
 

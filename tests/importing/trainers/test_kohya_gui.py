@@ -179,7 +179,7 @@ def test_values_of_another_model_are_left_out(imported):
         ({"token_string": "sks", "num_vectors_per_token": 4}, "textual inversion"),
         (
             {"anima_checkbox": True, "LoRA_type": "Anima", "sdxl": False},
-            "Anima, a model that this version does not have",
+            "trains Anima from files of its parts",
         ),
     ],
 )
