@@ -54,6 +54,10 @@ NOTE_OF_THEIRS = re.compile(r"[_$#]|//")
 """Beginnings of names that people use for comments."""
 
 
+DRIVE = re.compile(r"[A-Za-z]:[\\/]")
+"""Beginning of a path of Windows."""
+
+
 class CannotMap(Exception):
     """Raised with the reason why a value that asks for something is left out."""
 
@@ -140,6 +144,8 @@ def take_translated(original: Original, run: Translation) -> None:
             original.leave_out(given, str(reason), effect_of(setting))
         else:
             original.taken[setting] = MappedValue(given, taken, each.note)
+            if DRIVE.match(str(each.value)):
+                original.leave_out(given, f"a path of Windows: set {setting} to where it is on this machine")
 
 
 def same_value(setting: str, one: object, other: object) -> bool:

@@ -82,6 +82,8 @@ def test_a_job_is_a_run_with_ai_toolkits_defaults_where_it_is_silent(monkeypatch
     assert (own.data.aspect_bucket_alignment, own.data.allow_dataset_oversubscription) == (32, True)
     assert (data["resolution"], own.data.caption_dropout_probability, data["caption_lines"]) == (512, 0, "one")
     assert "# lost" not in text
+    windows = imported({"training_folder": "D:\\out"})[2]
+    assert "a path of Windows: set output_dir" in windows and "a path of Windows" not in text
     monkeypatch.setenv("DATA", "pictures")
     [data] = imported({"training_folder": "${DATA}/x", "datasets.folder_path": "${DATA}"})[1]
     assert (data["id"], data["instance_data_dir"]) == ("DATA", "{env:DATA}")
