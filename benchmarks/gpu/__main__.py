@@ -3,7 +3,8 @@
     python benchmarks/gpu check [--seconds=800] [--done=FILE...] [--plans=FILE] [PART...]
     python benchmarks/gpu plan FILE         what `plan` says of the steps, made before on a machine without a GPU
     python benchmarks/gpu table FILE... [--plans=FILE]
-    python benchmarks/gpu errors [FILE...]  how far `plan` is from these steps, or from published ones
+    python benchmarks/gpu errors [FILE...]  how far `plan` is from these steps, or from all figures and published ones
+    python benchmarks/gpu rates             what `plan` reads: simpletuner/tools/plan/rates.toml
     python benchmarks/gpu part PART         one part, in this process
 
 Weights and inputs are random, of the true shapes; nothing is downloaded. Each figure is a line of results.jsonl, in
@@ -21,7 +22,7 @@ from pathlib import Path
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("check", "plan", "table", "errors", "part"))
+    parser.add_argument("verb", choices=("check", "plan", "table", "errors", "rates", "part"))
     parser.add_argument("names", nargs="*", help="parts, or files")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=800)
@@ -47,12 +48,16 @@ def main() -> int:
         plan_steps(Path(given.names[0]), given.tiny)
         return 0
     from gpu.plans import print_errors, read_plans
+    from gpu.rates import FIGURES, rates_as_toml
     from gpu.records import read_records
-    from gpu.tables import PUBLISHED, print_tables
+    from gpu.tables import print_tables
 
     files = [Path(name) for name in given.names]
+    if given.verb == "rates":
+        print(rates_as_toml(), end="")
+        return 0
     if given.verb == "errors":
-        print_errors(read_records(files or [PUBLISHED]))
+        print_errors(read_records(files or sorted(FIGURES.rglob("*.jsonl"))))
         return 0
     if given.verb == "check":
         from gpu.driver import Driver, gpu_gib

@@ -21,6 +21,7 @@ from simpletuner.settings import Loaded, load
 from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun, format_count, format_flops, format_gib, parse_bytes
+from simpletuner.tools.plan.rates import rates_of
 
 if TYPE_CHECKING:
     from simpletuner.tools.plan.estimate import RunPlan
@@ -160,7 +161,9 @@ def summary(plan: RunPlan, budget: MemoryBudget, device: Device | None) -> Itera
     yield "compute", f"{format_flops(plan.flops_per_sample)} per sample of the largest size"
     if plan.step_seconds is not None and plan.samples_per_second is not None:
         mfu = f", MFU {plan.mfu(device):.0%}" if device else ""
-        said = "measured here, on one rank" if plan.parts is None else "estimated; --measure measures, on such a GPU"
+        said = "measured here, on one rank"
+        if plan.parts is not None and device is not None:
+            said = f"predicted from {rates_of(device)}; --measure measures"
         yield "step", f"{plan.step_seconds:.3g} s, {plan.samples_per_second:.3g} samples/s{mfu} ({said})"
         if plan.parts is not None:
             parts = {PARTS.get(name, name): seconds for name, seconds in asdict(plan.parts).items() if seconds}
@@ -192,6 +195,7 @@ def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> 
         "flops_per_sample": plan.flops_per_sample,
         "step_seconds": plan.step_seconds,
         "step_seconds_of": plan.parts and asdict(plan.parts),
+        "step_seconds_from": str(rates_of(device)) if plan.parts and device else None,
         "samples_per_second": plan.samples_per_second,
         "mfu": plan.mfu(device) if device else None,
         "steps": plan.steps,

@@ -36,6 +36,7 @@ from simpletuner.settings.values.shape import SampleShape
 from simpletuner.system.importing import no_collection
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.plan.measure import StepSeconds, estimate_step
+from simpletuner.tools.plan.rates import rates_of
 from simpletuner.training.optimizers import new_schedule
 
 
@@ -186,7 +187,9 @@ def estimate_run(
         decoding = workload.vae_bytes(settings, 1, decodes=True)
         phases["validating"] = decoding and round(at_rest) + decoding
     trace = workload.trace(settings, settings.training.train_batch_size, not settings.launch.use_cpu)
-    parts = estimate_step(settings, trace, device, memory.inputs, shapes.mean_area) if device else None
+    parts = None
+    if device is not None:
+        parts = estimate_step(settings, trace, device, memory.inputs, shapes.mean_area, rates_of(device))
     disk = estimate_disk_usage(
         settings, workload.weights, "counted", copied_bytes(workload.family.folder), shapes.steps
     )

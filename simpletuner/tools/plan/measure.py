@@ -1,7 +1,7 @@
 """Seconds of an optimizer step: from data sheets, or measured here with random weights of the true shapes.
 
-An estimate adds up arithmetic, memory traffic and communication. The share of a data sheet's figure that is reached is
-taken from measurements of others, named in docs/plan.md; `simpletuner plan --measure` measures instead.
+An estimate adds up arithmetic, memory traffic and communication, at the share of a data sheet's figures that `rates.py`
+knows; `simpletuner plan --measure` measures instead.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from simpletuner.parallel.parallelize import compiler_explained
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings import Settings
+from simpletuner.tools.plan.rates import Rates
 from simpletuner.training.build import build_engine
 from simpletuner.training.optimizers import make_optimizer
 
@@ -105,17 +106,8 @@ def take_step(settings: Settings, family: ModelFamily, engine: Engine, inputs: d
     return engine.step(settings.optimizer.max_grad_norm)
 
 
-PRODUCTS = 0.71
-ATTENTION = 0.55
-TRAFFIC = 0.8
-LINK = 0.7
-"""Achieved shares of a device's peak in products and attention, and of its memory's and links' rate."""
-
-COMPILED_TRAFFIC = 0.28
-"""Share of pointwise operators' memory traffic that is left once a compiler has fused them."""
-
-# Of one operator without compiler, on the host: what small samples cost at least.
-LAUNCH_SECONDS = 6e-6
+COMPILED_TRAFFIC, COMPILED_LAUNCHES = 0.28, 0.49
+"""Shares of the traffic of pointwise operators, and of launches, that are left once a compiler has fused them."""
 
 KERNEL_BYTES = {"split": 16, "bf16": 12}
 """Bytes moved per value by the optimizer of a state_layout: by its kernel, which reads gradients, weights and
@@ -126,9 +118,6 @@ HOST_BYTES = 800
 
 # Between machines, for each GPU: 200 Gbit/s.
 NETWORK_GB_PER_SECOND = 25.0
-
-HOST_GB_PER_SECOND = 25.0
-"""Rate of PCIe to a GPU, and of the host's memory for one rank's optimizer."""
 
 
 @dataclass(frozen=True)
@@ -150,32 +139,33 @@ class StepSeconds:
 
 
 def estimate_step(
-    settings: Settings, trace: StepTrace, device: Device, inputs: MemoryInputs, area: float
+    settings: Settings, trace: StepTrace, device: Device, inputs: MemoryInputs, area: float, rates: Rates
 ) -> StepSeconds:
     """Estimate a step for samples of `area` times the traced size."""
     accumulation, cp = settings.training.gradient_accumulation_steps, settings.parallel.context_parallel_size
     passes, peak = accumulation * area / cp, device.peak_tflops * 1e12
     is_compiled = settings.compile.dynamo_backend == "inductor"
     traffic = trace.other_bytes * (COMPILED_TRAFFIC if is_compiled else 1.0)
-    pointwise = passes * traffic / (device.memory_gb_per_second * 1e9 * TRAFFIC)
-    launches = 0.0 if is_compiled else accumulation * trace.launches * LAUNCH_SECONDS
-    products = passes * trace.product_flops / (peak * PRODUCTS)
-    attention = passes * trace.attention_flops / (peak * ATTENTION)
+    pointwise = passes * traffic / (device.memory_gb_per_second * 1e9 * rates.traffic)
+    per_operator = COMPILED_LAUNCHES * rates.compiled_launch_seconds if is_compiled else rates.launch_seconds
+    launches = accumulation * trace.launches * per_operator
+    products = passes * trace.product_flops / (peak * rates.products)
+    attention = passes * trace.attention_flops / (peak * rates.attention)
     return StepSeconds(
         products,
         attention,
         max(pointwise, launches - products - attention),
-        communication_seconds(settings, device, inputs.num_parameters),
-        passes * 2 * trace.host_bytes / (HOST_GB_PER_SECOND * 1e9),
-        optimizer_seconds(settings, device, inputs),
+        communication_seconds(settings, device, inputs.num_parameters, rates),
+        passes * 2 * trace.host_bytes / (rates.host_gb_per_second * 1e9),
+        optimizer_seconds(settings, device, inputs, rates),
     )
 
 
-def communication_seconds(settings: Settings, device: Device, parameters: int) -> float:
+def communication_seconds(settings: Settings, device: Device, parameters: int, rates: Rates) -> float:
     """Return the seconds in which a rank sends and receives what a step communicates."""
     several = settings.launch.num_machines > 1
     rate = min(device.link_gb_per_second, NETWORK_GB_PER_SECOND) if several else device.link_gb_per_second
-    return communication_bytes(settings, parameters) / (rate * 1e9 * LINK)
+    return communication_bytes(settings, parameters) / (rate * 1e9 * rates.link)
 
 
 def communication_bytes(settings: Settings, parameters: int) -> float:
@@ -189,14 +179,14 @@ def communication_bytes(settings: Settings, parameters: int) -> float:
     return parameters * (reduced + gathered) * (1 - 1 / ranks)
 
 
-def optimizer_seconds(settings: Settings, device: Device, inputs: MemoryInputs) -> float:
+def optimizer_seconds(settings: Settings, device: Device, inputs: MemoryInputs, rates: Rates) -> float:
     """Reading and writing weights, gradients and moments once, and gradients twice more for the norm."""
     share, layout = inputs.num_parameters / shard_ranks(settings), settings.optimizer.state_layout
     # Weight and moments are read and written, the gradient is read; 3: its norm reads it, clipping writes it.
     num_bytes = FLOAT32_BYTES * (2 + 2 * inputs.num_states + 1 + 3)
     if settings.parallel.fsdp_offload_params or settings.parallel.offload_optimizer != "none":
         moved = num_bytes if layout == "fp32" else HOST_BYTES
-        return share * (moved + 2 * FLOAT32_BYTES) / (HOST_GB_PER_SECOND * 1e9)
-    moved, launches = KERNEL_BYTES.get(layout, num_bytes), inputs.num_weights * LAUNCH_SECONDS
-    seconds = share * moved / (device.memory_gb_per_second * 1e9 * TRAFFIC)
+        return share * (moved + 2 * FLOAT32_BYTES) / (rates.host_gb_per_second * 1e9)
+    moved, launches = KERNEL_BYTES.get(layout, num_bytes), inputs.num_weights * rates.launch_seconds
+    seconds = share * moved / (device.memory_gb_per_second * 1e9 * rates.traffic)
     return seconds if layout == "fp32" else max(launches, seconds)
