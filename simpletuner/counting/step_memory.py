@@ -19,6 +19,7 @@ from simpletuner.checkpoints.disk_usage import checkpoint_bytes
 from simpletuner.counting.flops import use_cuda_kernels
 from simpletuner.counting.step_trace import (
     Execution,
+    MetaMemory,
     StepTrace,
     equal_blocks,
     new_mode,
@@ -49,7 +50,7 @@ from simpletuner.parallel.devices import (
 )
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.fsdp2 import is_synced_each_batch, units_of
-from simpletuner.parallel.model.activations import describe_activations, memory_budget
+from simpletuner.parallel.model.activations import describe_activations, recompute_within
 from simpletuner.parallel.model.blocks import count_parameters, recommended_blocks
 from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.parallel.precision.split_engine import hold_in_bf16
@@ -155,39 +156,41 @@ class Workload:
     def trace(self, settings: Settings, samples: int, on_gpu: bool) -> StepTrace:
         """Return the trace of a micro-batch as an engine of these settings would run it.
 
-        Compiled blocks with a budget are taken to
-        lie between those that recompute all and those that keep all.
+        Compiled blocks with a budget are taken to lie between those that recompute all and those that keep all.
         """
         if self.interpolates and samples > 2:
             one, two = (self.trace(settings, count, on_gpu) for count in (1, 2))
             return one.scaled(samples, two)
-        if (budget := memory_budget(settings)) is not None:
-            recomputed, kept = (self.eager_trace(settings, samples, on_gpu, each) for each in (True, False))
+        budget = settings.training.activation_memory_budget
+        if budget is not None and settings.compile.is_on:
+            recomputed, kept = (self.eager_trace(settings, samples, on_gpu, each) for each in (0.0, None))
             return recomputed.towards(kept, budget)
-        return self.eager_trace(settings, samples, on_gpu, bool(settings.training.gradient_checkpointing))
+        if budget is None and settings.training.gradient_checkpointing:
+            budget = 0.0
+        return self.eager_trace(settings, samples, on_gpu, budget)
 
-    def eager_trace(self, settings: Settings, samples: int, on_gpu: bool, recomputes: bool) -> StepTrace:
+    def eager_trace(self, settings: Settings, samples: int, on_gpu: bool, budget: float | None) -> StepTrace:
         in_bf16, dtype = has_bf16_weights(settings), compute_dtype(settings)
         autocast = dtype != torch.float32 and not in_bf16
         copies = key_value_copies(settings.parallel)
         execution = Execution(dtype, autocast, on_gpu, settings.training.offload_activations, copies)
-        key = (in_bf16, recomputes, execution, samples)
+        key = (in_bf16, budget, execution, samples)
         if key not in self.traces:
-            how = {**asdict(execution), "dtype": str(dtype), "in_bf16": in_bf16, "recomputes": recomputes}
+            how = {**asdict(execution), "dtype": str(dtype), "in_bf16": in_bf16, "budget": budget}
             record = self.record("trace", shapes=self.shapes, samples=samples, how=how)
-            count = partial(self.count_step, settings, samples, execution, recomputes)
+            count = partial(self.count_step, settings, samples, execution, budget)
             self.traces[key] = record.get(StepTrace.from_json, count, asdict)
         return self.traces[key]
 
-    def count_step(self, settings: Settings, samples: int, execution: Execution, recomputes: bool) -> StepTrace:
+    def count_step(self, settings: Settings, samples: int, execution: Execution, budget: float | None) -> StepTrace:
         kind = (has_bf16_weights(settings), execution.dtype, execution.on_gpu)
         if kind not in self.models:
             self.models[kind] = with_fake_parameters(self.trained_model(settings), self.mode)
             if execution.on_gpu:
                 use_cuda_kernels(self.models[kind])
         model: Any = self.models[kind]
-        model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
-        trace = partial(trace_step, self.family, model, self.mode, self.shapes, samples, execution)
+        recompute_within(model, budget, MetaMemory("meta") if execution.offloads else None)
+        trace = partial(trace_step, self.family, model, self.mode, self.shapes, samples, execution, learns=bool(budget))
         counts = equal_blocks(model) if self.family.has_equal_blocks else {}
         return trace_by_kinds(model, counts, trace) if counts else trace()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
@@ -138,8 +138,12 @@ def trace_step(
     shapes: Mapping[str, tuple[int, ...]],
     samples: int,
     execution: Execution,
+    learns: bool = False,
 ) -> StepTrace:
-    """Trace a model with fake parameters; `shapes` are those of the inputs of one sample."""
+    """Trace a model with fake parameters; `shapes` are those of the inputs of one sample.
+
+    `learns` where blocks keep nothing in their first forward pass (`SelectiveRecomputation`).
+    """
     with mode:
         inputs = {name: torch.empty(samples, *shape) for name, shape in shapes.items() if "mask" not in name}
         timesteps = torch.empty(samples)
@@ -151,8 +155,14 @@ def trace_step(
     memory.exclude(iter([*model.parameters(), *model.buffers(), latents, *inputs.values()]))
     points: list[tuple[int, float]] = []
     released: list[str] = []
-    casts = CudaAutocast() if execution.on_gpu else nullcontext()
-    with memory, casts, gradients_released(trained, memory, points, released):
+
+    def casts() -> AbstractContextManager[object]:
+        return CudaAutocast() if execution.on_gpu else nullcontext()
+
+    if learns:
+        with casts(), torch.autocast("cpu", execution.dtype, enabled=execution.autocast):
+            family.predict(model, latents, timesteps, inputs | masks)
+    with memory, casts(), gradients_released(trained, memory, points, released):
         with torch.autocast("cpu", execution.dtype, enabled=execution.autocast):
             with MetaMemory("meta") if execution.offloads else nullcontext():
                 prediction = family.predict(model, latents, timesteps, inputs | masks)

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.cuda.nccl import version as nccl_version
 
 from simpletuner.errors import EnvironmentNotReady, TrainingError
-from simpletuner.parallel.model.activations import memory_budget
 from simpletuner.parallel.model.attention_backend import attention_kernel
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.system.numbers import count_noun
@@ -124,7 +123,7 @@ def next_to_try(settings: Settings) -> str:
     """Return the change that costs least among those that are left."""
     training, parallel = settings.training, settings.parallel
     is_sharded = parallel.fsdp_enable or parallel.zero_stage is not None
-    if budget := memory_budget(settings):
+    if budget := training.activation_memory_budget:
         return f"set activation_memory_budget={budget / 2:.2g}: more is recomputed, and less kept"
     if not training.gradient_checkpointing:
         return "set gradient_checkpointing: a third more time, a tenth of the activations"

@@ -99,6 +99,15 @@ def device_of(tensor: FakeTensor) -> torch.device:
     return META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
+def alias_of(output: Tensor) -> Tensor:
+    """Return an operator's output without its graph, for a dispatch mode to keep; writing into either counts in both.
+
+    As torch's own selective recomputation does: below autograd a plain detach() would count for itself.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return output.detach()
+
+
 def run_backward(loss: Tensor) -> None:
     """Do as `loss.backward()`, but within a TorchFunctionMode, which then sees the recomputation, too."""
     engine: object = torch.autograd.graph._engine_run_backward

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,6 @@ from simpletuner.models.opening.completeness import checked_facts, read_note
 from simpletuner.parallel.devices import MemoryEstimate
 from simpletuner.parallel.fsdp2 import units_by_class
 from simpletuner.parallel.gpu import GIB
-from simpletuner.parallel.model.activations import memory_budget
 from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.parallel.parallelize import described
 from simpletuner.parallel.world import World
@@ -46,7 +46,8 @@ LATER_BYTES = 600 * 2**20
 """Taken of a GPU after its free memory is read: buffers of NCCL's communicators, workspaces of cuBLAS and
 cuDNN. Not measured."""
 
-BUDGETS = (0.75, 0.5, 0.25)
+KEPT, RECOMPUTED = {"gradient_checkpointing": False}, {"gradient_checkpointing": True}
+BUDGET_STEP = 0.05
 
 # Folder in the user's home with the bytes of each choice, so that later starts, of other runs too, need not
 # count them: a trace took 0.7 of the 4.4 CPU s of a new run of the tiny SDXL.
@@ -67,33 +68,33 @@ DECIDE_NOTHING = {
 }
 
 
-def choices(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Yield settings of recomputation, from none to all but the inputs of blocks."""
-    yield {"gradient_checkpointing": False}
-    if settings.compile.is_on:
-        yield from ({"gradient_checkpointing": False, "activation_memory_budget": share} for share in BUDGETS)
-    yield {"gradient_checkpointing": True}
+def within(budget: float) -> dict[str, Any]:
+    return {**KEPT, "activation_memory_budget": budget}
 
 
 def choose_recomputation(
     settings: Settings, workload: Workload, limit_bytes: float, counted: dict[str, int] | None = None
 ) -> tuple[dict[str, Any], int]:
-    """Return the first choice that fits, else the last one, and the bytes that a rank takes with it.
+    """Return what recomputes least of what fits, else all but the inputs of blocks, and the bytes of a rank.
 
     `counted` has the bytes of choices that were counted before, as JSON, and gets those that are counted now.
     """
-    counted = {} if counted is None else counted
-    chosen, needed, offered = {}, 0, [*choices(settings)]
-    if not counted and bytes_of(settings, estimate_without_step(settings, workload)) > USABLE * limit_bytes:
-        offered = offered[-1:]  # none of the others needs to be traced
-    for chosen in offered:
-        name = json.dumps(chosen)
-        if name not in counted:
-            counted[name] = needed_bytes(with_training(settings, chosen), workload)
-        needed = counted[name]
-        if needed <= USABLE * limit_bytes:
-            break
-    return chosen, needed
+    known, usable = {} if counted is None else counted, USABLE * limit_bytes
+
+    def needed(chosen: dict[str, Any]) -> int:
+        if (name := json.dumps(chosen)) not in known:
+            known[name] = needed_bytes(with_training(settings, chosen), workload)
+        return known[name]
+
+    if not known and bytes_of(settings, estimate_without_step(settings, workload)) > usable:
+        return RECOMPUTED, needed(RECOMPUTED)  # nothing else needs to be traced
+    if needed(KEPT) <= usable:
+        return KEPT, needed(KEPT)
+    least, most = needed(RECOMPUTED), needed(within(1.0))
+    # A step's peak is the largest of sums that grow linearly with the budget: the line between two lies above it.
+    share = min(1.0, (usable - least) / max(1, most - least))
+    budget = round(math.floor(share / BUDGET_STEP + 1e-9) * BUDGET_STEP, 2)
+    return (within(budget), round(least + budget * (most - least))) if budget > 0 else (RECOMPUTED, least)
 
 
 def needed_bytes(settings: Settings, workload: Workload) -> int:
@@ -115,7 +116,7 @@ def resolve_recomputation(session: Session, family: ModelFamily, plan: Plan) -> 
     settings, world = session.settings, session.world
     if settings.training.gradient_checkpointing is not None:
         return session, ""
-    if memory_budget(settings) is not None:
+    if settings.training.activation_memory_budget is not None:
         chosen, said = {"gradient_checkpointing": True}, ""
     else:
         world.activity.begin("counting activations", watched=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from simpletuner.models.families.flux import Flux, pack, position_ids, unpack
 from simpletuner.models.family.base import ModelFamily
@@ -87,9 +88,12 @@ def keep_mask_in_checkpointing(model: nn.Module, mask: Tensor) -> None:
     """Pass the mask to the single-stream blocks, too: with gradient checkpointing diffusers leaves it out."""
     denoiser: Any = getattr(model, "module", model)  # the module inside DistributedDataParallel
 
-    def run(block: nn.Module, *args: Any) -> Any:
-        masked = args if any(each is mask for each in args) else (*args, mask)  # the last argument of a block
-        return checkpoint(block, *masked, use_reentrant=False)
-
     if denoiser.gradient_checkpointing:
-        denoiser.enable_gradient_checkpointing(run)
+        run = denoiser._gradient_checkpointing_func
+        own = run.args[0] if isinstance(run, partial) else run  # an earlier call's mask is another one
+        denoiser.enable_gradient_checkpointing(partial(run_with_mask, own, mask))
+
+
+def run_with_mask(run: Callable[..., Any], mask: Tensor, block: nn.Module, *args: Any) -> Any:
+    masked = args if any(each is mask for each in args) else (*args, mask)  # the last argument of a block
+    return run(block, *masked)

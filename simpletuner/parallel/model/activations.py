@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from simpletuner.private_api import of_torch
+from simpletuner.private_api.of_torch import TorchDispatchMode, tree_flatten, tree_iter, tree_unflatten
 from simpletuner.settings.declared.sections import Settings
 
 
-def memory_budget(settings: Settings) -> float | None:
-    """Return the share of activations that compiled blocks keep; None where gradient_checkpointing decides.
-
-    The one place that chooses between recomputing whole blocks and leaving it to the compiler.
-    """
-    return settings.training.activation_memory_budget if settings.compile.is_on else None
-
-
 def set_recomputation(model: nn.Module, settings: Settings) -> None:
-    """Let whole blocks be recomputed, or the compiler choose what to keep, or keep everything."""
-    budget = memory_budget(settings)
+    """Let whole blocks be recomputed, or what is cheap of them, or keep everything."""
+    training, budget = settings.training, settings.training.activation_memory_budget
     # Read when a graph is compiled, at a block's first call. 1.0 is torch's default: operators that are fused
     # with others are recomputed, products are not.
     of_torch.set_activation_memory_budget(1.0 if budget is None else budget)
-    if budget is None and settings.training.gradient_checkpointing:
-        model.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]
+    if budget is None and training.gradient_checkpointing:
+        recompute_within(model, 0.0)
+    elif budget is not None and not settings.compile.is_on:
+        recompute_within(model, budget, HostMemory() if training.offload_activations else None)
+
+
+def recompute_within(model: Any, budget: float | None, memory: HostMemory | None = None) -> None:
+    """Keep a share of what blocks that are not compiled return from products, in `memory`; None: recompute nothing."""
+    if budget is None:
+        model.disable_gradient_checkpointing()
+    else:
+        # diffusers' own function for no share: a dispatch mode takes some microseconds per operator.
+        model.enable_gradient_checkpointing(SelectiveRecomputation(budget, memory) if budget else None)
 
 
 def describe_activations(settings: Settings) -> str:
-    budget = memory_budget(settings)
+    budget = settings.training.activation_memory_budget
     if budget is not None:
-        kept = f"compiled blocks keep {budget:.0%}"
+        kept = f"{'compiled ' * settings.compile.is_on}blocks keep {budget:.0%}"
     else:
         kept = "blocks are recomputed" if settings.training.gradient_checkpointing else "all kept"
     return kept + ", in the machine's memory" * settings.training.offload_activations
@@ -92,6 +100,130 @@ class HostMemory(saved_tensors_hooks):
             return packed.cast()
         device, tensor = packed
         return tensor.to(device, non_blocking=True)
+
+
+aten = torch.ops.aten
+
+
+def of_argument(position: int) -> Callable[[Any], int]:
+    return lambda inputs: inputs[position].shape[-1]
+
+
+def of_keys(inputs: Any) -> int:
+    return 2 * inputs[1].shape[-2]  # both products of attention
+
+
+MULTIPLICATIONS: dict[Any, Callable[[Any], int]] = {
+    **dict.fromkeys((aten.mm, aten.bmm, aten._int_mm, aten._scaled_mm), of_argument(0)),
+    **dict.fromkeys((aten.addmm, aten.baddbmm), of_argument(1)),
+    aten.convolution: lambda inputs: inputs[1][0].numel(),
+    aten._scaled_dot_product_flash_attention: of_keys,
+    aten._scaled_dot_product_flash_attention_for_cpu: of_keys,
+    aten._scaled_dot_product_efficient_attention: of_keys,
+    aten._scaled_dot_product_cudnn_attention: of_keys,
+    aten._scaled_dot_product_fused_attention_overrideable: of_keys,
+}
+"""Operators whose outputs are worth keeping, and the multiplications for each value of an output, by their inputs."""
+
+
+def held(output: Any, memory: HostMemory | None) -> Callable[[], Any]:
+    """Return a function that gives the output back, or None where it was written into since, as by `+=`."""
+    leaves, spec = tree_flatten(output)
+    aliases = [of_torch.alias_of(each) if isinstance(each, Tensor) else each for each in leaves]
+    if memory is not None:
+        packed = [memory.pack(each) if isinstance(each, Tensor) else each for each in aliases]
+        return lambda: tree_unflatten(
+            [memory.unpack(each) if isinstance(each, tuple) else each for each in packed], spec
+        )
+    versions = versions_of(aliases)
+    return lambda: tree_unflatten(aliases, spec) if versions_of(aliases) == versions else None
+
+
+def versions_of(leaves: Iterable[Any]) -> list[int]:
+    return [each._version for each in leaves if isinstance(each, Tensor)]
+
+
+class Region:
+    """Record of one call of a block: sizes of the outputs of products and attention, and those that are kept."""
+
+    def __init__(self, kept: frozenset[int], memory: HostMemory | None) -> None:
+        self.kept, self.memory = kept, memory
+        self.sizes: list[tuple[float, int]] = []
+        """(multiplications per byte, bytes) of each output"""
+        self.outputs: dict[int, Callable[[], Any]] = {}
+
+    def contexts(self) -> tuple[Keeping, Returning]:
+        return Keeping(self), Returning(self)
+
+    def add(self, multiplications: int, output: Any) -> None:
+        tensors = [each for each in tree_iter(output) if isinstance(each, Tensor)]
+        if len(self.sizes) in self.kept:
+            self.outputs[len(self.sizes)] = held(output, self.memory)
+        self.sizes.append((multiplications / tensors[0].element_size(), sum(each.nbytes for each in tensors)))
+
+    def dearest(self, share: float) -> frozenset[int]:
+        """Return the outputs that save most for their bytes, within a share of the bytes of all."""
+        room, chosen = share * sum(size for _, size in self.sizes), set[int]()
+        for number in sorted(range(len(self.sizes)), key=lambda number: -self.sizes[number][0]):
+            if self.sizes[number][1] <= room:
+                room -= self.sizes[number][1]
+                chosen.add(number)
+        return frozenset(chosen)
+
+
+class Keeping(TorchDispatchMode):
+    """Keep outputs while a block runs forward."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if (multiplications := MULTIPLICATIONS.get(getattr(func, "overloadpacket", None))) is not None:
+            self.region.add(multiplications(args), output)
+        return output
+
+
+class Returning(TorchDispatchMode):
+    """Give back what was kept while the block is run again.
+
+    Other operators are not followed: FSDP2 gathers weights in a forward pass, but not where it is run again.
+    """
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.outputs, self.numbers = region.outputs, count()
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "overloadpacket", None) in MULTIPLICATIONS:
+            kept = self.outputs.pop(next(self.numbers), None)
+            if kept is not None and (output := kept()) is not None:
+                return output
+        return func(*args, **(kwargs or {}))
+
+
+class SelectiveRecomputation:
+    """Run blocks again in the backward pass, but for those products and attention that take longest for their bytes.
+
+    torch's create_selective_checkpoint_contexts counts every operator, and ends a run whose second forward pass has
+    others than the first, as FSDP2's has. A block's first call for inputs of some shapes keeps nothing: it shows what
+    there is to keep.
+    """
+
+    def __init__(self, share: float, memory: HostMemory | None = None) -> None:
+        """`share` is of the bytes that the products and attention of a block return; 1 recomputes none of them."""
+        self.share, self.memory = share, memory
+        self.chosen: WeakKeyDictionary[nn.Module, dict[Any, frozenset[int]]] = WeakKeyDictionary()
+
+    def __call__(self, block: nn.Module, *inputs: Any) -> Any:
+        chosen = self.chosen.setdefault(block, {})
+        shapes = tuple(each.shape for each in tree_iter(inputs) if isinstance(each, Tensor))
+        region = Region(chosen.get(shapes, frozenset()), self.memory)
+        output = checkpoint(block, *inputs, use_reentrant=False, context_fn=region.contexts)
+        if shapes not in chosen:
+            chosen[shapes] = region.dearest(self.share)
+        return output
 
 
 def offload_activations(model: nn.Module) -> None:

@@ -176,8 +176,8 @@ class Training(Section):
     mixed_precision: Literal["no", "bf16"] = knob("bf16", "Compute in bf16 with float32 master weights, or in float32.")
     float8: bool = knob(False, "Compute blocks' linear layers in float8 (torchao; NVIDIA Ada, Hopper and later); weights keep their precision.")
     allow_tf32: bool = knob(False, "Compute float32 products and convolutions in TF32 on NVIDIA GPUs: faster, with a 10-bit mantissa.", when="not use_cpu")
-    gradient_checkpointing: bool | None = knob(None, "Recompute blocks in the backward pass to save memory; auto: only if activations would not fit.", when="not activation_memory_budget>=0 or dynamo_backend=no|auto")  # fmt: skip
-    activation_memory_budget: float | None = knob(None, "Share of activations kept by compiled blocks: 0 (least) to 1 (all). Default: gradient_checkpointing decides.", ge=0, le=1)
+    gradient_checkpointing: bool | None = knob(None, "Recompute blocks in the backward pass to save memory; auto: as little of them as fits.", when="not activation_memory_budget>=0")  # fmt: skip
+    activation_memory_budget: float | None = knob(None, "Recompute the cheapest parts of blocks, keeping this share of the others: 0 (least) to 1. Default: gradient_checkpointing decides.", ge=0, le=1)
     offload_activations: bool = knob(False, "Keep activations for the backward pass in host memory.", when="not use_cpu")
     fuse_qkv_projections: bool = knob(False, "Compute the query, key and value projections as one product; checkpoints keep the published layout.")
     attention_backend: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = knob("auto", "Attention kernel where applicable; auto: by torch; flash3 needs flash_attn_interface or attention_kernel.")  # fmt: skip

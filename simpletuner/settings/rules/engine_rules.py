@@ -116,12 +116,12 @@ def compiler_supports_settings(settings: Settings) -> Iterator[BrokenRule]:
 
 
 def compiler_chooses_activations(settings: Settings) -> Iterator[BrokenRule]:
-    """Refuse a budget where no partitioner of torch.compile reads it."""
+    """Refuse a budget where blocks are compiled and no partitioner reads it."""
     backend, budget = settings.compile.dynamo_backend, settings.training.activation_memory_budget
-    if budget is not None and backend not in ("auto", "inductor", "aot_eager"):
+    if budget is not None and backend not in ("auto", "no", "inductor", "aot_eager"):
         message = (
-            f"activation_memory_budget = {budget:g} is for compiled blocks, but dynamo_backend = {backend}: set "
-            "dynamo_backend=inductor, or leave the budget to gradient_checkpointing"
+            f"activation_memory_budget = {budget:g} is not read by dynamo_backend = {backend}: set "
+            "dynamo_backend=inductor or no, or leave the budget to gradient_checkpointing"
         )
         yield broken(message, "activation_memory_budget", "dynamo_backend")
 

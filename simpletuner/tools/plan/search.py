@@ -23,13 +23,18 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "fsdp_offload_params": (False, True),
     "state_layout": ("fp32", "split", "bf16"),
     "optimizer_release_gradients": (False, True),
-    "gradient_checkpointing": (False, True),
     "offload_activations": (False, True),
 }
+RECOMPUTATION: tuple[dict[str, object], ...] = (
+    {"gradient_checkpointing": False},
+    *({"activation_memory_budget": share} for share in (1.0, 0.5)),
+    {"gradient_checkpointing": True},
+)
+"""From the fastest to the one that takes least memory."""
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 # Settings whose steps differ by no more than this share count as equally fast: the simpler one is taken.
 SAME_SPEED = 0.01
-SLOWER = ("optimizer_release_gradients", "gradient_checkpointing", "offload_activations")
+SLOWER = ("optimizer_release_gradients", "offload_activations")
 """Settings that save memory, and never make a step faster."""
 ROUNDED = "bf16"
 """The `state_layout` whose weights are rounded at each step: `split` keeps float32 ones."""
@@ -53,13 +58,13 @@ class Proposal:
 def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
     """Yield values of all free settings, the simplest first; the effective batch stays as it is."""
     free = {name: values for name, values in CHOICES.items() if name not in loaded.origins}
-    if loaded.settings.training.gradient_checkpointing is None:
-        free["gradient_checkpointing"] = CHOICES["gradient_checkpointing"]
     if loaded.settings.model.model_type == "full":
         free.pop("base_model_precision", None)
     if loaded.settings.parallel.zero_stage is not None:
-        free = {name: free[name] for name in ("gradient_checkpointing", "offload_activations") if name in free}
+        free = {name: free[name] for name in ("offload_activations",) if name in free}
     training = loaded.settings.training
+    is_open = training.gradient_checkpointing is None and training.activation_memory_budget is None
+    recomputation = RECOMPUTATION if is_open else ({},)
     whole = training.train_batch_size * training.gradient_accumulation_steps
     sizes = [size for size in range(min(whole, LARGEST_BATCH), 0, -1) if whole % size == 0]
     batches = [dict(zip(BATCH, (size, whole // size), strict=True)) for size in sizes]
@@ -67,8 +72,23 @@ def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
         chosen = dict(zip(free, values, strict=True))
         if chosen.get("fsdp_offload_params") and not chosen.get("fsdp_enable", True):
             continue
-        for batch in batches:
-            yield chosen | batch
+        for recomputed, batch in product(recomputation, batches):
+            # What is offloaded leaves room for all: its budgets would only be counted in vain.
+            if not (chosen.get("offload_activations") and "activation_memory_budget" in recomputed):
+                yield chosen | recomputed | batch
+
+
+def simpler(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the same settings with less of what saves memory and never makes a step faster."""
+    found = [{**values, name: False} for name in SLOWER if values.get(name)]
+    if (own := recomputation_of(values)) is not None:
+        rest = {name: value for name, value in values.items() if name not in own}
+        found += [rest | other for other in RECOMPUTATION[: RECOMPUTATION.index(own)]]
+    return found
+
+
+def recomputation_of(values: Mapping[str, Any]) -> dict[str, object] | None:
+    return next((each for each in RECOMPUTATION if each.items() <= values.items()), None)
 
 
 @dataclass
@@ -109,8 +129,8 @@ class Search:
         found: list[tuple[dict[str, Any], RunPlan]] = []
         with report.progress("combinations", len(all_values)) as progress:
             for done, values in enumerate(all_values, start=1):
-                simpler = [values | {name: False} for name in SLOWER if values.get(name)]
-                is_needless = any(each in simpler for each, _ in found)
+                less = simpler(values)
+                is_needless = any(each in less for each, _ in found)
                 if not (is_needless or self.lack_of(values)) and (plan := self.plan_of(values)) is not None:
                     found += [(values, plan)] * (not plan.shortfall(self.budget))
                 progress.update(done)
@@ -175,6 +195,12 @@ def seconds_of(plan: RunPlan) -> float:
 
 def reason(name: str, values: Mapping[str, Any], plan: RunPlan, search: Search) -> str:
     """Return the effect of the simplest other value of one setting, all others being as chosen."""
+    if (own := recomputation_of(values)) is not None and name in own:
+        rest = {each: value for each, value in values.items() if each not in own}
+        other = RECOMPUTATION[0] if own != RECOMPUTATION[0] else RECOMPUTATION[-1]
+        said = str(other["gradient_checkpointing"]).lower()
+        named = said if name in other else f"gradient_checkpointing = {said}"
+        return compared(named, rest | other, plan, search)
     other, *_ = (each for each in CHOICES[name] if each != values[name])
     alternative = {**values, name: other}
     if name == "fsdp_enable" and not other:

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import chain
+from typing import Any
 
 import levers
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from simpletuner.parallel.model.activations import CastParameter, HostMemory, describe_activations
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.parallel.model.activations import (
+    MULTIPLICATIONS,
+    CastParameter,
+    HostMemory,
+    Region,
+    SelectiveRecomputation,
+    describe_activations,
+    recompute_within,
+)
+from simpletuner.private_api.of_torch import TorchDispatchMode
+from simpletuner.report import Report
+from simpletuner.settings import load
 from simpletuner.settings.declared.sections import Compile, Settings, Training
+from simpletuner.settings.values.shape import Shape
+from simpletuner.tools.plan.estimate import opened_family
+
+TINY = {"model_flavour": "tiny", "mixed_precision": "no", "use_cpu": True}
 
 RECOMPUTED = {"gradient_checkpointing": True}
 OFFLOADED = {"training": {"offload_activations": True}}
 ALL_LEVERS = {"offload_activations": True, "fuse_qkv_projections": True}
+SOME_KEPT = {"training": {"activation_memory_budget": 0.5}}
 STREAMED = {"engine": "fsdp2-cpu", **RECOMPUTED, "training": ALL_LEVERS}
 
 
@@ -28,6 +46,7 @@ ALONE = {
     "plain": {},
     "recomputed": RECOMPUTED,
     "offloaded": OFFLOADED,
+    "half of products kept": SOME_KEPT,
     "fused": {"training": {"fuse_qkv_projections": True}},
     "streamed": STREAMED,
     "budget 0.5": budget(0.5, fuse_qkv_projections=True),
@@ -36,6 +55,11 @@ ALONE = {
 }
 SHARED = {
     "data-parallel": RECOMPUTED | OFFLOADED,
+    "fsdp2, half of products kept": {"engine": "fsdp2", **SOME_KEPT},
+    "cp2, half of products kept and offloaded": {
+        "engine": "cp2",
+        "training": {"activation_memory_budget": 0.5, "offload_activations": True},
+    },
     "streamed": STREAMED,
     "cp2": {"engine": "cp2", **RECOMPUTED | OFFLOADED},
 }
@@ -68,10 +92,10 @@ def test_parameters_stay_where_they_are_and_strides_as_they_are():
     assert held.data_ptr() != activation.data_ptr()
 
 
-def test_a_budget_decides_for_compiled_blocks_alone():
+def test_a_budget_decides_for_all_blocks():
     for backend, share, offloads, said in (
         ("no", None, False, "blocks are recomputed"),
-        ("auto", 0.5, True, "blocks are recomputed, in the machine's memory"),
+        ("auto", 0.5, True, "blocks keep 50%, in the machine's memory"),
         ("inductor", 0.5, False, "compiled blocks keep 50%"),
         ("inductor", None, False, "blocks are recomputed"),
     ):
@@ -100,3 +124,91 @@ def test_what_autocast_makes_of_weights_is_not_kept_but_cast_again():
     assert torch.equal(gradients[False], gradients[True])
     weights = [each for each in packed if isinstance(each, CastParameter)]
     assert [each.parameter is layer.weight for each in weights] == [True], "the first layer's input needs no gradient"
+
+
+@pytest.mark.parametrize("key", ["flux", "sdxl", "chroma"])
+def test_what_is_kept_of_blocks_changes_no_bit_of_losses_and_gradients(key):
+    """With masks in Chroma's blocks, convolutions in those of SDXL."""
+    with opened_family(load({"model_family": key, **TINY}, complete=False).settings, Report(quiet=True)) as family:
+        model, inputs = with_random_weights(family.denoiser()), random_samples(family)
+        steps = {budget: one_step(family, model, inputs, budget, None) for budget in (None, 0.0, 0.4, 1.0)}
+        steps["offloaded"] = one_step(family, model, inputs, 0.4, HostMemory())
+    bits, products, _ = steps[None]
+    assert len(bits) > 50
+    for label, (own, _, _) in steps.items():
+        assert all(map(torch.equal, own, bits)), label
+    repeated = {label: count - products for label, (_, count, _) in steps.items()}
+    assert repeated[1.0] == 0 < repeated[0.4] < repeated[0.0]
+    assert steps["offloaded"][1] == steps[0.4][1] and steps["offloaded"][2] > steps[0.4][2] == 0
+
+
+class Products(TorchDispatchMode):
+    """Count products and attention."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += getattr(func, "overloadpacket", None) in MULTIPLICATIONS
+        return func(*args, **(kwargs or {}))
+
+
+def with_random_weights(model: nn.Module) -> Any:
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for each in (*model.parameters(), *model.buffers()):
+        nn.init.normal_(each, std=0.05, generator=generator)
+    return model.train()
+
+
+def random_samples(family: ModelFamily) -> dict[str, Tensor]:
+    shapes, generator = family.input_shapes(Shape(1, 64, 64)), torch.Generator().manual_seed(1)
+    return {
+        name: torch.ones(2, *shape, dtype=torch.long) if "mask" in name else torch.randn(2, *shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def one_step(
+    family: ModelFamily, model: Any, inputs: dict[str, Tensor], budget: float | None, memory: HostMemory | None
+) -> tuple[list[Tensor], int, int]:
+    """Return the loss and gradients of a second step, its products, and the tensors that `memory` got."""
+    recompute_within(model, budget, memory)
+    given, products, packed = dict(inputs), Products(), []
+    if memory is not None:
+        memory.pack = lambda tensor: packed.append(tensor) or HostMemory.pack(memory, tensor)
+    latents = given.pop("latents")
+    for _ in range(2):  # the first shows what there is to keep
+        model.zero_grad()
+        products.count = 0
+        with products:
+            loss = family.predict(model, latents, torch.full((2,), 0.5), given).square().mean()
+            loss.backward()
+    gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    return [loss.detach(), *gradients], products.count, len(packed)
+
+
+def test_what_was_written_into_is_computed_again():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, values):
+            product = self.layer(values)
+            before = product + 1
+            product.mul_(2)  # what was kept of the product is written into
+            return before.cos() * product.sin()
+
+    block, values = Block(), torch.rand(4, 8, requires_grad=True)
+    run = SelectiveRecomputation(1.0)
+    for _ in range(2):
+        expected = torch.autograd.grad(block(values).sum(), [values, block.layer.weight])
+        found = torch.autograd.grad(run(block, values).sum(), [values, block.layer.weight])
+        assert all(map(torch.equal, found, expected))
+
+
+def test_outputs_that_take_longest_for_their_bytes_are_kept():
+    region = Region(frozenset(), None)
+    region.sizes = [(10, 50), (30, 20), (20, 40), (10, 10), (5, 80)]
+    assert region.dearest(1.0) == {0, 1, 2, 3, 4} and region.dearest(0.0) == frozenset()
+    assert region.dearest(0.35) == {1, 2, 3}, "the first that is too large gives its place to a smaller one"

@@ -269,8 +269,8 @@ REFUSED = [
     ),
     (
         {"activation_memory_budget": 0.5, "dynamo_backend": "eager"},
-        "activation_memory_budget = 0.5 is for compiled blocks, but dynamo_backend = eager: set "
-        "dynamo_backend=inductor, or leave the budget to gradient_checkpointing",
+        "activation_memory_budget = 0.5 is not read by dynamo_backend = eager: set "
+        "dynamo_backend=inductor or no, or leave the budget to gradient_checkpointing",
     ),
     (
         {"fuse_qkv_projections": True, "model_type": "lora"},
@@ -328,6 +328,7 @@ ACCEPTED = [
     {"dynamo_mode": "max-autotune"},
     {"activation_memory_budget": 0.5},
     {"activation_memory_budget": 0, "dynamo_backend": "aot_eager"},
+    {"activation_memory_budget": 0.5, "dynamo_backend": "no"},
     {"fuse_qkv_projections": True, "fsdp_enable": True, "zero_stage": None},
     {"zero_stage": 1, "offload_optimizer": "cpu"},
     {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme", "offload_param_path": "/x"},

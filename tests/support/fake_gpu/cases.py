@@ -54,7 +54,7 @@ CASES: dict[str, tuple[int, Flags]] = {
     "muon": (RANKS, FSDP2 | {"optimizer": "muon"}),
     "schedule-free": (RANKS, FSDP2 | {"optimizer": "adamw_schedulefree"}),
     "split": (RANKS, FSDP2 | {"state_layout": "split", "use_ema": True}),
-    "released": (RANKS, FSDP2 | RELEASED),
+    "released": (RANKS, FSDP2 | RELEASED | {"activation_memory_budget": 0.5}),
     "unused": (RANKS, FSDP2),
     "stays-gathered": (RANKS, FSDP2 | {"fsdp_reshard_after_forward": False}),
     "offloaded": (RANKS, FSDP2 | {"fsdp_offload_params": True}),
@@ -80,8 +80,8 @@ def rehearse_case(name: str, model: Flags, known: Known) -> Iterator[tuple[str, 
     world_size, flags = CASES[name]
     with rehearsed(model | flags, world_size, known=known, checks_order=name not in OTHER_OPTIMIZERS) as run:
         found = {}
-        if name == UNUSED:
-            run.step()  # which copies tables of positions, and keeps them
+        if name == UNUSED or "activation_memory_budget" in flags:
+            run.step()  # which copies tables of positions and keeps them, and shows what blocks could keep
         if name in SAVED:
             run.step()
             run.save()
