@@ -25,7 +25,11 @@ def type_name(annotation: object) -> str:
         return " | ".join(type_name(part) for part in get_args(annotation))
     if annotation is type(None):
         return "None"
-    return annotation.__name__ if type(annotation) is type else str(annotation).removeprefix("typing.")
+    return (
+        annotation.__name__
+        if type(annotation) is type
+        else str(annotation).removeprefix("typing.").replace("pathlib._local.", "pathlib.")
+    )
 
 
 def test_the_list_of_settings_is_the_reviewed_one():

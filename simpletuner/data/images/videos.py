@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 from PIL import Image
@@ -95,9 +95,11 @@ def opened_film(file: BinaryIO, read_bytes: int = HEADER_BYTES) -> Iterator[Film
         raise ValueError("is empty" if not head else UNREADABLE)
     import av
 
+    # Titles and the like may be in any encoding. av 19 takes them as they are, and no longer has the option.
+    is_strict = int(av.__version__.partition(".")[0]) < 19
+    options: dict[str, Any] = {"metadata_errors": "ignore"} if is_strict else {}
     try:
-        # Titles and the like may be in any encoding.
-        with av.open(file, "r", format=demuxer, metadata_errors="ignore", buffer_size=read_bytes) as container:
+        with av.open(file, "r", format=demuxer, buffer_size=read_bytes, **options) as container:
             yield DecodedFilm(container)
     except av.FFmpegError:  # its own message names the stream object, and FFmpeg's function
         raise ValueError(UNREADABLE) from None

@@ -56,7 +56,8 @@ def read_yaml(text: str) -> Iterator[FileEntry]:
             yield FileEntry(name_of(key), loader.construct_object(value, deep=True), line_of(key), inner_lines)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise NotParsed(line, error.problem or str(error)) from None
+        problem = error.problem or str(error)  # libyaml of PyYAML 6.0.4 refuses 1,000 levels itself
+        raise NotParsed(line, TOO_DEEP if "maximum nesting depth" in problem else problem) from None
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
 

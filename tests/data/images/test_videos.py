@@ -53,6 +53,21 @@ def test_only_a_part_of_the_file_is_read_for_frames_in_the_middle(tmp_path):
     assert counted.bytes < path.stat().st_size / 2
 
 
+def test_titles_may_be_in_any_encoding(tmp_path):
+    plain, path = write_video(tmp_path / "plain.mp4"), tmp_path / "titled.mp4"
+    with av.open(str(plain)) as source, av.open(str(path), "w") as target:
+        target.metadata["title"] = "caf#"
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                target.mux(packet)
+    content = path.read_bytes()
+    assert b"caf#" in content
+    path.write_bytes(content.replace(b"caf#", b"caf\xe9"))
+    assert header(path).frames == 20 and numbers_of(frames(path, [3, 8])) == [3, 8]
+
+
 class Counting:
     """A file that counts the bytes that are read of it."""
 
