@@ -93,6 +93,14 @@ def compiler_supports_settings(settings: Settings) -> Iterator[BrokenRule]:
             "dynamo_backend=inductor"
         )
         yield broken(message, "dynamo_mode", "dynamo_backend", sharded)
+    if records and settings.training.gradient_accumulation_steps > 1:
+        # pytorch issues 169545, an error, and 96693, where gradients are wrong and nothing is said.
+        message = (
+            "CUDA graphs cannot be used with gradient_accumulation_steps above 1: the next micro-batch writes over the "
+            "gradients of this one; set dynamo_mode to default or max-autotune-no-cudagraphs, or train_batch_size to "
+            "the sum"
+        )
+        yield broken(message, "dynamo_mode", "dynamo_backend", "gradient_accumulation_steps")
     if own.is_on and settings.parallel.zero_stage == 3:
         message = (
             f"dynamo_backend={own.dynamo_backend} cannot be used with zero_stage = 3: DeepSpeed gathers weights by "

@@ -243,6 +243,19 @@ REFUSED = [
         "num_processes = 7 cannot be shared equally by num_machines = 2: every machine must run the same number of "
         "ranks",
     ),
+    *(
+        (
+            {"gradient_accumulation_steps": 2, "dynamo_backend": "inductor", **graphs},
+            "CUDA graphs cannot be used with gradient_accumulation_steps above 1: the next micro-batch writes over the "
+            "gradients of this one; set dynamo_mode to default or max-autotune-no-cudagraphs, or train_batch_size to "
+            "the sum",
+        )
+        for graphs in (
+            {"dynamo_mode": "reduce-overhead"},
+            {"dynamo_mode": "max-autotune"},
+            {"dynamo_backend": "cudagraphs"},
+        )
+    ),
     (
         {"dynamo_backend": "inductor", "dynamo_mode": "reduce-overhead", "fsdp_enable": True},
         "CUDA graphs cannot be used with fsdp_enable: gathered weights have another address in each step, so every "
@@ -326,6 +339,7 @@ ACCEPTED = [
     {"lr_warmup_steps": 0.05, "max_train_steps": 3},
     {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune"},
     {"dynamo_mode": "max-autotune"},
+    {"dynamo_mode": "max-autotune-no-cudagraphs", "gradient_accumulation_steps": 2},
     {"activation_memory_budget": 0.5},
     {"activation_memory_budget": 0, "dynamo_backend": "aot_eager"},
     {"activation_memory_budget": 0.5, "dynamo_backend": "no"},
