@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
@@ -99,13 +99,15 @@ def device_of(tensor: FakeTensor) -> torch.device:
     return META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
-def alias_of(output: Tensor) -> Tensor:
-    """Return an operator's output without its graph, for a dispatch mode to keep; writing into either counts in both.
-
-    As torch's own selective recomputation does: below autograd a plain detach() would count for itself.
-    """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return output.detach()
+def written_by(operator: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operator writes into, by its schema."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | dict(kwargs)
+    for each in schema.arguments:
+        if each.alias_info is not None and each.alias_info.is_write:
+            yield from (leaf for leaf in tree_iter(given.get(each.name)) if isinstance(leaf, Tensor))
 
 
 def run_backward(loss: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from simpletuner.private_api import of_torch
-from simpletuner.private_api.of_torch import TorchDispatchMode, tree_flatten, tree_iter, tree_unflatten
+from simpletuner.private_api.of_torch import TorchDispatchMode, tree_flatten, tree_iter, tree_map_only, tree_unflatten
 from simpletuner.settings.declared.sections import Settings
 
 
@@ -127,20 +127,12 @@ MULTIPLICATIONS: dict[Any, Callable[[Any], int]] = {
 
 
 def held(output: Any, memory: HostMemory | None) -> Callable[[], Any]:
-    """Return a function that gives the output back, or None where it was written into since, as by `+=`."""
-    leaves, spec = tree_flatten(output)
-    aliases = [of_torch.alias_of(each) if isinstance(each, Tensor) else each for each in leaves]
-    if memory is not None:
-        packed = [memory.pack(each) if isinstance(each, Tensor) else each for each in aliases]
-        return lambda: tree_unflatten(
-            [memory.unpack(each) if isinstance(each, tuple) else each for each in packed], spec
-        )
-    versions = versions_of(aliases)
-    return lambda: tree_unflatten(aliases, spec) if versions_of(aliases) == versions else None
-
-
-def versions_of(leaves: Iterable[Any]) -> list[int]:
-    return [each._version for each in leaves if isinstance(each, Tensor)]
+    """Return a function that gives an operator's output back, from `memory` if there is one."""
+    leaves, spec = tree_flatten(tree_map_only(Tensor, Tensor.detach, output))  # with a graph it would keep itself alive
+    if memory is None:
+        return lambda: tree_unflatten(leaves, spec)
+    packed = [memory.pack(each) if isinstance(each, Tensor) else each for each in leaves]
+    return lambda: tree_unflatten([memory.unpack(each) if isinstance(each, tuple) else each for each in packed], spec)
 
 
 class Region:
@@ -149,23 +141,35 @@ class Region:
     def __init__(self, kept: frozenset[int], memory: HostMemory | None) -> None:
         self.kept, self.memory = kept, memory
         self.sizes: list[tuple[float, int]] = []
-        """(multiplications per byte, bytes) of each output"""
+        """(multiplications per byte, bytes) of each output; no bytes for one that cannot be kept"""
         self.outputs: dict[int, Callable[[], Any]] = {}
+        self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """Numbers of outputs by their storages."""
 
     def contexts(self) -> tuple[Keeping, Returning]:
         return Keeping(self), Returning(self)
 
     def add(self, multiplications: int, output: Any) -> None:
-        tensors = [each for each in tree_iter(output) if isinstance(each, Tensor)]
-        if len(self.sizes) in self.kept:
-            self.outputs[len(self.sizes)] = held(output, self.memory)
+        tensors, number = [each for each in tree_iter(output) if isinstance(each, Tensor)], len(self.sizes)
+        self.numbers |= {each.untyped_storage(): number for each in tensors}
+        if number in self.kept:
+            self.outputs[number] = held(output, self.memory)
         self.sizes.append((multiplications / tensors[0].element_size(), sum(each.nbytes for each in tensors)))
+
+    def forget(self, written: Iterable[Tensor]) -> None:
+        """Keep no output whose memory is written into: what a layer without bias returns counts no writing (`+=`)
+        into what it is a view of, so the numbers of versions do not tell.
+        """
+        for each in written:
+            if (number := self.numbers.get(each.untyped_storage())) is not None:
+                self.outputs.pop(number, None)
+                self.sizes[number] = (0.0, 0)
 
     def dearest(self, share: float) -> frozenset[int]:
         """Return the outputs that save most for their bytes, within a share of the bytes of all."""
         room, chosen = share * sum(size for _, size in self.sizes), set[int]()
         for number in sorted(range(len(self.sizes)), key=lambda number: -self.sizes[number][0]):
-            if self.sizes[number][1] <= room:
+            if 0 < self.sizes[number][1] <= room:
                 room -= self.sizes[number][1]
                 chosen.add(number)
         return frozenset(chosen)
@@ -179,9 +183,12 @@ class Keeping(TorchDispatchMode):
         self.region = region
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
         if (multiplications := MULTIPLICATIONS.get(getattr(func, "overloadpacket", None))) is not None:
             self.region.add(multiplications(args), output)
+        else:
+            self.region.forget(of_torch.written_by(func, args, kwargs))
         return output
 
 
@@ -198,8 +205,8 @@ class Returning(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "overloadpacket", None) in MULTIPLICATIONS:
             kept = self.outputs.pop(next(self.numbers), None)
-            if kept is not None and (output := kept()) is not None:
-                return output
+            if kept is not None:
+                return kept()
         return func(*args, **(kwargs or {}))
 
 
@@ -221,6 +228,8 @@ class SelectiveRecomputation:
         shapes = tuple(each.shape for each in tree_iter(inputs) if isinstance(each, Tensor))
         region = Region(chosen.get(shapes, frozenset()), self.memory)
         output = checkpoint(block, *inputs, use_reentrant=False, context_fn=region.contexts)
+        # The model may write into what the block returns.
+        region.forget(each for each in tree_iter(output) if isinstance(each, Tensor))
         if shapes not in chosen:
             chosen[shapes] = region.dearest(self.share)
         return output

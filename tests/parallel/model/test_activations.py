@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any
@@ -187,24 +188,33 @@ def one_step(
     return [loss.detach(), *gradients], products.count, len(packed)
 
 
-def test_what_was_written_into_is_computed_again():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
+class WritesInto(nn.Module):
+    """Writes into a product, and into what torch does not know as a view of one, and returns one to be written into."""
 
-        def forward(self, values):
-            product = self.layer(values)
-            before = product + 1
-            product.mul_(2)  # what was kept of the product is written into
-            return before.cos() * product.sin()
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.bare = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
 
-    block, values = Block(), torch.rand(4, 8, requires_grad=True)
-    run = SelectiveRecomputation(1.0)
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        product, view = self.layer(values), self.bare(values)
+        before = product + view
+        product.mul_(2)
+        view += 1
+        last = self.bare(before.cos() * product.sin() * view)
+        return last, last + 1
+
+
+def test_what_is_written_into_is_computed_again():
+    block, values, run = WritesInto(), torch.rand(2, 4, 8, requires_grad=True), SelectiveRecomputation(1.0)
+
+    def gradients(call: Callable[..., Any]) -> tuple[Tensor, ...]:
+        last, other = call()
+        last += 3
+        return torch.autograd.grad((last * other).sum(), [values, *block.parameters()])
+
     for _ in range(2):
-        expected = torch.autograd.grad(block(values).sum(), [values, block.layer.weight])
-        found = torch.autograd.grad(run(block, values).sum(), [values, block.layer.weight])
-        assert all(map(torch.equal, found, expected))
+        kept, found = gradients(lambda: block(values)), gradients(lambda: run(block, values))
+        assert all(map(torch.equal, found, kept))
 
 
 def test_outputs_that_take_longest_for_their_bytes_are_kept():
