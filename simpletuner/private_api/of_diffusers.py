@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-import torch
-
 
 def context_parallel_splits(model: Any) -> Any:
     """Map modules of a denoiser to the inputs and outputs that are split over the sequence.
@@ -131,6 +129,8 @@ def import_without_transformers() -> None:
         with imported_later("transformers"):
             import_module("peft")
         if "torch.distributed.tensor" not in sys.modules:
+            import torch  # here, since the page, which names blocks, starts without it
+
             # peft asks whether a weight is a DTensor. A module, since the package imports its own while it is there.
             name: str = "torch.distributed.tensor"
             stub: Any = ModuleType(name)
