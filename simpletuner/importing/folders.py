@@ -105,6 +105,22 @@ def subfolders(found: Translation, key: str) -> None:
             found.remark(key, reason, path, "lost")
 
 
+def elsewhere(run: Translation, key: str, otherwise: str) -> None:
+    """Lose a path of Windows, which is nowhere on this machine."""
+    path = run.get(key)
+    if isinstance(path, str) and PureWindowsPath(path).drive and not Path(path).exists():
+        run.lose(key, f"a path of Windows: write where it is on this machine; otherwise {otherwise}")
+
+
+def choices_in(files: Sequence[Path]) -> Path | None:
+    """Return one of the first caption files that has `{a|b}`, of which sd-scripts draws one."""
+    for file in files[:EXAMPLES]:
+        with suppress(OSError):
+            if re.search(rb"\{[^{}]*\|[^{}]*\}", file.read_bytes()):
+                return file
+    return None
+
+
 def has_several_lines(files: Sequence[Path]) -> bool:
     """True if one of the first caption files has more than one line."""
     for file in files[:EXAMPLES]:

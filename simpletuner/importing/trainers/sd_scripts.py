@@ -12,7 +12,9 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.importing.folders import (
     IMAGES,
+    choices_in,
     condition,
+    elsewhere,
     files_in,
     folder_entry,
     has_several_lines,
@@ -166,6 +168,8 @@ def model(run: Translation) -> None:
         reason = "taken for Stable Diffusion 1, since its name has no `xl`: otherwise set model_family"
         run.remark("pretrained_model_name_or_path", reason)
     run.drop(["v2"], "asks for nothing special")
+    elsewhere(run, "pretrained_model_name_or_path", "the published base of the family is taken")
+    elsewhere(run, "network_weights", "a new LoRA is trained")
     if run.number("clip_skip", 1) != 1 and run.defaults["model_family"] in ("sd1x", "sd2x"):
         run.lose("clip_skip", "it has no place here")
     run.drop(["clip_skip"], "it is not used, or 1")
@@ -187,6 +191,8 @@ def length(run: Translation) -> None:
     """1,600 steps where the file is silent; epochs go before steps, where both are there."""
     if run.number("max_train_epochs", 0):
         run.drop(["max_train_steps"], "max_train_epochs goes before it")
+        reason = "images that fill no batch of their bucket are trained there: here an epoch leaves them out"
+        run.remark("max_train_epochs", reason)
     else:
         run.drop(["max_train_epochs"], "not set")
         run.defaults |= {"max_train_steps": 1600, "num_train_epochs": 0}
@@ -466,6 +472,8 @@ def captions(found: Translation, path: object) -> None:
         found.values.pop("caption_extension", None)
         found.remark("caption_extension", "captions are read from .txt files", suffix, "lost")
     is_drawn = found.values.pop("enable_wildcard", False)
+    if is_drawn and (file := choices_in(files)):
+        found.lose("enable_wildcard", f"one of {{a|b}} in {file} is drawn there, and here the text is the caption")
     found.values.pop("caption_extension", None)
     if not is_drawn and has_several_lines(files):
         reason = "of a caption file only the first line is read, as there (caption_lines = first)"

@@ -50,6 +50,15 @@ def test_folders_of_repeats_are_datasets(imported):
     assert (data["caption_strategy"], data["instance_prompt"]) == ("instanceprompt", "cat")
 
 
+def test_epochs_and_drawn_words_are_named(imported):
+    made, _, said = imported(f"{LORA}{FOLDERS}max_train_epochs = 3\n")
+    assert made.training.num_train_epochs == 3 and "fill no batch" in said
+    assert imported(f"{LORA}{FOLDERS}enable_wildcard = true\n")[1][0]["caption_lines"] == "alternatives"
+    Path("train/4_cat/a.txt").write_text("a {red|blue} cat")
+    with pytest.raises(SettingsError, match="enable_wildcard = true.*is drawn there"):
+        imported(f"{LORA}{FOLDERS}enable_wildcard = true\n")
+
+
 def test_tags_and_masks(imported):
     more = "shuffle_caption = true\nkeep_tokens = 1\nmasked_loss = true\nconditioning_data_dir = 'masks'\n"
     _, [images, masks], said = imported(LORA + FOLDERS + more)
@@ -113,6 +122,8 @@ def test_arguments_of_its_own_network(imported, arguments, layers):
         (f"{SD3}weighting_scheme = 'mode'", "weighting_scheme = 'mode'"),
         (f"{LORA}lr_scheduler = 'cosine_with_restarts'\nlr_scheduler_num_cycles = 3", "cosine_with_restarts"),
         (LORA.replace('network_module = "networks.lora"', "train_text_encoder = true"), "train_text_encoder = true"),
+        (LORA.replace("stabilityai/stable-diffusion-xl-base-1.0", "E:/models/xl.safetensors"), "a path of Windows"),
+        (f"{LORA}network_weights = 'C:/loras/a.safetensors'", "network_weights = 'C:/loras/a.safetensors'"),
         (f"{LORA}masked_loss = true\nalpha_mask = true", "alpha_mask"),
     ],
 )
