@@ -66,25 +66,30 @@ def pip(*arguments: str | Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
+def wheel(built_once, tmp_path_factory) -> Path:
     """Build the wheel from a copy, so that setuptools leaves nothing in the repository."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT / "simpletuner", source / "simpletuner", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source)
-    pip("wheel", "--quiet", "--no-deps", "--wheel-dir", built, source)
-    [wheel] = built.iterdir()
+
+    def build(folder: Path) -> None:
+        source = tmp_path_factory.mktemp("source")
+        shutil.copytree(ROOT / "simpletuner", source / "simpletuner", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / name, source)
+        pip("wheel", "--quiet", "--no-deps", "--wheel-dir", folder, source)
+
+    [wheel] = built_once("wheel", build).iterdir()
     return wheel
 
 
 @pytest.fixture(scope="module")
-def programs(wheel, tmp_path_factory) -> Path:
+def programs(wheel, built_once) -> Path:
     """Install the wheel and only what the light commands may need; return the folder of its programs."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False)
-    constraints = ("-c", ROOT / "constraints.txt")
-    pip("--python", folder / "bin" / "python", "install", "--no-deps", *constraints, *LIGHT, *BENEATH_THEM, wheel)
-    return folder / "bin"
+
+    def install(folder: Path) -> None:
+        venv.create(folder, with_pip=False)
+        constraints = ("-c", ROOT / "constraints.txt")
+        pip("--python", folder / "bin" / "python", "install", "--no-deps", *constraints, *LIGHT, *BENEATH_THEM, wheel)
+
+    return built_once("light-environment", install) / "bin"
 
 
 @pytest.fixture

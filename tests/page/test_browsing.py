@@ -33,6 +33,8 @@ def folder(folder: Path) -> Path:
 
 
 def test_entering_and_moving_about(page: Page, server: PageServer):
+    page.goto(server.origin)
+    page.wait_for_url(server.origin + "/configurations*")
     assert "token" not in page.url
     page.get_by_role("link", name="Runs").click()
     page.wait_for_url("**/runs")

@@ -133,6 +133,7 @@ MOST_TOASTS = """() => {
 
 def test_from_headers_to_duplicates_filters_and_a_caption(page: Page, server: PageServer, folder: Path):
     """All that a person does on the page, by mouse and by keyboard, without a word in the console."""
+    page.goto(server.origin)
     page.get_by_role("link", name="Datasets").click()
     loaded(page, "**/datasets")
     page.get_by_label("Configuration").select_option("run.toml")

@@ -47,7 +47,8 @@ def replayed(folder: Path, path: Path) -> dict[str, Any]:
 def test_listing_creating_and_copying(page: Page, server: PageServer, folder: Path, config: Path):
     (folder / "package.json").write_text('{"name": "x", "version": "1", "seed": 1}')
     (folder / "broken.toml").write_text("a = ")
-    page.reload()
+    page.goto(server.origin)
+    page.wait_for_url("**/configurations*")
     assert page.locator("tbody th").all_inner_texts() == ["config/run.toml"]
     page.get_by_label("GPUs").fill("2")
     page.get_by_label("Recipe").select_option("wan-video")

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from page_server import PageServer
+from page_server import PageServer, page_server
 from patience import PATIENCE
 from playwright.sync_api import Page, expect
 
@@ -30,6 +31,13 @@ max_train_steps = 1000
 fsdp_enable = false
 state_layout = "fp32"
 """
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, fork_server: Any) -> Iterator[PageServer]:
+    """A page whose plans are forked; `planned` starts cold ones."""
+    with page_server(folder, fork_server=fork_server) as started:
+        yield started
 
 
 @pytest.fixture

@@ -127,12 +127,12 @@ def tab(browser: Browser) -> Iterator[Callable[[PageServer], Page]]:
 
 @pytest.mark.long
 def test_a_busy_machine_offers_the_queue_which_goes_on_after_a_restart_and_past_what_fails(
-    work: Path, tab: Callable[[PageServer], Page]
+    work: Path, tab: Callable[[PageServer], Page], fork_server: Any
 ):
     write(work, "long", LONG)
     for name in ("first", "second", "third"):
         write(work, name)
-    with page_server(work) as server:
+    with page_server(work, fork_server=fork_server) as server:
         page = tab(server)
         page.goto(server.origin + "/runs")
         expect(page.locator("#live-queue")).to_have_text("Nothing waits; the CPU is free.")
@@ -186,7 +186,7 @@ def test_a_busy_machine_offers_the_queue_which_goes_on_after_a_restart_and_past_
     # No page runs: nothing is started. The next one goes on, and what is wrong by then does not stop the others.
     assert waiting(work) == ["third", "first"] and goes_on(work, "long")
     (work / "third.toml").write_text("learning_rate = 'fast'\n")
-    with page_server(work) as server, page_server(work) as second:
+    with page_server(work, fork_server=fork_server) as server, page_server(work, fork_server=fork_server) as second:
         page = tab(server)
         page.goto(server.origin + "/runs")
         expect(page.locator("#live-queue")).to_contain_text("What waits is started by this page")
