@@ -51,6 +51,13 @@ def diffusers_pipeline(family: ModelFamily) -> Any:
     return pipeline
 
 
+def diffusers_denoiser(family: ModelFamily) -> torch.nn.Module:
+    """Return the denoiser of that pipeline alone, which opens in a third of the time."""
+    import diffusers
+
+    return getattr(diffusers, family.config["_class_name"]).from_pretrained(family.folder / family.denoiser_name)
+
+
 class Recorded(Exception):
     """Carries a call of a denoiser out of a pipeline."""
 
@@ -168,7 +175,7 @@ class Products(TorchFunctionMode):
 @pytest.mark.parametrize("key", BY_CLASS)
 def test_neither_checkpointing_nor_fused_projections_change_prediction_or_gradients(key, pipelines):
     family = opened(key, pipelines(key))
-    denoiser = getattr(diffusers_pipeline(family), family.denoiser_name)
+    denoiser = diffusers_denoiser(family)
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
     geometry = Geometry(SHAPE, SHAPE, (0, 0), SHAPE)
     conditioning |= {name: value[None] for name, value in family.size_conditioning(geometry).items()}
@@ -275,7 +282,7 @@ def test_sdxl_is_given_sizes_as_the_pipeline_orders_them(sdxl):
 @pytest.mark.parametrize("key", BY_CLASS)
 def test_padding_that_is_not_cached_changes_no_bit_of_a_prediction(key, pipelines):
     family = opened(key, pipelines(key))
-    denoiser = getattr(diffusers_pipeline(family), family.denoiser_name)
+    denoiser = diffusers_denoiser(family)
     encoded = family.text_encoder(CPU, torch.float32).encode([PROMPT, f"{PROMPT}, and {PROMPT} beside it"])
     stored = [{name: value[row] for name, value in without_padding(family, encoded).items()} for row in (0, 1)]
     cached = [parse_tensors(memoryview(bytearray(serialize(each)))) for each in stored]

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from models.test_inputs import BY_CLASS, CPU, PROMPT, SHAPE, WITH_OTHERS, diffusers_pipeline, opened, sampling
+from models.test_inputs import (
+    BY_CLASS,
+    CPU,
+    PROMPT,
+    SHAPE,
+    WITH_OTHERS,
+    diffusers_denoiser,
+    diffusers_pipeline,
+    opened,
+    sampling,
+)
 from torch import Tensor
 
 from simpletuner.data.images.geometry import Geometry
@@ -20,10 +30,6 @@ from simpletuner.models.family.objectives import FlowMatching
 from simpletuner.models.family.text_encoding import Conditioning
 
 CAPTIONS = ("a red circle", "", "a large red circle and two small blue squares on a bright background, in pink")
-
-
-def denoiser_of(family: ModelFamily) -> torch.nn.Module:
-    return getattr(diffusers_pipeline(family), family.denoiser_name)
 
 
 def conditioning_of(family: ModelFamily, texts: Sequence[Conditioning]) -> Conditioning:
@@ -72,7 +78,7 @@ def test_a_prediction_is_what_diffusers_own_pipeline_hands_its_scheduler(key, pi
 @pytest.mark.parametrize("key", BY_CLASS)
 def test_captions_of_any_length_in_one_batch_give_each_the_prediction_it_gets_alone(key, pipelines):
     family = opened(key, pipelines(key))
-    denoiser, encoder = denoiser_of(family), family.text_encoder(CPU, torch.float32)
+    denoiser, encoder = diffusers_denoiser(family), family.text_encoder(CPU, torch.float32)
     pixels = torch.rand(1, 3, *SHAPE[1:], generator=torch.Generator().manual_seed(0)) * 2 - 1
     latents = family.vae(CPU).encode(pixels)
     time = torch.tensor([0.5 if isinstance(family.objective(), FlowMatching) else 500])
@@ -94,7 +100,7 @@ def test_captions_of_any_length_in_one_batch_give_each_the_prediction_it_gets_al
 @pytest.mark.parametrize("key", BY_CLASS)
 def test_a_weight_gets_a_gradient_unless_the_family_calls_it_unused(key, pipelines):
     family = opened(key, pipelines(key))
-    denoiser, encoder = denoiser_of(family), family.text_encoder(CPU, torch.float32)
+    denoiser, encoder = diffusers_denoiser(family), family.text_encoder(CPU, torch.float32)
     clean = family.vae(CPU).encode(torch.zeros(len(CAPTIONS), 3, *SHAPE[1:]))
     noised = family.objective().add_noise(clean, torch.randn_like(clean), torch.full((len(CAPTIONS),), 0.5))
     texts = rows(encoder.encode(CAPTIONS))

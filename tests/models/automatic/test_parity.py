@@ -17,7 +17,7 @@ from models.test_inputs import (
     OF_CLIPS,
     SHAPE,
     WITH_OTHERS,
-    diffusers_pipeline,
+    diffusers_denoiser,
     opened,
     recorded_call,
     same,
@@ -101,7 +101,7 @@ def expect_parity(key: str, pipelines: Callable[[str], Path], folder: Path | Non
     hand = opened(key, pipelines(key))
     auto = automatic(folder or pipelines(key), SMALLEST._replace(frames=shape.frames))
     hand.settings = hand.settings.model_copy(update=SAME)
-    denoiser = getattr(diffusers_pipeline(hand), hand.denoiser_name)
+    denoiser = diffusers_denoiser(hand)
     texts = [conditioning_of(family) for family in (hand, auto)]
 
     ours, theirs = (inputs_of(each, denoiser, text[0], shape) for each, text in ((auto, texts[1]), (hand, texts[0])))

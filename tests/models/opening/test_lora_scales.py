@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers.training_utils import _collate_lora_metadata
 from diffusers.utils import convert_state_dict_to_diffusers
+from models.test_inputs import diffusers_denoiser
 from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
@@ -45,11 +46,6 @@ def opened(key: str, folder: Path, **lora: Any) -> ModelFamily:
     return family_class(model).open(folder, Settings(model=model, lora=Lora(**{**own, **lora})))
 
 
-def denoiser_of(family: ModelFamily) -> Any:
-    cls = getattr(__import__("diffusers"), family.config["_class_name"])
-    return cls.from_pretrained(family.folder / family.denoiser_name)
-
-
 def randomized(model: torch.nn.Module) -> None:
     """Give an adapter values that change every output."""
     torch.manual_seed(2)
@@ -75,7 +71,7 @@ def of_layers(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
 
 def begun(family: ModelFamily, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Return what the adapter of a run that begins from `folder` adds to each layer, by peft's own layers."""
-    adapter, model = family.adapter, denoiser_of(family)
+    adapter, model = family.adapter, diffusers_denoiser(family)
     assert adapter is not None
     adapter.attach_new(model)
     load_lora(lora_file(folder), family, {name: each.detach() for name, each in adapter_parameters(model).items()})
@@ -88,7 +84,7 @@ def begun(family: ModelFamily, folder: Path) -> dict[str, dict[str, torch.Tensor
 def test_a_lora_of_peft_has_the_effect_that_diffusers_gives_it(key, kind, pipelines, tmp_path):
     arguments = {"r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS, **KINDS[kind]}
     family = opened(key, pipelines(key))
-    made = denoiser_of(family)
+    made = diffusers_denoiser(family)
     made.add_adapter(LoraConfig(**arguments))
     randomized(made)
     weights, name = get_peft_model_state_dict(made), family.denoiser_name
@@ -97,13 +93,15 @@ def test_a_lora_of_peft_has_the_effect_that_diffusers_gives_it(key, kind, pipeli
     family.pipeline_class.save_lora_weights(
         tmp_path, **{f"{name}_lora_layers": weights}, **_collate_lora_metadata({name: made})
     )
-    by_peft = get_peft_model(denoiser_of(family), LoraConfig(**arguments))
+    by_peft = get_peft_model(diffusers_denoiser(family), LoraConfig(**arguments))
     randomized(by_peft)
     by_peft.save_pretrained(tmp_path / "peft")
-    loaded = denoiser_of(family)
+    loaded = diffusers_denoiser(family)
     family.load_pipeline(vae=None, model=loaded).load_lora_weights(tmp_path)
     expected = of_layers(loaded)
-    assert expected and of_layers(PeftModel.from_pretrained(denoiser_of(family), tmp_path / "peft").base_model.model)
+    assert expected and of_layers(
+        PeftModel.from_pretrained(diffusers_denoiser(family), tmp_path / "peft").base_model.model
+    )
     is_dora = "use_dora" in KINDS[kind]
     for folder in (tmp_path, tmp_path / "peft"):
         if kind == "bias":
@@ -135,7 +133,7 @@ def test_a_lora_of_peft_has_the_effect_that_diffusers_gives_it(key, kind, pipeli
     ],
 )
 def test_a_folder_of_peft_of_another_kind_is_read_by_its_config(kind, config, alpha, flux, tmp_path):
-    model = get_peft_model(denoiser_of(opened("flux", flux)), config)
+    model = get_peft_model(diffusers_denoiser(opened("flux", flux)), config)
     randomized(model)
     model.save_pretrained(tmp_path)
     own = {"lora_type": kind, "lora_alpha": alpha, "lora_init": tmp_path}
@@ -180,7 +178,9 @@ def rewrite(folder: Path, **changed: Any) -> None:
     ],
 )
 def test_a_config_that_says_what_is_not_computed_is_refused_by_its_key(changed, said, flux, tmp_path):
-    model = get_peft_model(denoiser_of(opened("flux", flux)), LoraConfig(r=RANK, lora_alpha=6, target_modules=TARGETS))
+    model = get_peft_model(
+        diffusers_denoiser(opened("flux", flux)), LoraConfig(r=RANK, lora_alpha=6, target_modules=TARGETS)
+    )
     with torch.no_grad():
         for each in model.parameters():
             if each.requires_grad:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from models.opening.test_lora_scales import denoiser_of, of_layers, opened, randomized
+from models.opening.test_lora_scales import of_layers, opened, randomized
+from models.test_inputs import diffusers_denoiser
 from peft import LoraConfig, PeftModel, PeftType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file, save_file
@@ -41,7 +42,7 @@ def flux(pipelines, tmp_path_factory) -> Path:
     """A pipeline whose denoiser has one block of each kind: all that is written here, of a third of the layers."""
     folder = tmp_path_factory.mktemp("one-block") / "flux"
     shutil.copytree(pipelines("flux"), folder, copy_function=os.link)
-    whole = denoiser_of(opened("flux", folder))
+    whole = diffusers_denoiser(opened("flux", folder))
     torch.manual_seed(1)
     denoiser = type(whole).from_config({**whole.config, "num_layers": 1, "num_single_layers": 1})
     shutil.rmtree(folder / "transformer")
@@ -72,7 +73,7 @@ def test_every_kind_is_loaded_or_refused_by_its_name(flux, tmp_path):
     kinds = sorted(kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING)
     assert len(kinds) >= 40
     loaded, refused, not_made = [], [], []
-    denoiser = denoiser_of(opened("flux", flux))
+    denoiser = diffusers_denoiser(opened("flux", flux))
     for kind in sorted(set(kinds) - OF_LANGUAGE_MODELS):
         adapted = made(kind, denoiser)
         if adapted is None:
@@ -170,7 +171,7 @@ def test_a_denoiser_is_read_as_diffusers_reads_it_or_refused_by_what_it_is(flux,
             folder = tmp_path / way.replace(" ", "-").replace(",", "")
             shutil.copytree(flux, folder, copy_function=os.link)
             shutil.rmtree(folder / "transformer")
-            written = denoiser_of(opened("flux", flux))
+            written = diffusers_denoiser(opened("flux", flux))
             change(written)
             if way == "torchao int8":
                 write_int8(written, folder / "transformer")
