@@ -124,6 +124,15 @@ TOLD = {"max_grad_norm": 1.0, "network_alpha": 1.0, "guidance_scale": 3.5}
 """Names with which 0 is not what it seems: defaults of sd-scripts that count instead."""
 
 
+OFF_AT_ZERO = (
+    *("max_train_steps", "max_train_epochs", "seed", "vae_batch_size", "min_snr_gamma", "clip_skip", "noise_offset"),
+    *("save_every_n_steps", "save_every_n_epochs", "sample_every_n_steps", "sample_every_n_epochs", "min_timestep"),
+    *("max_timestep", "ip_noise_gamma", "multires_noise_iterations", "adaptive_noise_scale", "v_pred_like_loss"),
+    *("save_last_n_steps", "save_last_n_steps_state", "save_last_n_epochs", "save_last_n_epochs_state"),
+)
+"""Names that no tab passes on with 0, also as text."""
+
+
 def as_sd_scripts(run: Translation) -> None:
     """Replace the values of the GUI by those that it writes for sd-scripts.
 
@@ -247,6 +256,9 @@ def whole(run: Translation) -> None:
     """Text encoders and images of the tabs that train whole models."""
     if run.defaults["model_family"] == "sdxl":
         set_value(run, "train_text_encoder", any(run.number(f"learning_rate_te{end}", 0) > 0 for end in "12"))
+        leave_out(run, ["learning_rate_te"], "used only with another model")
+    else:
+        leave_out(run, ["learning_rate_te1", "learning_rate_te2"], "used only with another model")
     if run.get("image_folder") and not run.get("dataset_config"):
         run.defaults["instance_data_dir"] = run.get("image_folder")
         set_value(run, "in_json", run.get("latent_metadata_filename", "meta_lat.json"))
@@ -321,7 +333,8 @@ def split_arguments(run: Translation) -> None:
 def leave_zeros_out(run: Translation, zeros: tuple[int, ...]) -> None:
     """Leave out the values that the GUI leaves out; those of networks with 0 and 0.0, too (lora_gui.py:2562)."""
     for name, value in list(run.values.items()):
-        if value in ("", None) or value is False or (value in zeros and not isinstance(value, list)):
+        is_zero = name in OFF_AT_ZERO and run.number(name, 1) == 0
+        if value in ("", None) or value is False or is_zero or (value in zeros and not isinstance(value, list)):
             default = TOLD.get(name)
             if value == 0 and value is not False and default is not None:
                 run.look(name, f"{LEFT_OUT}: {default:g}")

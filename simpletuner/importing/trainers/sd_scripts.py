@@ -522,6 +522,13 @@ def of_run(
         elif found:
             run.values.pop(of_file, None)
             run.defaults[setting] = found.pop()
+    steps = run.defaults.get("aspect_bucket_alignment")
+    if isinstance(steps, int) and 0 < steps < LATENT_PX:
+        run.remark("bucket_reso_steps", f"sides are multiples of {LATENT_PX}, the size of a latent cell, here", steps)
+        run.defaults["aspect_bucket_alignment"] = LATENT_PX
+
+
+LATENT_PX = 8
 
 
 SD_SCRIPTS = ForeignTrainer(

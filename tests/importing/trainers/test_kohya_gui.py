@@ -174,6 +174,7 @@ def test_values_of_another_model_are_left_out(imported):
         ({"reg_data_dir": "reg"}, "reg_data_dir = 'reg'"),
         ({"additional_parameters": "--noise_offset=0.1 --max_grad_norm 0.5"}, "noise_offset = 0.1"),
         ({"train_data_dir": "elsewhere"}, "are not here"),
+        ({"optimizer_args": "betas=(0.9, 0.95)"}, "optimizer_args = '0.95)'"),
         ({"train_inpainting": True}, "train_inpainting = true"),
         ({"a_new_name": 3}, "a_new_name = 3"),
         ({"token_string": "sks", "num_vectors_per_token": 4}, "textual inversion"),
@@ -221,7 +222,7 @@ WHOLE = {
 
 
 def test_whole_models_of_its_other_tabs(imported):
-    made, *_ = imported({**WHOLE, "max_grad_norm": 0})
+    made, *_ = imported({**WHOLE, "max_grad_norm": 0, "learning_rate_te": 1e-5})
     assert (made.model.model_type, made.optimizer.learning_rate, made.optimizer.max_grad_norm) == ("full", 1e-4, 0)
     for given, said in (
         ({"learning_rate_te1": 1e-6}, "train_text_encoder"),
@@ -230,6 +231,23 @@ def test_whole_models_of_its_other_tabs(imported):
     ):
         with pytest.raises(SettingsError, match=said):
             imported(WHOLE | given)
+
+
+def test_steps_of_buckets_below_a_latent_cell(imported):
+    made, _, said = imported({**LORA, "bucket_reso_steps": 1})
+    assert made.data.aspect_bucket_alignment == 8 and "bucket_reso_steps = 1" in said
+
+
+def test_zeros_that_stand_for_nothing_in_all_tabs(imported):
+    zeros = {
+        "save_every_n_steps": 0,
+        "sample_every_n_steps": "0",
+        "max_train_epochs": 0,
+        "seed": 0,
+        "vae_batch_size": 0,
+    }
+    made, *_ = imported({**WHOLE, **zeros, "max_train_steps": "0", **file_of_datasets()})
+    assert (made.training.max_train_steps, made.training.seed) == (1600, 42)
 
 
 def test_a_preset_without_base_and_images_begins_a_run(imported):
