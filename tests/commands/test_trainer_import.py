@@ -228,6 +228,7 @@ dataset_config = "data.toml"
 SHORT_DATA = """\
 [general]
 caption_extension = "txt"
+resolution = 512
 [[datasets]]
   [[datasets.subsets]]
   image_dir = "pictures"
@@ -236,7 +237,8 @@ caption_extension = "txt"
 
 def imported(run, text: str, data: str, code: int = 0):
     """Import a training file and the dataset file that it names; return settings, datasets and what was said."""
-    Path("data.toml").write_text(data)
+    # What the dataset file says of sizes goes before the training file.
+    Path("data.toml").write_text(data.replace("resolution = 512\n", "") if "resolution =" in text else data)
     Path("their.toml").write_text(text)
     found, _, err = run("config", "import", "their.toml", "--output=run.toml", "--force")
     assert found == code, err
@@ -290,6 +292,7 @@ def test_folders_of_sd_scripts_are_those_that_it_trains(run):
         ("lr_warmup_steps = 5.0", 2, "a share of all steps there, 500% of them: write 5"),
         ("lr_warmup_steps = 0.05\nlr_scheduler = 'constant_with_warmup'", 0, "0 need a look"),
         ("lr_warmup_steps = 5", 0, "with lr_scheduler=constant sd-scripts ends in an error"),
+        ("network_dropout = 0.1", 0, "its inputs here"),
         ("clip_skip = 2", 2, "clip_skip = 2"),
         ("enable_bucket = true\nresolution = 1024", 0, "max_bucket_reso = 1024"),
         ("enable_bucket = true\nresolution = 1024\nmax_bucket_reso = 2048", 0, "0 need a look"),

@@ -16,7 +16,14 @@ from simpletuner.importing.folders import (
     size_of,
     subfolders,
 )
-from simpletuner.importing.foreign_trainer import LION, ForeignTrainer, Translation, key_table, optimizer_arguments
+from simpletuner.importing.foreign_trainer import (
+    INNER_DROPOUT,
+    LION,
+    ForeignTrainer,
+    Translation,
+    key_table,
+    optimizer_arguments,
+)
 from simpletuner.importing.trainers.sd_scripts import (
     FASTER,
     FP8,
@@ -208,6 +215,8 @@ def network(run: Translation) -> None:
     }
     if family in ("flux", "flux2"):
         run.remark("network_module", FUSED)
+    if run.number("network_dropout", 0):
+        run.remark("network_dropout", INNER_DROPOUT)
     if module == "lokr" and (factor := arguments.pop("factor", "")):
         run.defaults["lokr_factor"] = factor
     for name, value in arguments.items():

@@ -414,7 +414,9 @@ def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iter
 def entry(found: Translation) -> Translation:
     path, is_bucketed = found.get("image_dir"), found.is_on("enable_bucket")
     folder_entry(found, "image_dir", "num_repeats")
-    resolution = found.values.pop("resolution", 512)
+    if found.get("resolution") is None:
+        found.remark("resolution", "sd-scripts ends in an error without it; here images are of 512 px", 512)
+    resolution = found.values.pop("resolution", None) or 512
     if isinstance(resolution, str):
         resolution = [int(side) if side.strip().isdigit() else side for side in resolution.split(",")]
         resolution = resolution[0] if len(resolution) == 1 else resolution

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from simpletuner.importing.folders import as_number
-from simpletuner.importing.foreign_trainer import Translation
+from simpletuner.importing.foreign_trainer import INNER_DROPOUT, Translation
 from simpletuner.settings.foreign.original_names import is_off
 from simpletuner.settings.values.spelling import normalize_name
 
@@ -60,6 +60,8 @@ def network(run: Translation) -> None:
         whole(run)
         return
     run.defaults |= {"lora_rank": 4, "lora_alpha": None if run.get("network_alpha") == 0 else 1.0}
+    if run.number("network_dropout", 0):
+        run.remark("network_dropout", INNER_DROPOUT)
     if module == LYCORIS:
         lycoris(run, arguments)
     elif module in NETWORKS:
