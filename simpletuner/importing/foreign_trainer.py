@@ -15,7 +15,7 @@ from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.importing.original import Effect, UnmappedValue
-from simpletuner.settings.declared.errors import shorten
+from simpletuner.settings.declared.errors import is_secret, shorten
 from simpletuner.settings.foreign.key_table import Convert, Ignores, KeyTable, MappedField, Maps, Refuses, map_field
 from simpletuner.settings.foreign.original_names import is_off, names_of
 from simpletuner.settings.values.spelling import normalize_name
@@ -171,6 +171,8 @@ class Translation:
                 self.lose(key, found.note)
             elif is_off(value) or key.rpartition(".")[2].startswith(NOTES):
                 self.leave("none", key, ASKS_FOR_NOTHING)
+            elif is_secret(key):
+                self.look(key, "a secret is not copied: set it in the environment")
             else:
                 self.lose(key, f"not a key of {self.trainer} that is known here")
 

@@ -123,7 +123,6 @@ RUN = key_table(
         "used only with what is refused": "multires_noise_discount adaptive_noise_scale noise_offset_random_strength",
     },
     look={
-        "a secret is not copied: set it in the environment": "wandb_api_key huggingface_token",
         "uploading is set by push_to_hub and hub_model_id": "huggingface_repo_id",
         "its own state is not read: a LoRA that it has saved goes on as lora_init": "resume initial_epoch initial_step",
         "images are held out by eval_split": (

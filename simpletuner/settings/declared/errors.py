@@ -22,9 +22,19 @@ from simpletuner.settings.values.spelling import choices_of, normalize_name
 if TYPE_CHECKING:
     from simpletuner.settings.files.raw_values import Origin
 
-# Not `tokenizer`, nor sd-scripts' class_tokens, keep_tokens and max_token_length.
-SECRET = re.compile(r"(?<!class_)(?<!keep_)token(?!izer|_length)|secret|access_key|password|webhook", re.IGNORECASE)
+# Not `tokenizer`, nor sd-scripts' class_tokens, keep_tokens, max_token_length and the like.
+SECRET = re.compile(
+    r"(?<!class_)(?<!keep_)(?<!no_)token(?!izer|_length|_warmup|_dropout)"
+    r"|secret|(?:access|api|private)[_-]?key|passw|credential|webhook",
+    re.IGNORECASE,
+)
 """Names of what is never shown, among those that are no settings."""
+
+
+IN_TEXT = re.compile(
+    rf"((?:--[\w-]*(?:{SECRET.pattern})[\w-]*[ =]|[\w-]*(?:{SECRET.pattern})[\w-]*=)\s*)[^\s'\"]+", re.IGNORECASE
+)
+"""Secrets among the arguments of a command that stand in one text."""
 
 
 def is_secret(name: object) -> bool:
@@ -146,7 +156,7 @@ def shorten(value: object) -> str:
         if is_json
         else str(value)
     )
-    text = mask_credentials(text)  # as a whole: a half of an address is not recognized
+    text = IN_TEXT.sub(rf"\g<1>{MASK}", mask_credentials(text))  # as a whole: a half of an address is not recognized
     return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH // 2]}...{text[-MAX_LENGTH // 4 :]}"
 
 
