@@ -5,21 +5,21 @@ Every difference is a comment.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from simpletuner.commands.import_writing import (
     DATASETS,
+    ReadyRun,
     datasets_path,
     prompts_path,
+    ready_run,
     report_unsupported_first,
     write_datasets,
-    write_run,
+    write_runs,
 )
 from simpletuner.data.config.dataset_file import DatasetEntry, dataset_entries
 from simpletuner.errors import Mistake, SettingsError
@@ -53,7 +53,7 @@ from simpletuner.models.catalog.support import check_runnable, check_trains_clip
 from simpletuner.report import Report
 from simpletuner.settings.declared.sections import SECTION_OF, Data, Model
 from simpletuner.settings.files.config_files import CONFIG_ENV, NotParsed
-from simpletuner.settings.files.formats import read_entries, read_text, suffix_of
+from simpletuner.settings.files.formats import read_entries, read_list, read_text, suffix_of
 from simpletuner.settings.files.raw_values import Origin, Source
 from simpletuner.settings.foreign.recognition import (
     EITHER,
@@ -108,9 +108,7 @@ def foreign_file(path: Path, program: str = "") -> ForeignFile | None:
         if suffix_of(path) == ".toml":
             raise
         # The reader of the original's files says what is wrong; a list is one of datasets.
-        with suppress(ValueError, NotParsed):
-            values = json.loads(read_text(path))
-            values = values if isinstance(values, list) else {}
+        values = read_list(path) or {}
     name = PROGRAMS[program] if program else trainer_of(values)
     if name == EITHER:
         hint = import_hint(path, not isinstance(values, list) and is_dataset_file(values), name)
@@ -159,16 +157,14 @@ def with_different_ids(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]
 
 def import_their_runs(file: ForeignFile, output: Path | None, force: bool, partial: bool) -> None:
     """Write the runs of another trainer, each with its datasets and prompts as files of ours."""
+    runs = []
     for number, values in enumerate(file.runs, 1):
         written = output if output is None or number == 1 else output.with_stem(f"{output.stem}-{number}")
-        if written is not None and number > 1:
-            refuse_overwriting(written, force)
-        import_their_run(file, values, written, force, partial)
+        runs.append(import_their_run(file, values, written, partial))
+    write_runs(runs, force)
 
 
-def import_their_run(
-    file: ForeignFile, values: Mapping[str, Any], output: Path | None, force: bool, partial: bool
-) -> None:
+def import_their_run(file: ForeignFile, values: Mapping[str, Any], output: Path | None, partial: bool) -> ReadyRun:
     original, datasets = Original(file.path, [], is_simpletuner=False), None
     with report_unsupported_first(original, partial):
         run = file.trainer.begin(file.path, values, file.lines)
@@ -182,7 +178,7 @@ def import_their_run(
         take_translated(original, run)
         loaded = check_runnable(resolve(sources_of(original, {})))
     prompts = run.prompts if "validation_prompt_file" in run.defaults else []
-    write_run(original, loaded, datasets, Path(), output, force, prompts)
+    return ready_run(original, loaded, datasets, Path(), output, prompts)
 
 
 def file_of_datasets(run: Translation, file: ForeignFile, output: Path | None) -> ForeignFile | None:
@@ -277,7 +273,7 @@ def import_run(path: Path, output: Path | None, force: bool, partial: bool) -> N
         if datasets is not None:
             # Again: importing the datasets may have replaced the path to their file.
             loaded = resolve_taken(original, accelerate)
-    write_run(original, loaded, datasets, root, output, force)
+    write_runs([ready_run(original, loaded, datasets, root, output)], force)
     if Path(CONFIG_ENV).is_file() and from_env_file(Path(CONFIG_ENV)).values:
         Report().warn(f"{CONFIG_ENV} is read by every run in this folder: leave only variables of other programs in it")
 

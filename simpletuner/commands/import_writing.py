@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,40 +56,63 @@ def report_unsupported_first(original: Original, partial: bool) -> Iterator[None
         raise errors[0]
 
 
-def write_run(
+@dataclass(frozen=True)
+class ReadyRun:
+    """An imported run before anything of it is written."""
+
+    original: Original
+    loaded: Loaded
+    taken: str
+    """Sentence on how many settings it has."""
+    texts: Mapping[Path | None, str]
+    """Texts by file: of its datasets and prompts, and last of the run itself, which names them; None is stdout."""
+
+
+def ready_run(
     original: Original,
     loaded: Loaded,
     datasets: ImportedDatasets | None,
     root: Path,
     output: Path | None,
-    force: bool,
     prompts: Sequence[Mapping[str, Any]] = (),
-) -> None:
-    """Write settings, with datasets that changed and prompts next to them, and report what was left out."""
+) -> ReadyRun:
+    """Return the texts of a run, of its datasets where they changed, and of its prompts."""
     text, count, changed = write_toml(original, loaded, root)
-    written = [output] if output else []
+    texts: dict[Path | None, str] = {}
     if datasets is not None and datasets.is_changed and output:
-        beside = datasets_path(output)
-        refuse_overwriting(beside, force)
-        write(beside, as_json(datasets))
-        written.insert(0, beside)
+        texts[datasets_path(output)] = as_json(datasets)
     if prompts and output:
-        refuse_overwriting(prompts_path(output), force)
-        write(prompts_path(output), "".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in prompts))
-        written.insert(-1, prompts_path(output))
-    write(output, text)
-    report_left_out(f"{original.file}: {count_noun(count, 'setting')}, {changed} with a remark", original.left_out)
-    if output is not None:
-        names = ", ".join(map(str, written[:-1])) + " and " * (len(written) > 1) + str(written[-1])
-        verb = "are" if len(written) > 1 else "is"
-        starts = "starts what is left of the run" if lost_of(original.left_out) else "starts the run"
-        command = f"`simpletuner train --config={output}`"
-        try:
-            check_run(loaded)
-        except SimpleTunerError as error:  # as `config validate` would, such as of a tracker that is not installed
-            Report().warn(f"{names} {verb} written, but {command} is refused: {error.message}", error.hint)
-        else:
-            Report().say(f"{names} {verb} written: {command} {starts}")
+        lines = (f"{json.dumps(each, ensure_ascii=False)}\n" for each in prompts)
+        texts[prompts_path(output)] = "".join(lines)
+    taken = f"{original.file}: {count_noun(count, 'setting')}, {changed} with a remark"
+    return ReadyRun(original, loaded, taken, {**texts, output: text})
+
+
+def write_runs(runs: Sequence[ReadyRun], force: bool) -> None:
+    """Write the runs of a file, if none of their files exists, and report what was left out of each."""
+    for path in (path for run in runs for path in run.texts if path):
+        refuse_overwriting(path, force)
+    for run in runs:
+        for path, text in run.texts.items():
+            write(path, text)
+        report_left_out(run.taken, run.original.left_out)
+        report_written(run, [str(path) for path in run.texts if path])
+
+
+def report_written(run: ReadyRun, names: Sequence[str]) -> None:
+    """Say how the run is started, or why it is refused yet; nothing of what went to stdout."""
+    if not names:
+        return
+    written = ", ".join(names[:-1]) + " and " * (len(names) > 1) + names[-1]
+    verb = "are" if len(names) > 1 else "is"
+    starts = "starts what is left of the run" if lost_of(run.original.left_out) else "starts the run"
+    command = f"`simpletuner train {shlex.quote(f'--config={names[-1]}')}`"
+    try:
+        check_run(run.loaded)
+    except SimpleTunerError as error:  # as `config validate` would, such as of a tracker that is not installed
+        Report().warn(f"{written} {verb} written, but {command} is refused: {error.message}", error.hint)
+    else:
+        Report().say(f"{written} {verb} written: {command} {starts}")
 
 
 def write_datasets(file: Path, datasets: ImportedDatasets, output: Path | None, partial: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from simpletuner.data.config.places import id_of_folder
 from simpletuner.errors import SettingsError
 from simpletuner.importing.foreign_trainer import Translation
+from simpletuner.importing.sorting import first_existing
 from simpletuner.settings.files.config_files import NotParsed
 from simpletuner.settings.files.formats import read_text
 
@@ -182,7 +183,9 @@ def prompts_of_file(run: Translation, key: str) -> None:
     if not isinstance(name, str) or not name:
         run.drop([key], "no prompts")
         return
-    file = next((folder / name for folder in (Path(), run.file.parent) if (folder / name).is_file()), None)
+    file = None
+    with suppress(SettingsError):  # a prompt, which can be no path
+        file = first_existing(name, (Path(), run.file.parent))
     if file is None or file.suffix.lower() != ".txt":
         why = "is not here" if file is None else "is no text file of a prompt per line"
         run.look(key, f"{name} {why}: write its prompts as validation_prompt")

@@ -433,3 +433,98 @@ def test_a_file_that_two_programs_could_have_written_is_asked_about(run, text, o
 
 def test_every_program_can_be_named():
     assert {each.value for each in Program} == {*PROGRAMS} and {*PROGRAMS.values()} == {*TRAINERS}
+
+
+SAMPLED = """\
+      datasets: [{folder_path: pictures, caption_ext: txt, resolution: 512}]
+      train: {steps: 20, dtype: bf16, noise_scheduler: flowmatch, batch_size: 1}
+      network: {type: lora, linear: 8}
+      model: {name_or_path: black-forest-labs/FLUX.1-dev, arch: flux}
+      sample: {prompts: [a cat --w 512]}
+"""
+RUN_JOB = JOB + SAMPLED
+
+
+@pytest.mark.parametrize(
+    ("text", "existing", "said"),
+    [
+        (RUN_JOB, "run.prompts.jsonl", "run.prompts.jsonl exists already"),
+        (RUN_JOB, "run.datasets.json", "run.datasets.json exists already"),
+        (RUN_JOB + JOB[JOB.index("    - ") :] + SAMPLED, "run-2.toml", "run-2.toml exists already"),
+        (RUN_JOB + JOB[JOB.index("    - ") :] + SAMPLED.replace("flux}", "nosuch}"), "", "trains `nosuch`"),
+    ],
+)
+def test_files_of_runs_are_written_all_or_none(run, text, existing, said):
+    """A refusal leaves nothing behind that the next try would be refused for."""
+    Path("job.yaml").write_text(text)
+    if existing:
+        Path(existing).write_text("mine")
+    before = {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+    code, out, err = run("config", "import", "job.yaml", "--output=run.toml")
+    assert code == 2 and said in err and "written" not in err and not out, err
+    assert {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()} == before
+    if existing:
+        code, _, err = run("config", "import", "job.yaml", "--output=run.toml", "--force")
+        assert code == 0, err
+        assert load({}, Path("run.toml"), environment={}).settings.data.data_backend_config == Path("run.datasets.json")
+
+
+def test_the_command_that_starts_an_imported_run_can_be_pasted(run):
+    Path("job.yaml").write_text(RUN_JOB)
+    code, _, err = run("config", "import", "job.yaml", "--output=it's mine.toml")
+    command = shlex.split(err.split("`")[-2])
+    assert code == 0 and command == ["simpletuner", "train", "--config=it's mine.toml"], err
+    assert run(*command[1:], "--dry_run")[0] in (0, 3)
+
+
+SECRETS = ("wandb_api_key", "huggingface_token", "HF_TOKEN", "password", "api_key", "aws_secret_access_key")
+
+
+@pytest.mark.parametrize("more", [(), ("--partial",)])
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        (
+            "job.yaml",
+            RUN_JOB
+            + "".join(f"      {name}: unseen7\n" for name in SECRETS)
+            + "      logging: {wandb_api_key: unseen7}\n",
+        ),
+        ("train.toml", "".join(f'{name} = "unseen7"\n' for name in SECRETS) + KOHYA_RUN),
+        ("main.toml", PIPE_RUN + '[monitoring]\nwandb_api_key = "unseen7"\n'),
+        (
+            "gui.json",
+            json.dumps(
+                {
+                    "LoRA_type": "Standard",
+                    "sdxl": True,
+                    "text_encoder_lr": 0,
+                    "unet_lr": 1e-4,
+                    "train_data_dir": "pictures",
+                    "additional_parameters": "--wandb_api_key unseen7 --hf_token=unseen7 --hf_args token=unseen7",
+                }
+            ),
+        ),
+        (
+            "concepts.json",
+            json.dumps(
+                {
+                    "training_method": "LORA",
+                    "base_model_name": "m",
+                    "model_type": "FLUX_DEV_1",
+                    "concepts": [],
+                    "secrets": {"huggingface_token": "unseen7"},
+                    "wandb_api_key": "unseen7",
+                }
+            ),
+        ),
+    ],
+)
+def test_secrets_are_neither_copied_nor_shown_nor_a_reason_to_refuse(run, file, text, more):
+    Path("data.toml").write_text(PIPE_DATA if file == "main.toml" else KOHYA_DATA)
+    Path(file).write_text(text)
+    _, out, err = run("config", "import", file, "--output=run.toml", *more)
+    assert "unseen7" not in out + err
+    assert not [path for path in Path().glob("run.*") if "unseen7" in path.read_text()]
+    lost = [line.partition(" = ")[0] for line in err.splitlines() if "not a key" in line]
+    assert not [name for name in lost if name.endswith(SECRETS)], lost

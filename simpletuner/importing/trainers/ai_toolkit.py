@@ -126,8 +126,10 @@ def jobs(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     name = normalize_name(values.get("job") or "extension")
     if name not in ("extension", "train"):
         raise SettingsError(f"a job of type `{name}` trains no model", TRAINED)
-    config = values["config"]
-    listed = config["process"]
+    config = values.get("config")
+    if not isinstance(config, Mapping):
+        raise SettingsError("config: use a table with name and process", TRAINED)
+    listed = config.get("process")
     if not isinstance(listed, list) or not listed:
         raise SettingsError("process: use a list of processes", TRAINED)
     for process in listed:

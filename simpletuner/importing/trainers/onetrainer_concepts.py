@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from simpletuner.importing.foreign_trainer import Translation, key_table
 from simpletuner.importing.sorting import first_existing
 from simpletuner.importing.trainers.sd_scripts import FASTER
 from simpletuner.settings.files.config_files import NotParsed
-from simpletuner.settings.files.formats import read_text
+from simpletuner.settings.files.formats import read_list, read_text
 from simpletuner.system.numbers import count_noun
 
 CONCEPT = key_table(
@@ -59,11 +58,8 @@ LABELS = ("-masklabel.png", "-condlabel.png")
 
 def list_of_file(run: Translation, name: object) -> list[Any] | None:
     """Return the list in a JSON file that a configuration names; None if there is none."""
-    with suppress(OSError, NotParsed, ValueError):
-        path = first_existing(str(name), (Path(), run.file.parent))
-        listed = json.loads(read_text(path)) if path else None
-        return listed if isinstance(listed, list) else None
-    return None
+    path = first_existing(str(name), (Path(), run.file.parent))
+    return read_list(path) if path else None
 
 
 def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iterator[Translation]:

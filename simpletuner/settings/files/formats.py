@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,15 @@ def read_entries(path: Path, environment: Mapping[str, str] = os.environ) -> lis
     """
     with explain_parsing(path, "check the path", "correct that value"):
         return parse_entries(path, read_text(path), environment)
+
+
+def read_list(path: Path) -> list[Any] | None:
+    """Return the list in a JSON file; None where it cannot be read or holds none."""
+    with suppress(OSError, NotParsed, ValueError, RecursionError):
+        listed = json.loads(read_text(path))
+        check_depth(listed)
+        return listed if isinstance(listed, list) else None
+    return None
 
 
 MAX_NAMES = 2_000

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trainer_files import put, vocabulary
 
-from simpletuner.commands.config_import import import_files
+from simpletuner.commands.config_import import TRAINERS, import_files
 from simpletuner.errors import SettingsError
+from simpletuner.settings.foreign.recognition import PROGRAMS
 
 JUNK = st.recursive(
     st.sampled_from([None, True, -1, 0, 1.5, 1e300, "", "x", "1e-4", "C:\\a", "a b=c", "0", "1,2"]),
@@ -80,3 +81,36 @@ def test_ten_thousand_names_end_with_a_sentence():
     Path("run.json").write_text(json.dumps(values))
     with pytest.raises(SettingsError, match="at most 2,000 names"):
         import_files(Path("run.json"), Path("run.toml"), True)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "output", "said"),
+    [
+        (
+            "deep.json",
+            '{"training_method": "LORA", "a": ' + "[" * 50_000 + "]" * 50_000 + "}",
+            "run.toml",
+            "too deeply",
+        ),
+        ("deep.json", '[{"path": "train"}, ' + "[" * 50_000 + "]" * 50_000 + "]", "data.json", "too deeply"),
+        (
+            "run.toml",
+            f'network_module = "networks.lora"\nv2 = false\nsample_prompts = "{"x" * 5_000}.txt"',
+            "o.toml",
+            "no images",
+        ),
+    ],
+)
+def test_what_python_gives_up_on_ends_with_a_sentence(file, text, output, said):
+    Path(file).write_text(text)
+    with pytest.raises(SettingsError, match=said):
+        import_files(Path(file), Path(output), True)
+
+
+@pytest.mark.parametrize("program", TRAINERS.values(), ids=lambda each: each.name)
+@pytest.mark.parametrize("text", ['{"a": 1}', "{}", '{"config": {"process": 1}}', '{"model": 1, "datasets": 2}'])
+def test_a_file_that_is_not_of_the_program_that_is_named_ends_with_a_sentence(program, text):
+    Path("run.json").write_text(text)
+    word = next(word for word, name in PROGRAMS.items() if name == program.name)
+    with pytest.raises(SettingsError):
+        import_files(Path("run.json"), Path("run.toml"), True, program=word)
