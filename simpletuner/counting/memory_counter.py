@@ -28,6 +28,21 @@ ALLOCATIONS = {
 """Operators that launch no kernel."""
 
 
+@dataclass
+class Work:
+    """FLOPs of operators, bytes that they read and write, and their number."""
+
+    moved: int = 0
+    """Bytes read and written by operators that are neither products nor attention."""
+    launches: int = 0
+    flops: Counter[Any] = field(default_factory=Counter)
+
+    def add(self, other: Work) -> None:
+        self.moved += other.moved
+        self.launches += other.launches
+        self.flops.update(other.flops)
+
+
 @dataclass(eq=False)
 class MemoryCounter(TorchDispatchMode):
     """Follow the bytes of all tensors made within, from their making until nothing refers to them."""
@@ -36,10 +51,7 @@ class MemoryCounter(TorchDispatchMode):
     peak: int = 0
     on_host: int = 0
     """Bytes of tensors on the meta device, which stands for the machine's memory."""
-    moved: int = 0
-    """Read and written by operators that are neither products nor attention."""
-    launches: int = 0
-    flops: Counter[Any] = field(default_factory=Counter)
+    work: Work = field(default_factory=Work)
     key_value_copies: int = 1
     """Copies of keys and values that a rank holds: context parallelism gathers them whole on each."""
     known: Any = field(default_factory=weakref.WeakKeyDictionary)
@@ -65,12 +77,12 @@ class MemoryCounter(TorchDispatchMode):
         return outputs
 
     def count_work(self, operator: object, args: Any, kwargs: Any, outputs: object, made: list[Tensor]) -> None:
-        self.launches += 1
+        self.work.launches += 1
         if (formula := FLOPS.get(operator)) is not None:
-            self.flops[operator] += formula(*args, **kwargs, out_val=outputs)
+            self.work.flops[operator] += formula(*args, **kwargs, out_val=outputs)
             return
         read = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        self.moved += sum(each.numel() * each.element_size() for each in [*read, *made])
+        self.work.moved += sum(each.numel() * each.element_size() for each in [*read, *made])
 
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

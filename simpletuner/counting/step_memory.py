@@ -17,17 +17,8 @@ from torch import nn
 
 from simpletuner.checkpoints.disk_usage import checkpoint_bytes
 from simpletuner.counting.flops import use_cuda_kernels
-from simpletuner.counting.step_trace import (
-    Execution,
-    MetaMemory,
-    StepTrace,
-    equal_blocks,
-    new_mode,
-    trace_by_kinds,
-    trace_step,
-    trace_vae,
-    with_fake_parameters,
-)
+from simpletuner.counting.step_counter import Execution, MetaMemory
+from simpletuner.counting.step_trace import StepTrace, new_mode, trace_step, trace_vae, with_fake_parameters
 from simpletuner.counting.trained_weights import trained_weights
 from simpletuner.counting.zero_memory import estimate_memory
 from simpletuner.models.catalog.architecture import parameters_in
@@ -190,9 +181,7 @@ class Workload:
                 use_cuda_kernels(self.models[kind])
         model: Any = self.models[kind]
         recompute_within(model, budget, MetaMemory("meta") if execution.offloads else None)
-        trace = partial(trace_step, self.family, model, self.mode, self.shapes, samples, execution, learns=bool(budget))
-        counts = equal_blocks(model) if self.family.has_equal_blocks else {}
-        return trace_by_kinds(model, counts, trace) if counts else trace()
+        return trace_step(self.family, model, self.mode, self.shapes, samples, execution, learns=bool(budget))
 
     def record(self, kind: str, **facts: Any) -> CountRecord:
         from simpletuner.counting.records import CountRecord  # not where a start has noted its bytes

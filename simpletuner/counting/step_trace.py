@@ -3,44 +3,30 @@
 All operations of eager torch run, so recomputation, saved tensors and temporaries are those of the real step.
 A denoiser with 12 billion parameters takes seconds and no memory.
 
-A step with many equal blocks is extrapolated from traces with two or three of each kind: all quantities are
-linear in the number of blocks. FLUX has 57 of two kinds, of which 14 are traced.
+Of equal blocks one runs (block_replay.py): of the 57 of FLUX two.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from simpletuner.counting.block_replay import BlockReplays
 from simpletuner.counting.flops import CudaAutocast
 from simpletuner.counting.memory_counter import ATTENTION, MemoryCounter
+from simpletuner.counting.step_counter import Execution, StepCounter
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.vae import has_alpha, takes_frames
-from simpletuner.parallel.model.activations import CastParameter, HostMemory
 from simpletuner.private_api.of_torch import FakeTensorMode, run_backward
 from simpletuner.settings.values.shape import Shape
 
-
-@dataclass(frozen=True)
-class Execution:
-    """Dtypes and places of a micro-batch's computation; `dtype` is the weights', or autocast's."""
-
-    dtype: torch.dtype
-    autocast: bool = False
-    on_gpu: bool = False
-    """Cast as CUDA's autocast does."""
-    offloads: bool = False
-    """Keep what the backward pass needs in the machine's memory."""
-    key_value_copies: int = 1
-    """See MemoryCounter."""
+NUMBERS = ("kept_bytes", "host_bytes", "product_flops", "attention_flops", "other_bytes", "launches")
 
 
 @dataclass(frozen=True)
@@ -96,19 +82,8 @@ class StepTrace:
 
         both = zip(self.backward_points, other.backward_points, strict=True)
         points = tuple((line(mine, its), fraction) for (mine, fraction), (its, _) in both)
-        names = ("kept_bytes", "host_bytes", "product_flops", "attention_flops", "other_bytes", "launches")
-        numbers = {name: line(getattr(self, name), getattr(other, name)) for name in names}
+        numbers = {name: line(getattr(self, name), getattr(other, name)) for name in NUMBERS}
         return replace(self, backward_points=points, **numbers)
-
-
-class MetaMemory(HostMemory):
-    """HostMemory that keeps no contents: only their bytes are counted."""
-
-    def unpack(self, packed: tuple[torch.device, Tensor] | CastParameter) -> Tensor:
-        if isinstance(packed, CastParameter) or not packed[1].is_meta:
-            return super().unpack(packed)
-        device, tensor = packed
-        return torch.empty_like(tensor, device=device)
 
 
 def with_fake_parameters(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
@@ -138,67 +113,52 @@ def trace_step(
     shapes: Mapping[str, tuple[int, ...]],
     samples: int,
     execution: Execution,
+    replays: bool = True,
     learns: bool = False,
 ) -> StepTrace:
     """Trace a model with fake parameters; `shapes` are those of the inputs of one sample.
 
-    `learns` where blocks keep nothing in their first forward pass (`SelectiveRecomputation`).
+    Of equal blocks one runs, unless `replays` is false. `learns` where blocks keep nothing in their first forward pass
+    (`SelectiveRecomputation`).
     """
     with mode:
         inputs = {name: torch.empty(samples, *shape) for name, shape in shapes.items() if "mask" not in name}
-        timesteps = torch.empty(samples)
+        timesteps, anchor = torch.empty(samples), torch.empty((), requires_grad=True)
         latents = inputs.pop("latents").to(execution.dtype)
     # Masks are real: their sums are lengths, which become shapes.
     masks = {name: torch.ones(samples, *shape, dtype=torch.long) for name, shape in shapes.items() if "mask" in name}
-    memory = MemoryCounter(key_value_copies=execution.key_value_copies)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    memory.exclude(iter([*model.parameters(), *model.buffers(), latents, *inputs.values()]))
-    points: list[tuple[int, float]] = []
-    released: list[str] = []
-
-    def casts() -> AbstractContextManager[object]:
-        return CudaAutocast() if execution.on_gpu else nullcontext()
-
-    if learns:
-        with casts(), torch.autocast("cpu", execution.dtype, enabled=execution.autocast):
+    present = [*model.parameters(), *model.buffers(), anchor, latents, *inputs.values()]
+    if learns and not replays:
+        casts = CudaAutocast() if execution.on_gpu else nullcontext()
+        with casts, torch.autocast("cpu", execution.dtype, enabled=execution.autocast):
             family.predict(model, latents, timesteps, inputs | masks)
-    with memory, casts(), gradients_released(trained, memory, points, released):
-        with torch.autocast("cpu", execution.dtype, enabled=execution.autocast):
-            with MetaMemory("meta") if execution.offloads else nullcontext():
-                prediction = family.predict(model, latents, timesteps, inputs | masks)
-            loss = prediction.float().square().mean()
-        kept, on_host = memory.live, memory.on_host
+    counter = StepCounter.of(execution, iter(present))
+    blocks = BlockReplays(counter, anchor, learns).replaced(model) if replays else nullcontext()
+    with counter.counting(), counter.gradients_released(trained), blocks:
+        with counter.forward():
+            prediction = family.predict(model, latents, timesteps, inputs | masks)
+        loss = prediction.float().square().mean()
+        kept, on_host = counter.memory.live, counter.memory.on_host
         run_backward(loss)
-        points.append((memory.restart_peak(), 1.0))
-    attention = sum(memory.flops[each] for each in ATTENTION)
-    products = memory.flops.total() - attention
-    work = (products, attention, memory.moved, memory.launches)
-    return StepTrace(samples, kept, on_host, tuple(points), *work, tuple(released))
-
-
-@contextmanager
-def gradients_released(
-    trained: Mapping[str, nn.Parameter],
-    memory: MemoryCounter,
-    points: list[tuple[int, float]],
-    released: list[str],
-) -> Iterator[None]:
-    """Free each gradient when it is there, and note the peak before: engines decide how they are kept."""
-    total, done = sum(each.numel() for each in trained.values()), 0
-
-    def release(name: str, parameter: Tensor) -> None:
-        nonlocal done
-        points.append((memory.restart_peak(), done / total))
-        released.append(name)
-        done += parameter.numel()
-        parameter.grad = None
-
-    hooks = [each.register_post_accumulate_grad_hook(partial(release, name)) for name, each in trained.items()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+        last = counter.memory.restart_peak()
+    total, ends = sum(each.numel() for each in trained.values()), [0]
+    for name in counter.released:
+        ends.append(ends[-1] + trained[name].numel())
+    points = [(peak, end / total) for peak, end in zip(counter.peaks, ends, strict=False)]
+    work = counter.memory.work
+    attention = sum(work.flops[each] for each in ATTENTION)
+    return StepTrace(
+        samples,
+        kept,
+        on_host,
+        (*points, (last, 1.0)),
+        work.flops.total() - attention,
+        attention,
+        work.moved,
+        work.launches,
+        tuple(counter.released),
+    )
 
 
 @torch.no_grad()
@@ -219,124 +179,3 @@ def trace_vae(model: nn.Module, dtype: torch.dtype, shape: Shape, samples: int, 
     with memory:
         vae.decode(latents) if decodes else vae.encode(images)
     return memory.peak + sum(each.numel() * each.element_size() for each in parameters)
-
-
-SHORT = 2
-"""Blocks of each kind: a first and a last one. A third is one between others."""
-NUMBERS = ("kept_bytes", "host_bytes", "product_flops", "attention_flops", "other_bytes", "launches")
-
-
-def equal_blocks(model: nn.Module) -> dict[str, int]:
-    """Number of equal blocks by the name of their list; none where shorter lists would save little."""
-    found = {name: len(blocks) for name, blocks in lists_of_equals(model).items()}
-    kinds = len(found)
-    traced = SHORT * kinds * (kinds + 1) + kinds
-    return found if sum(found.values()) > 2 * traced and min(found.values()) > SHORT else {}
-
-
-def lists_of_equals(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Lists of equal blocks by their names. The last one of SD3 and of Qwen-Image has no use for the text."""
-    lists = {name: child for name, child in model.named_children() if isinstance(child, nn.ModuleList)}
-    return {name: blocks for name, blocks in lists.items() if len(set(map(signature, blocks))) == 1}
-
-
-def signature(block: nn.Module) -> tuple[object, ...]:
-    return type(block), tuple((name, each.shape, each.requires_grad) for name, each in block.named_parameters())
-
-
-@contextmanager
-def shortened(model: nn.Module, counts: Mapping[str, int]) -> Iterator[None]:
-    """Leave only so many of the first blocks in each list."""
-    whole = {name: getattr(model, name) for name in counts}
-    try:
-        for name, count in counts.items():
-            setattr(model, name, nn.ModuleList(list(whole[name])[:count]))
-        yield
-    finally:
-        for name, blocks in whole.items():
-            setattr(model, name, blocks)
-
-
-def trace_by_kinds(model: nn.Module, counts: Mapping[str, int], trace: Callable[[], StepTrace]) -> StepTrace:
-    """Trace of a model with all of its equal blocks; `trace` is called for the model with fewer of them."""
-    sizes = {name: each.numel() for name, each in model.named_parameters() if each.requires_grad}
-    short = dict.fromkeys(counts, SHORT)
-    with shortened(model, short):
-        base = trace()
-    longer = {}
-    for kind in counts:
-        with shortened(model, short | {kind: SHORT + 1}):
-            longer[kind] = trace()
-    return Lengthened(base, longer, counts, sizes).trace()
-
-
-class Lengthened:
-    """A trace of few blocks, and for each kind one with a block more."""
-
-    def __init__(
-        self, base: StepTrace, longer: Mapping[str, StepTrace], counts: Mapping[str, int], sizes: Mapping[str, int]
-    ) -> None:
-        self.base, self.longer, self.sizes = base, longer, sizes
-        self.more = {kind: count - SHORT for kind, count in counts.items()}
-        self.live = live_bytes(base)
-        self.live_longer = {kind: live_bytes(trace) for kind, trace in longer.items()}
-        self.block = re.compile(rf"({'|'.join(map(re.escape, counts))})\.(\d+)\.(.+)")
-
-    def trace(self) -> StepTrace:
-        numbers = {name: self.line(lambda trace, name=name: getattr(trace, name)) for name in NUMBERS}
-        points, done, total = [], 0, sum(self.sizes.values())
-        for name, live in self.releases():
-            points.append((live, done / total))
-            done += self.sizes[name]
-        end = self.line(lambda trace: trace.backward_points[-1][0])
-        order = tuple(name for name, _ in self.releases())
-        return replace(self.base, backward_points=(*points, (end, 1.0)), released=order, **numbers)
-
-    def line(self, number_of: Callable[[StepTrace], int]) -> int:
-        """Return a number of the whole model, to which each further block adds what the third one does."""
-        first = number_of(self.base)
-        return first + sum(more * (number_of(self.longer[kind]) - first) for kind, more in self.more.items())
-
-    def releases(self) -> Iterator[tuple[str, int]]:
-        """Yield the parameters in the order of their gradients, with the bytes of activations at that time."""
-        pending = dict(self.more)
-        for name in self.base.released:
-            found = self.block.fullmatch(name)
-            if found and found[2] == "0" and (count := pending.pop(found[1], 0)):
-                yield from self.between(found[1], count)
-            yield (name if found is None else self.renamed(found)), self.at(name)
-
-    def renamed(self, found: re.Match[str]) -> str:
-        kind, number, rest = found.groups()
-        return f"{kind}.{int(number) + self.more[kind] if number != '0' else 0}.{rest}"
-
-    def at(self, name: str) -> int:
-        """Bytes at a parameter that the short model has; of a last block it is the longer model's last."""
-        own = self.block.fullmatch(name)
-        live = self.live[name]
-        for kind, more in self.more.items():
-            is_last = own is not None and own[1] == kind and own[2] != "0"
-            there = f"{kind}.{SHORT}.{own[3]}" if own is not None and is_last else name
-            live += more * (self.live_longer[kind][there] - self.live[name])
-        return live
-
-    def between(self, kind: str, count: int) -> Iterator[tuple[str, int]]:
-        """Yield the parameters of blocks between the first and the last of a kind, the last ones first."""
-        trace, live = self.longer[kind], self.live_longer[kind]
-        names = [name for name in trace.released if name.startswith(f"{kind}.1.")]
-        block_bytes = trace.kept_bytes - self.base.kept_bytes
-        for number in range(count, 0, -1):
-            for name in names:
-                rest = name.removeprefix(f"{kind}.1.")
-                first = f"{kind}.0.{rest}"
-                others = sum(
-                    more * (self.live_longer[other][first] - self.live[first])
-                    for other, more in self.more.items()
-                    if other != kind
-                )
-                yield f"{kind}.{number}.{rest}", live[name] + (number - 1) * block_bytes + others
-
-
-def live_bytes(trace: StepTrace) -> dict[str, int]:
-    points = trace.backward_points[:-1]
-    return {name: live for name, (live, _) in zip(trace.released, points, strict=True)}

@@ -1,4 +1,4 @@
-"""A trace of a few blocks, lengthened, is the trace of all of them."""
+"""A trace in which one of equal blocks runs is the trace of all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,24 +13,16 @@ import torch
 from models.test_inputs import BY_CLASS, opened
 from torch import nn
 
-from simpletuner.counting.step_trace import (
-    NUMBERS,
-    Execution,
-    equal_blocks,
-    lists_of_equals,
-    new_mode,
-    shortened,
-    trace_by_kinds,
-    trace_step,
-    with_fake_parameters,
-)
+from simpletuner.counting import block_replay
+from simpletuner.counting.step_counter import Execution
+from simpletuner.counting.step_trace import NUMBERS, new_mode, trace_step, with_fake_parameters
 from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.private_api.of_torch import FakeTensorMode
 from simpletuner.settings.declared.sections import Data, Lora, Model, Settings
 from simpletuner.settings.values.shape import Shape
 
 LAYERS = re.compile(r"(num|n)_(\w+_)?layers|num_single_dit_layers")
-SHAPE = Shape(1, 64, 96)
+SHAPE = Shape(1, 256, 256)
 
 
 def deep(family: str, folder: Path, target: Path, layers: Mapping[str, int], **model: str) -> tuple:
@@ -50,46 +41,66 @@ def deep(family: str, folder: Path, target: Path, layers: Mapping[str, int], **m
     return opened, with_fake_parameters(denoiser.train(), mode), mode
 
 
-def compare(family: ModelFamily, model: nn.Module, mode: FakeTensorMode, counts: dict[str, int], **how: bool) -> None:
-    """Trace all blocks of a model, and two or three of each kind."""
+def compare(family: ModelFamily, model: nn.Module, mode: FakeTensorMode, **how: bool) -> None:
+    """Trace a model in which all blocks run, and with replays."""
     execution = Execution(torch.bfloat16, autocast=True, on_gpu=True, **how)
-    trace = partial(trace_step, family, model, mode, family.input_shapes(SHAPE), 2, execution)
-    whole, found = trace(), trace_by_kinds(model, counts, trace)
+    # The first trace of a model makes tables of positions, which its later ones find.
+    _, whole, found = (
+        trace_step(family, model, mode, family.input_shapes(SHAPE), 2, execution, replays)
+        for replays in (True, False, True)
+    )
     assert found.released == whole.released
+    peak = whole.peak_bytes(0)
     for name in NUMBERS:
-        # LTX-Video 2 launches 10 more of 700 kernels in each further block
-        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=0.02 if name == "launches" else 0.005)
+        slack = 0.02 * peak if name == "kept_bytes" else 0  # next to nothing is kept where activations are offloaded
+        # Gradients that several blocks give one input are added up by other kernels: 1 % more in LTX-Video 2.
+        rel = 0.02 if name == "launches" else 0.005
+        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=rel, abs=slack), name
     assert [share for _, share in found.backward_points] == [share for _, share in whole.backward_points]
+    for gradient_bytes in (0, 0.1 * peak, 10 * peak):
+        assert found.peak_bytes(gradient_bytes) == pytest.approx(whole.peak_bytes(gradient_bytes), rel=0.005)
+    # Where less is taken than at the peak, an input that a block holds may be counted as held until its end.
     pairs = zip(found.backward_points, whole.backward_points, strict=True)
-    off = [abs(mine - its) for (mine, _), (its, _) in pairs]
-    assert max(off) <= 0.01 * max(live for live, _ in whole.backward_points)
-    assert found.peak_bytes(1e6) == pytest.approx(whole.peak_bytes(1e6), rel=0.005)
+    assert max(abs(mine - its) for (mine, _), (its, _) in pairs) <= 0.08 * peak
 
 
-# Two more than the shortest that is traced: those further ones that a published model has add what the third adds.
-BLOCKS = 4
-OF_BLOCKS = [key for key in BY_CLASS if family_class(Model(model_family=key)).denoiser_name != "unet"]
+BLOCKS = 5
+TRACES = 2
+"""With replays, of each comparison."""
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Names of the classes of blocks that run."""
+    names, recorder = [], block_replay.Recorder
+    record = recorder.record
+
+    def noted(self: block_replay.Recorder, learns: bool) -> object:
+        names.append(type(self.call.block).__name__)
+        return record(self, learns)
+
+    monkeypatch.setattr(recorder, "record", noted)
+    return names
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Z-Image, in torch
-@pytest.mark.parametrize("key", OF_BLOCKS)
-def test_what_few_blocks_take_is_what_all_of_them_take(key, pipelines):
+@pytest.mark.parametrize("key", BY_CLASS)
+def test_what_one_block_takes_is_what_each_of_its_kind_takes(key, pipelines, recorded):
     """Whole published models: benchmarks/plan_blocks.py."""
     family, mode = opened(key, pipelines(key)), new_mode()
     family.config = {
         name: BLOCKS if LAYERS.fullmatch(name) and value else value for name, value in family.exported_config().items()
     }
     model = with_fake_parameters(family.denoiser().train(), mode)
-    counts = {name: len(blocks) for name, blocks in lists_of_equals(model).items() if len(blocks) == BLOCKS}
-    assert bool(counts) == (key not in ("sd3", "qwen_image")), "whose last block differs"
     model.enable_gradient_checkpointing() if BY_CLASS.index(key) % 2 else model.disable_gradient_checkpointing()
-    if counts:
-        compare(family, model, mode, counts)
+    compare(family, model, mode)
+    blocks = [module for module in model.modules() if type(module).__name__ in recorded]
+    assert recorded and len(recorded) / TRACES < len(blocks)
 
 
 @pytest.mark.parametrize(
     ("family", "model_type", "recomputes", "offloads"),
-    [("flux", "lora", True, False), ("pixart_sigma", "full", False, True)],
+    [("flux", "lora", True, False), ("flux", "lora", False, True), ("pixart_sigma", "full", False, True)],
 )
 def test_the_same_with_a_lora_and_with_offloaded_activations(
     family, model_type, recomputes, offloads, pipelines, tmp_path
@@ -97,15 +108,16 @@ def test_the_same_with_a_lora_and_with_offloaded_activations(
     layers = dict.fromkeys(("num_layers", "num_single_layers") if family == "flux" else ("num_layers",), BLOCKS)
     found, model, mode = deep(family, pipelines(family), tmp_path / "base", layers, model_type=model_type)
     model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
-    compare(found, model, mode, {name: len(getattr(model, name)) for name in lists_of_equals(model)}, offloads=offloads)
+    compare(found, model, mode, offloads=offloads)
 
 
-def test_blocks_that_differ_are_all_traced(pipelines, tmp_path):
-    _, model, _ = deep("flux", pipelines("flux"), tmp_path / "base", {"num_layers": 14, "num_single_layers": 17})
-    with shortened(model, {"transformer_blocks": 3}):
-        assert len(model.transformer_blocks) == 3 and len(model.single_transformer_blocks) == 17
-    assert len(model.transformer_blocks) == 14
-    model.single_transformer_blocks[3].requires_grad_(False)
-    assert equal_blocks(model) == {"transformer_blocks": 14}
-    with shortened(model, {"transformer_blocks": 4}):
-        assert equal_blocks(model) == {}, "as many would be traced"
+def test_blocks_that_differ_all_run_and_models_are_left_as_they_were(pipelines, tmp_path, recorded):
+    layers = {"num_layers": BLOCKS, "num_single_layers": BLOCKS}
+    family, model, mode = deep("flux", pipelines("flux"), tmp_path / "base", layers)
+    model.single_transformer_blocks[1].requires_grad_(False)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    compare(family, model, mode)
+    # Of the single ones also the last, whose text is not used, and the one that is frozen.
+    ran = {name: recorded.count(name) / TRACES for name in recorded}
+    assert ran == {"FluxTransformerBlock": 1, "FluxSingleTransformerBlock": 4}
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before

@@ -26,8 +26,9 @@ from simpletuner.app import main
 from simpletuner.checkpoints.disk_usage import DiskRoom, DiskUsage
 from simpletuner.commands.plan import summary
 from simpletuner.counting.flops import FLOAT32_ON_CUDA
+from simpletuner.counting.step_counter import Execution
 from simpletuner.counting.step_memory import Workload
-from simpletuner.counting.step_trace import Execution, new_mode, trace_step, trace_vae, with_fake_parameters
+from simpletuner.counting.step_trace import new_mode, trace_step, trace_vae, with_fake_parameters
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import build_on_meta

@@ -56,7 +56,6 @@ class AutomaticFamily(ModelFamily):
 
     pipelines = (ANY_PIPELINE,)
     host_inputs = (LENGTHS,)
-    has_equal_blocks = False  # a pipeline may give each block an input of its own
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.denoiser_name = self.denoiser_in(folder)

@@ -63,9 +63,6 @@ class ModelFamily(PipelineFolder, ABC):
     round_sigmas_in_bf16: ClassVar[Callable[[Tensor], Tensor]] = staticmethod(keep_float32)
     """Flow matching in bf16: maps a batch's sigmas to those that the denoiser uses (objectives.py)."""
 
-    has_equal_blocks: ClassVar[bool] = True
-    """True if blocks of one list do the same work: `plan` then counts two or three of them."""
-
     outputs_vae_latents: ClassVar[bool] = False
     """True if the pipeline returns latents as its VAE decodes them, not as the denoiser sees them."""
 

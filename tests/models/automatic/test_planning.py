@@ -9,7 +9,8 @@ from models.automatic.test_parity import automatic
 from models.test_inputs import opened
 
 from simpletuner.counting.flops import FlopCounter
-from simpletuner.counting.step_trace import Execution, new_mode, trace_step, with_fake_parameters
+from simpletuner.counting.step_counter import Execution
+from simpletuner.counting.step_trace import new_mode, trace_step, with_fake_parameters
 from simpletuner.models.automatic.family import SMALLEST
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.settings.values.shape import Shape
