@@ -27,7 +27,7 @@ EXAMPLES = 100
 def folder_entry(found: Translation, path_key: str, repeats_key: str) -> None:
     """Take the folder of a dataset and its passes: `repeats` are passes besides the first here."""
     path, passes = found.values.pop(path_key, None), found.number(repeats_key, 1)
-    name = str(path).replace("{env:", "").replace("}", "").rstrip("/\\")
+    name = str(path or "").replace("{env:", "").replace("}", "").rstrip("/\\")
     found.defaults |= {
         "id": id_of_folder(re.split(r"[/\\]", name)[-1]),
         "type": "local",
@@ -130,6 +130,26 @@ def has_several_lines(files: Sequence[Path]) -> bool:
                 return True
     return False
 
+
+BLANKS_MATTER = ("qwen_image", "z_image", "flux2", "krea2", "ernie", "lumina2", "ltxvideo2")
+"""Families whose tokenizers tell one blank from two."""
+
+
+def blanks(run: Translation, found: Translation, key: str) -> None:
+    """Name a caption file that is one text there, and whose empty lines and outer blanks are left out here."""
+    if run.defaults.get("model_family") not in BLANKS_MATTER:
+        return
+    texts = [file for file in files_in(found.defaults["instance_data_dir"]) if file.suffix == ".txt"]
+    for file in texts[:EXAMPLES]:
+        with suppress(OSError, UnicodeDecodeError):
+            text = file.read_text("utf-8").strip()
+            if text != "\n".join(line.strip() for line in text.split("\n") if line.strip()):
+                found.remark(key, f"empty lines, and blanks around a line, are left out here, such as those of {file}")
+                return
+
+
+NEAREST = "an image takes the size of the nearest w/h there, and here the one that crops least: a side may differ"
+"""A remark on buckets of sd-scripts and musubi-tuner."""
 
 FLAGS = {
     "n": "negative_prompt",

@@ -129,6 +129,10 @@ def take_or_leave(given: RawValue, config: OriginalConfig, original: Original, r
     original.leave_out(given, f"{before.given.name} ({before.given.place}) says {said}", "none" if is_same else "look")
 
 
+FROM_ZERO = "its first step has rate 0 there, and a step's share here"
+"""Of a warm-up of w steps, the k-th has (k - 1)/w of the rate in other trainers, and k/(w + 1) here."""
+
+
 def take_translated(original: Original, run: Translation) -> None:
     """Take what another trainer's file means here; what has another value there is left out, as lost."""
     original.their_defaults = [
@@ -143,7 +147,8 @@ def take_translated(original: Original, run: Translation) -> None:
         except CannotMap as reason:
             original.leave_out(given, str(reason), effect_of(setting))
         else:
-            original.taken[setting] = MappedValue(given, taken, each.note)
+            is_warmup = setting == "lr_warmup_steps" and not is_off(each.value)
+            original.taken[setting] = MappedValue(given, taken, each.note or FROM_ZERO * is_warmup)
             if DRIVE.match(str(each.value)):
                 original.leave_out(given, f"a path of Windows: set {setting} to where it is on this machine")
 

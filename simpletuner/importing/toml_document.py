@@ -69,7 +69,7 @@ def remarks_about(name: str, value: Any, original: Original, loaded: Loaded) -> 
         return
     renamed = plain_name(taken.given.name) != name
     changed = not same_value(name, taken.given.value, value)
-    if renamed or changed:
+    if renamed or changed or (taken.note and not original.is_simpletuner):
         reasons = [taken.note, OPTIMIZERS.get(normalize_name(taken.given.value), ("", ""))[1]]
         reasons.append(origin.reason if origin else "")
         there = f"{taken.given.name.lstrip('-')} = {shorten(taken.given.as_written)} there"

@@ -295,7 +295,7 @@ def test_folders_of_sd_scripts_are_those_that_it_trains(run):
         ("network_dropout = 0.1", 0, "its inputs here"),
         ("clip_skip = 2", 2, "clip_skip = 2"),
         ("enable_bucket = true\nresolution = 1024", 0, "max_bucket_reso = 1024"),
-        ("enable_bucket = true\nresolution = 1024\nmax_bucket_reso = 2048", 0, "0 need a look"),
+        ("enable_bucket = true\nresolution = 1024\nmax_bucket_reso = 2048", 0, "1 needs a look"),
     ],
 )
 def test_meanings_of_sd_scripts_are_written_named_or_refused(run, key, code, said):
@@ -310,7 +310,8 @@ def test_captions_of_a_class_are_the_phrase_only_without_caption_files(run):
     Path("pictures/a.caption").write_text("a caption of its own")
     assert "class_tokens = 'sks cat'" in imported(run, SHORT, data, code=2)[2]
     Path("pictures/b.txt").write_text("first\nsecond")
-    assert "only the first line is read" in imported(run, SHORT, SHORT_DATA)[2]
+    assert "0 need a look" in imported(run, SHORT, SHORT_DATA)[2]
+    assert json.loads(Path("run.datasets.json").read_text())[0]["caption_lines"] == "first"
 
 
 def test_what_a_file_of_diffusion_pipe_is_silent_about_is_its_default(run):

@@ -173,6 +173,8 @@ def stages(given: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def model(run: Translation) -> None:
     """Family, denoiser, precision and quantisation of the base."""
     name = arch_of(run)
+    if not run.get("model.name_or_path"):
+        raise SettingsError(f"{run.file}: model has no name_or_path, which says what is trained", "name the base there")
     if (arch := ARCHS.get(name)) is None:
         raise SettingsError(f"{run.file} trains `{name}`, which this version has not", "`simpletuner models` lists all")
     run.defaults |= {

@@ -9,6 +9,8 @@ from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.importing.folders import (
+    BLANKS_MATTER,
+    blanks,
     captioned,
     files_in,
     folder_entry,
@@ -17,7 +19,7 @@ from simpletuner.importing.folders import (
     stills_and_clips,
 )
 from simpletuner.importing.foreign_trainer import Translation, key_table
-from simpletuner.importing.trainers.ai_toolkit_models import BLANKS_MATTER, EDITORS, PLACES, arch_of
+from simpletuner.importing.trainers.ai_toolkit_models import EDITORS, PLACES, arch_of
 from simpletuner.importing.trainers.sd_scripts import FASTER
 from simpletuner.settings.foreign.original_names import is_off
 
@@ -162,6 +164,7 @@ def captions(run: Translation, found: Translation, path: object) -> None:
         found.remark("shuffle_tokens", f"each order is drawn anew there; here one of {ORDERS + 1} of each caption")
     elif run.defaults["model_family"] in BLANKS_MATTER:
         found.remark("caption_ext", "commas of a caption have two blanks behind them there, and one here", suffix)
+    blanks(run, found, "caption_ext")
     found.drop(["caption_type", "caption_ext", "default_caption", "trigger_word", "shuffle_tokens"], "of the captions")
 
 

@@ -64,8 +64,6 @@ EDITORS = {"flux_kontext": "reference_strict", "qwen_image_edit": "reference_str
     ("qwen_image_edit_plus", "flux2", "flux2_klein_4b", "flux2_klein_9b"), "reference_loose"
 )
 """Models that are given control images, by what these are here: stretched to the image's size, or of their own."""
-BLANKS_MATTER = ("qwen_image", "z_image", "flux2", "krea2", "ernie", "lumina2", "ltxvideo2")
-"""Families whose tokenizers tell one blank from two."""
 
 
 def name_of_arch(value: object) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.importing.folders import (
     VIDEOS,
+    blanks,
     condition,
     files_in,
     folder_entry,
@@ -302,6 +303,7 @@ def of_folder(run: Translation, given: Mapping[str, Any]) -> Iterator[Translatio
             if "dataset_type" not in kind:
                 beside(found, edge_of(resolution))
             remarks(found, given)
+            blanks(run, found, "path")
             found.answer(DATASET)
             if not is_first:
                 found.left_out.clear()

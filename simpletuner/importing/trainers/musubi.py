@@ -9,6 +9,8 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.importing.folders import (
     IMAGES,
+    NEAREST,
+    blanks,
     condition,
     files_in,
     folder_entry,
@@ -298,6 +300,8 @@ def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iter
     general = {name: value for each in run.tables(listed, "general", LISTS) for name, value in each.items()}
     datasets = run.tables(listed, "datasets", LISTS)
     of_run(run, datasets, general, (("train_batch_size", "batch_size", "batch_size", 1),))
+    if any(not is_off({**general, **each}.get("enable_bucket")) for each in datasets):
+        run.remark("enable_bucket", NEAREST, True)
     for dataset in datasets:
         merged = {**general, **dataset}
         is_video = "video_directory" in merged or "video_jsonl_file" in merged
@@ -332,6 +336,7 @@ def entry(run: Translation, found: Translation, frames: Any) -> Translation:
     controls(found, path, resolution, is_video=frames is not None)
     if path:
         subfolders(found, path_key)
+        blanks(run, found, "caption_extension")
     found.answer(DATASET)
     return found
 

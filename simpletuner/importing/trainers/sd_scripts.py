@@ -12,12 +12,12 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.importing.folders import (
     IMAGES,
+    NEAREST,
     choices_in,
     condition,
     elsewhere,
     files_in,
     folder_entry,
-    has_several_lines,
     prompts_of_file,
     size_of,
     subfolders,
@@ -33,6 +33,7 @@ from simpletuner.importing.foreign_trainer import (
 )
 from simpletuner.importing.trainers.sd_scripts_networks import NETWORKS, network
 from simpletuner.settings.foreign.key_table import Maps
+from simpletuner.settings.foreign.original_names import is_off
 from simpletuner.settings.foreign.recognition import KOHYA
 
 FASTER = "it changes time, memory or the names of files"
@@ -395,6 +396,8 @@ def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iter
     general = own | {name: value for each in run.tables(listed, "general", LISTS) for name, value in each.items()}
     datasets = run.tables(listed, "datasets", ("subsets", *LISTS))
     of_run(run, datasets, general)
+    if any(not is_off({**general, **each}.get("enable_bucket")) for each in datasets):
+        run.remark("enable_bucket", NEAREST, True)
     for dataset in datasets:
         seen = set()
         for subset in run.tables(dataset, "subsets", LISTS) or [{}]:
@@ -476,9 +479,6 @@ def captions(found: Translation, path: object) -> None:
     if is_drawn and (file := choices_in(files)):
         found.lose("enable_wildcard", f"one of {{a|b}} in {file} is drawn there, and here the text is the caption")
     found.values.pop("caption_extension", None)
-    if not is_drawn and has_several_lines(files):
-        reason = "of a caption file only the first line is read, as there (caption_lines = first)"
-        found.remark("enable_wildcard", reason, False)
     found.defaults["caption_lines"] = "alternatives" if is_drawn else "first"
 
 
