@@ -22,7 +22,9 @@ from simpletuner.importing.toml_document import sources_of
 from simpletuner.models.catalog.registry import repository_named
 from simpletuner.settings.declared.sections import SECTION_OF, Settings
 from simpletuner.settings.foreign.key_table import Maps, put
+from simpletuner.settings.foreign.original_names import is_off
 from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_json
+from simpletuner.settings.values.spelling import normalize_name
 
 Values = dict[str, Any]
 ELSEWHERE = {"model_flavour", "pretrained_model_name_or_path", "output_dir", "data_backend_config", "instance_data_dir"}
@@ -66,6 +68,7 @@ class Writer:
 def foreign_run(writer: Writer, loaded: Loaded, entries: Sequence[Mapping[str, Any]]) -> ForeignRun:
     """Return a run in another trainer's words. Raises SettingsError for a model that it does not train."""
     ours = comparable(loaded)
+    entries, others = trained_folders(entries)
     run = writer.write(loaded.settings, entries)
     theirs, _ = read_back(writer.trainer, run)
     for name in differing(ours, theirs):
@@ -76,8 +79,28 @@ def foreign_run(writer: Writer, loaded: Loaded, entries: Sequence[Mapping[str, A
     run.unsaid = [f"{name} = {json.dumps(ours[name])}: it would be {json.dumps(theirs[name])}" for name in wrong]
     if repository_named(loaded.settings.model) != theirs["pretrained_model_name_or_path"]:
         run.unsaid.append(f"the base model: it would be {theirs['pretrained_model_name_or_path']}")
-    run.unsaid += unsaid_of(entries, found, ours, theirs)
+    run.unsaid += [*unsaid_of(entries, found, ours, theirs), *others]
     return run
+
+
+def trained_folders(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """Return the datasets that are folders of images, and a sentence on each other one that a run uses.
+
+    Written as a folder, masks and held-out images would be trained on. Raises SettingsError where none is left.
+    """
+    used = [entry for entry in entries if is_off(entry.get("disabled"))]
+    kinds = [normalize_name(entry.get("dataset_type") or "image") for entry in used]
+    folders = [
+        entry for entry, kind in zip(used, kinds, strict=True) if kind == "image" and entry.get("instance_data_dir")
+    ]
+    others = [
+        f"dataset `{entry.get('id')}` ({'no folder' if kind == 'image' else kind}): folders of images alone are written"
+        for entry, kind in zip(used, kinds, strict=True)
+        if entry not in folders
+    ]
+    if not folders:
+        raise SettingsError("no dataset of this run is a folder of images", "name one with --instance_data_dir")
+    return folders, others
 
 
 def comparable(loaded: Loaded) -> dict[str, Any]:
@@ -134,16 +157,19 @@ def unsaid_of(
     settings_there: Mapping[str, Any],
 ) -> list[str]:
     """Return what the file of another trainer does not give back of our datasets."""
-    by_folder = {str(each.as_entry().get("instance_data_dir")): each.as_entry() for each in found}
+    by_folder: dict[str, list[dict[str, Any]]] = {}
+    for each in found:
+        by_folder.setdefault(str(each.as_entry().get("instance_data_dir")), []).append(each.as_entry())
     unsaid = []
     for entry in entries:
         name, theirs = entry.get("id"), by_folder.get(str(entry.get("instance_data_dir")))
-        if theirs is None:
+        if not theirs:
             unsaid.append(f"dataset `{name}`: it has no place there")
             continue
+        given = theirs.pop(0)  # those of one folder stand in order
         wanted = {key: settings[key] for key in OF_DATA} | dict(entry)
         for key, value in wanted.items():
-            there = theirs.get(key, settings_there.get(key))
+            there = given.get(key, settings_there.get(key))
             if key not in ("id", "type", "instance_data_dir") and there != value:
                 unsaid.append(f"dataset `{name}`: {key} = {json.dumps(value)}: it would be {json.dumps(there)}")
     return unsaid

@@ -129,6 +129,7 @@ def take_or_leave(given: RawValue, config: OriginalConfig, original: Original, r
     original.leave_out(given, f"{before.given.name} ({before.given.place}) says {said}", "none" if is_same else "look")
 
 
+BESIDE, WRITTEN = ("data_backend_config", "validation_prompt_file"), "written beside it"
 FROM_ZERO = "its first step has rate 0 there, and a step's share here"
 """Of a warm-up of w steps, the k-th has (k - 1)/w of the rate in other trainers, and k/(w + 1) here."""
 
@@ -136,7 +137,9 @@ FROM_ZERO = "its first step has rate 0 there, and a step's share here"
 def take_translated(original: Original, run: Translation) -> None:
     """Take what another trainer's file means here; what has another value there is left out, as lost."""
     original.their_defaults = [
-        RawValue(name, value, f"{run.trainer} has it") for name, value in run.defaults.items() if value is not None
+        RawValue(name, value, WRITTEN if name in BESIDE else f"{run.trainer} has it")
+        for name, value in run.defaults.items()
+        if value is not None
     ]
     original.left_out += run.left_out
     for setting, each in run.taken.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from simpletuner.importing.trainers.onetrainer import KINDS, ONE_TRAINER
 from simpletuner.importing.trainers.sd_scripts import SD_SCRIPTS
 from simpletuner.models.catalog.registry import repository_named
 from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.values.spelling import normalize_name
 
 
 def layers_of(settings: Settings) -> list[str]:
@@ -68,8 +70,11 @@ def ai_toolkit(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> Fore
 def of_folder(entry: Mapping[str, Any], settings: Settings) -> Values:
     """Keys of a folder that sd-scripts and ai-toolkit call alike."""
     dropout = entry.get("caption_dropout_probability", settings.data.caption_dropout_probability)
+    resolution = float(entry.get("resolution", settings.data.resolution))
+    if normalize_name(entry.get("resolution_type", settings.data.resolution_type)) == "area":
+        resolution = math.sqrt(resolution * 1_000_000)  # of megapixels
     return {
-        "resolution": int(entry.get("resolution", settings.data.resolution)),
+        "resolution": round(resolution),
         "num_repeats": int(entry.get("repeats", settings.data.repeats)) + 1,
         "caption_dropout_rate": dropout,
     }
@@ -157,9 +162,7 @@ def one_trainer(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> For
             "weight_dtype": "FLOAT_32" if is_whole or model.model_type != "lora" else "BFLOAT_16",
         },
         **{"text_encoder" + (f"_{number}" if number > 1 else ""): silent for number in range(1, kind.encoders + 1)},
-        "resolution": str(
-            int(entries[0].get("resolution", settings.data.resolution) if entries else settings.data.resolution)
-        ),
+        "resolution": str(of_folder(entries[0], settings)["resolution"]),
         "learning_rate_scheduler": settings.optimizer.lr_scheduler.removesuffix("_with_warmup").upper(),
         "learning_rate_min_factor": settings.optimizer.lr_end / settings.optimizer.learning_rate,
         "ema": "OFF" if not settings.ema.use_ema else "GPU" if settings.ema.ema_device == "accelerator" else "CPU",
@@ -192,7 +195,11 @@ def concept(entry: Mapping[str, Any], settings: Settings) -> Values:
         "path": entry["instance_data_dir"],
         "include_subdirectories": True,
         "balancing": float(given["num_repeats"]),
-        "image": {"enable_crop_jitter": False},
+        "image": {
+            "enable_crop_jitter": False,
+            "enable_resolution_override": True,
+            "resolution_override": str(given["resolution"]),
+        },
     }
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 
 from simpletuner.app import main
+from simpletuner.errors import SettingsError
+from simpletuner.importing.exporting import comparable, differing
 from simpletuner.settings import load, settings_as_json
-from simpletuner.settings.declared.sections import SECTION_OF
 
 RUN = {
     "model_type": "lora",
@@ -106,15 +111,94 @@ def test_layers_of_attention_are_named_for_ai_toolkit(run):
     assert made["flow_use_uniform_schedule"] is True
 
 
-def test_every_difference_that_is_not_said_is_none(run):
+GENERATED = st.fixed_dictionaries(
+    {"model_family": st.sampled_from(["sdxl", "flux"])},
+    optional={
+        "learning_rate": st.sampled_from([1e-5, 3e-4, 1.0]),
+        "optimizer": st.sampled_from(["adamw", "lion", "prodigy", "adamw_schedulefree"]),
+        "lr_scheduler": st.sampled_from(["constant", "cosine", "linear", "polynomial"]),
+        "lr_warmup_steps": st.sampled_from([0, 7, 0.25]),
+        "lr_end": st.sampled_from([0.0, 1e-7]),
+        "adam_weight_decay": st.sampled_from([0.0, 0.1]),
+        "adam_beta2": st.sampled_from([0.95, 0.99]),
+        "adam_epsilon": st.sampled_from([1e-8, 1e-6]),
+        "max_grad_norm": st.sampled_from([0.0, 0.3, 2.0]),
+        "train_batch_size": st.integers(1, 5),
+        "gradient_accumulation_steps": st.integers(1, 3),
+        "num_train_epochs": st.integers(1, 9),
+        "mixed_precision": st.sampled_from(["bf16", "no"]),
+        "lora_rank": st.sampled_from([1, 16]),
+        "lora_alpha": st.sampled_from([1.0, 4.0]),
+        "lora_type": st.sampled_from(["lora", "dora", "lokr"]),
+        "lora_dropout": st.sampled_from([0.0, 0.1]),
+        "lora_target_modules": st.sampled_from(["", "*", "to_q,to_k", "*attn*"]),
+        "caption_dropout_probability": st.sampled_from([0.0, 0.2]),
+        "aspect_bucket_alignment": st.sampled_from([32, 64]),
+        "use_ema": st.booleans(),
+        "ema_decay": st.sampled_from([0.9, 0.999]),
+        "snr_gamma": st.sampled_from([1.0, 5.0]),
+        "flow_schedule_shift": st.sampled_from([1.0, 3.0]),
+        "flow_use_uniform_schedule": st.booleans(),
+        "base_model_precision": st.sampled_from(["int8", "nf4"]),
+        "seed": st.integers(0, 9),
+    },
+)
+"""Settings of which another program may have a word, in any company."""
+
+
+@pytest.mark.parametrize("to", FILES)
+@settings_of_hypothesis(
+    max_examples=int(os.environ.get("ROUND_TRIPS", "4")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(generated=GENERATED)
+def test_every_difference_that_is_not_said_is_none(run, to, generated):
     """What the import makes of the file equals the run, but for what was said and for what trains nothing else."""
-    aside = ("checkpoints", "compile", "hub", "launch", "logging", "validation", "data", "parallel")
-    found, made, _ = exported(run, "kohya", **RUN, model_family="sdxl", lora_alpha=4, snr_gamma=5, use_ema=True)
-    ours = settings_as_json(load({}, Path("given.json"), environment={}))
-    said = {each.partition(" ")[0] for each in found}
-    wrong = {name for name in ours if ours[name] != made[name] and SECTION_OF[name] not in aside}
-    assert wrong - {"num_train_epochs", "pretrained_model_name_or_path", "output_dir"} <= said
-    assert {"use_ema", "lora_target_modules", "prediction_type"} <= said
+    Path("given.json").write_text(json.dumps({"instance_data_dir": "photos", "model_type": "lora", **generated}))
+    try:
+        loaded = load({}, Path("given.json"), environment={})
+    except SettingsError:
+        return  # contradict each other
+    code, err = run("config", "export", f"--to={to}", f"--output={FILES[to]}", "--config=given.json")
+    if code:
+        assert code == 2 and "has no word for it" in err and "this is a bug" not in err, err
+        return
+    code, imported = run("config", "import", FILES[to], "--output=back.toml", "--force")
+    assert code == 0, (imported, Path(FILES[to]).read_text())
+    made = load({}, Path("back.toml"), environment={})
+    said = {line.partition("not said there: ")[2].partition(" ")[0] for line in err.splitlines()}
+    assert {*differing(comparable(loaded), comparable(made))} <= said | WRITTEN_AS_LAYERS
+
+
+WRITTEN_AS_LAYERS = {"lora_target_modules"}
+"""The same layers by other patterns: test_layers_of_attention_are_named_for_ai_toolkit."""
+
+
+@pytest.mark.parametrize("to", FILES)
+def test_what_is_no_folder_of_images_is_not_trained_there(run, to):
+    entries = [
+        {"id": "first", "instance_data_dir": "photos", "resolution": 1, "resolution_type": "area"},
+        {"id": "second", "instance_data_dir": "photos", "resolution": 512, "repeats": 2, "conditioning_data": "masks"},
+        {"id": "masks", "dataset_type": "conditioning", "conditioning_type": "mask", "instance_data_dir": "photos"},
+        {"id": "held", "dataset_type": "eval", "instance_data_dir": "photos"},
+        {"id": "off", "instance_data_dir": "photos", "disabled": True},
+        {"id": "bucket", "type": "aws", "aws_bucket_name": "b", "aws_secret_access_key": "unseen7"},
+    ]
+    Path("data.json").write_text(json.dumps(entries))
+    run_of = ("--model_family=flux", "--model_type=lora", "--data_backend_config=data.json")
+    code, err = run("config", "export", f"--to={to}", f"--output={FILES[to]}", *run_of)
+    assert code == 0, err
+    for name, kind in (("masks", "conditioning"), ("held", "eval"), ("bucket", "no folder")):
+        assert f"dataset `{name}` ({kind}): folders of images alone are written" in err
+    assert "`off`" not in err and "repeats" not in err, "the second one's are its own"
+    assert not [path for path in Path().glob("*.*") if "unseen7" in path.read_text() and path.name != "data.json"]
+    code, err = run("config", "import", FILES[to], "--output=back.toml")
+    made = json.loads(Path("back.datasets.json").read_text())
+    assert [(each["resolution"], each.get("repeats", 0)) for each in made] == [(1000, 0), (512, 2)]
+    Path("data.json").write_text(json.dumps(entries[-1:]))
+    code, err = run("config", "export", f"--to={to}", f"--output={FILES[to]}", *run_of)
+    assert code == 2 and "no dataset of this run is a folder of images" in err
 
 
 @pytest.mark.parametrize(
