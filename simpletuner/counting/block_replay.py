@@ -7,6 +7,7 @@ allocates what the graph of the block keeps, and notes in its backward pass the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -209,15 +210,9 @@ class Recorder:
         self.counter = StepCounter.of(execution, iter(present))
         self.recording, self.base = Recording(), 0
 
-    def record(self, learns: bool) -> Recording | None:
-        """Return what the call takes; None where outputs are views of inputs, or no tensors.
-
-        `learns` where a block keeps nothing in its first forward pass (`SelectiveRecomputation`).
-        """
+    def record(self) -> Recording | None:
+        """Return what the call takes; None where outputs are views of inputs, or no tensors."""
         counter, recording = self.counter, self.recording
-        if learns:
-            with counter.forward():
-                self.call.call(self.call.inputs.make(self.anchor)[0])
         with counter.counting(), counter.gradients_released(self.trained):
             loss, held = self.run_forward(self.new_inputs())
             if loss is not None and loss.requires_grad:
@@ -332,15 +327,19 @@ class BlockReplays:
     counter: StepCounter
     anchor: Tensor
     """Fake, and requires a gradient: also a block whose inputs have none is part of the graph."""
-    learns: bool = False
     recordings: dict[object, Recording | None] = field(default_factory=dict)
 
     @contextmanager
-    def replaced(self, model: nn.Module) -> Iterator[None]:
-        """Replay the blocks of a model within."""
+    def replaced(self, model: nn.Module, unused: Sequence[str]) -> Iterator[None]:
+        """Replay the blocks of a model within, but for those that are the only ones of their kind.
+
+        Qwen-Image's last block is one: it has `unused` parameters, and what it makes of the text is not kept.
+        """
         classes = recommended_blocks(model)
         named = [(name, module) for name, module in model.named_modules() if type(module).__name__ in classes]
-        blocks = {block: (name, kind_of(block)) for name, block in named}
+        blocks = {block: (name, kind_of(name, block, unused)) for name, block in named}
+        counts = Counter(kind for _, kind in blocks.values())
+        blocks = {block: (name, kind) for block, (name, kind) in blocks.items() if counts[kind] > 1}
         recomputes = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
         callers = [each for each in model.modules() if hasattr(each, CHECKPOINT)] if recomputes else []
         alone = [] if recomputes else [*blocks]
@@ -391,13 +390,14 @@ class BlockReplays:
         self.counter.is_paused = True
         try:
             with ThreadPoolExecutor(max_workers=1) as thread:
-                return thread.submit(recorder.record, self.learns).result()
+                return thread.submit(recorder.record).result()
         finally:
             self.counter.is_paused = False
             # Autocast has one cache for all threads, which the end of the recorded forward pass has cleared.
             self.counter.cast_weights.append(new_storage(self.anchor, before - self.counter.memory.live))
 
 
-def kind_of(block: nn.Module) -> object:
+def kind_of(name: str, block: nn.Module, unused: Sequence[str]) -> object:
     parameters = tuple((name, each.shape, each.dtype, each.requires_grad) for name, each in block.named_parameters())
-    return repr(block), parameters  # non-parameters such as strides are in the repr
+    idle = tuple(each.removeprefix(f"{name}.") for each in unused if each.startswith(f"{name}."))
+    return repr(block), parameters, idle  # non-parameters such as strides are in the repr

@@ -129,12 +129,12 @@ def trace_step(
     masks = {name: torch.ones(samples, *shape, dtype=torch.long) for name, shape in shapes.items() if "mask" in name}
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     present = [*model.parameters(), *model.buffers(), anchor, latents, *inputs.values()]
-    if learns and not replays:
+    if learns:
         casts = CudaAutocast() if execution.on_gpu else nullcontext()
         with casts, torch.autocast("cpu", execution.dtype, enabled=execution.autocast):
             family.predict(model, latents, timesteps, inputs | masks)
     counter = StepCounter.of(execution, iter(present))
-    blocks = BlockReplays(counter, anchor, learns).replaced(model) if replays else nullcontext()
+    blocks = BlockReplays(counter, anchor).replaced(model, family.unused_parameters()) if replays else nullcontext()
     with counter.counting(), counter.gradients_released(trained), blocks:
         with counter.forward():
             prediction = family.predict(model, latents, timesteps, inputs | masks)
