@@ -88,6 +88,7 @@ def sd_scripts(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> Fore
         raise SettingsError(f"files of sd-scripts are written for LoRAs, and not for {what}", OTHER_PROGRAM)
     values: Values = {
         "pretrained_model_name_or_path": repository_named(model),
+        "output_dir": str(settings.training.output_dir),
         "network_module": module,
         "network_train_unet_only": True,
         "network_alpha": settings.lora.lora_alpha or settings.lora.lora_rank,
@@ -146,6 +147,7 @@ def one_trainer(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> For
     is_whole = settings.training.mixed_precision == "no"
     silent = {"train": False}
     values: Values = {
+        "__version": VERSION,
         "training_method": "LORA" if model.model_type == "lora" else "FINE_TUNE",
         "model_type": name.upper(),
         "base_model_name": repository_named(model),
@@ -184,6 +186,8 @@ def one_trainer(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> For
     return ForeignRun(values, values, said=said)
 
 
+VERSION, CONCEPT_VERSION = 11, 2
+"""Of 23df3832. A file without one is migrated from the first, which ends in a KeyError (TrainConfig.py:626)."""
 PEFT = {"loha": "LOHA", "lokr": "LOKR", "oft": "OFT_2"}
 OPTIMIZERS_THERE = {"adamw_schedulefree": "schedule_free_adamw"}
 
@@ -191,6 +195,7 @@ OPTIMIZERS_THERE = {"adamw_schedulefree": "schedule_free_adamw"}
 def concept(entry: Mapping[str, Any], settings: Settings) -> Values:
     given = of_folder(entry, settings)
     return {
+        "__version": CONCEPT_VERSION,
         "name": entry.get("id", ""),
         "path": entry["instance_data_dir"],
         "include_subdirectories": True,

@@ -99,6 +99,9 @@ def test_a_run_of_onetrainer_counts_epochs(run):
     found, made, [data] = exported(run, "onetrainer", **given, caption_dropout_probability=0.0)
     names = {each.partition(" =")[0] for each in found if "dataset" not in each}
     assert names == set() and data["repeats"] == 3, found
+    written = json.loads(Path("run.json").read_text())
+    # OneTrainer migrates a file without a version from the first one, and ends in a KeyError.
+    assert (written["__version"], [each["__version"] for each in written["concepts"]]) == (11, [2])
     assert {name: made[name] for name in given} == given | {"lora_alpha": 4}
 
 
@@ -215,6 +218,12 @@ def test_a_run_that_another_trainer_cannot_have_is_refused(run, to, settings, sa
     code, err = run("config", "export", f"--to={to}", f"--output={FILES[to]}", "--instance_data_dir=photos", *flags)
     assert code == 2 and said in err and "this is a bug" not in err, err
     assert not Path(FILES[to]).exists()
+
+
+def test_a_file_of_sd_scripts_names_the_folder_that_it_cannot_save_without(run):
+    given = {**RUN, "model_family": "sdxl", "output_dir": "out/mine"}
+    _, made, _ = exported(run, "kohya", **given)
+    assert made["output_dir"] == "out/mine"
 
 
 def test_files_are_of_the_trainers_format(run):
