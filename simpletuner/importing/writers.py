@@ -117,6 +117,10 @@ MODULES = {"flux": "networks.lora_flux", "sd3": "networks.lora_sd3", "lumina2": 
 OTHER_PROGRAM = "choose another format: `simpletuner config export --help` lists them"
 
 
+ENDLESS = 1_000_000
+"""Epochs of a run that is as long as its steps."""
+
+
 def diffusion_pipe(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> ForeignRun:
     model, own = settings.model, settings.optimizer
     kind = next((name for name, family in FAMILIES.items() if family == model.model_family), "")
@@ -124,8 +128,10 @@ def diffusion_pipe(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> 
         raise SettingsError(f"diffusion-pipe does not train {model.model_family}", OTHER_PROGRAM)
     values: Values = {
         "output_dir": str(settings.training.output_dir),
+        # Its examples have both always; the run ends with the first of epochs and max_steps (train.py:955).
+        "epochs": ENDLESS if settings.training.max_train_steps else settings.training.num_train_epochs,
         "model": {"type": kind, "diffusers_path": repository_named(model), "dtype": "bfloat16"},
-        "optimizer": {"type": own.optimizer, "betas": [own.adam_beta1, own.adam_beta2]},
+        "optimizer": {"type": own.optimizer, "lr": own.learning_rate, "betas": [own.adam_beta1, own.adam_beta2]},
     }
     if model.model_type == "lora":
         values["adapter"] = {"type": settings.lora.lora_type, "rank": settings.lora.lora_rank, "dtype": "bfloat16"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,18 @@ def test_a_run_that_another_trainer_can_have_comes_back_as_it_was(run, to, setti
     assert [each[: len(start)] for each, start in zip(found, unsaid, strict=True)] == unsaid, found
     assert {name: made[name] for name in given} == given
     assert (data["instance_data_dir"], data["resolution"], data["repeats"]) == ("photos", 512, 3)
+
+
+@pytest.mark.parametrize(("length", "epochs"), [({"max_train_steps": 9}, 1_000_000), ({"num_train_epochs": 7}, 7)])
+def test_diffusion_pipe_is_given_a_rate_and_epochs_whatever_they_are(run, length, epochs):
+    """Silence would be an error there, or a rate of the optimizer's own."""
+    exported(run, "diffusion-pipe", model_family="flux", model_type="lora", **length)
+    written = tomllib.loads(Path("main.toml").read_text())
+    assert (written["epochs"], written["optimizer"]["lr"], written.get("max_steps")) == (
+        epochs,
+        1e-5,
+        length.get("max_train_steps"),
+    )
 
 
 def test_what_has_no_word_there_is_said(run):
