@@ -21,7 +21,6 @@ from simpletuner.settings import Loaded, load
 from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun, format_count, format_flops, format_gib, parse_bytes
-from simpletuner.tools.plan.rates import rates_of
 
 if TYPE_CHECKING:
     from simpletuner.tools.plan.estimate import RunPlan
@@ -163,7 +162,7 @@ def summary(plan: RunPlan, budget: MemoryBudget, device: Device | None) -> Itera
         mfu = f", MFU {plan.mfu(device):.0%}" if device else ""
         said = "measured here, on one rank"
         if plan.parts is not None and device is not None:
-            said = f"predicted from {rates_of(device)}; --measure measures"
+            said = f"predicted from {source_of_rates(device)}; --measure measures"
         yield "step", f"{plan.step_seconds:.3g} s, {plan.samples_per_second:.3g} samples/s{mfu} ({said})"
         if plan.parts is not None:
             parts = {PARTS.get(name, name): seconds for name, seconds in asdict(plan.parts).items() if seconds}
@@ -175,6 +174,12 @@ def summary(plan: RunPlan, budget: MemoryBudget, device: Device | None) -> Itera
     if plan.room is not None and plan.room.free_bytes is not None:
         lack = "no: " * (plan.room.problem is not None)
         yield "free there", f"{lack}{decimal(plan.room.free_bytes)}, of which it takes {decimal(plan.room.need_bytes)}"
+
+
+def source_of_rates(device: Device) -> str:
+    from simpletuner.tools.plan.rates import rates_of  # which `--help` has no use for
+
+    return str(rates_of(device))
 
 
 def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> dict[str, Any]:
@@ -195,7 +200,7 @@ def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> 
         "flops_per_sample": plan.flops_per_sample,
         "step_seconds": plan.step_seconds,
         "step_seconds_of": plan.parts and asdict(plan.parts),
-        "step_seconds_from": str(rates_of(device)) if plan.parts and device else None,
+        "step_seconds_from": source_of_rates(device) if plan.parts and device else None,
         "samples_per_second": plan.samples_per_second,
         "mfu": plan.mfu(device) if device else None,
         "steps": plan.steps,

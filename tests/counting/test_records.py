@@ -12,6 +12,7 @@ import pytest
 
 from simpletuner.counting.records import FOLDER, MOST_RECORDS, CountRecord, checksum
 from simpletuner.counting.step_memory import Workload
+from simpletuner.launch.node_info import versions
 from simpletuner.report import Report
 from simpletuner.settings import load
 from simpletuner.settings.values.shape import SampleShape, Shape
@@ -120,7 +121,9 @@ def test_a_step_is_counted_once_for_each_model_shape_and_version(home, tmp_path,
         metadata.mkdir(parents=True)
         (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: diffusers\nVersion: 99.0\n")
         monkeypatch.syspath_prepend(str(tmp_path / "site"))
+        versions.cache_clear()  # as in another process
         assert count()[1], "another version of diffusers"
+    versions.cache_clear()
 
 
 def test_nothing_is_kept_of_a_class_whose_code_no_version_names(home):
