@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from simpletuner.counting.memory_counter import Work
-from simpletuner.counting.step_counter import Execution, StepCounter
+from simpletuner.counting.step_counter import Execution, StepCounter, Work
 from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.private_api.of_torch import FakeTensor, run_backward, tree_flatten, tree_unflatten
 

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from simpletuner.counting.block_replay import BlockReplays
 from simpletuner.counting.flops import CudaAutocast
-from simpletuner.counting.memory_counter import ATTENTION, MemoryCounter
-from simpletuner.counting.step_counter import Execution, StepCounter
+from simpletuner.counting.step_counter import ATTENTION, Execution, MemoryCounter, StepCounter
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.vae import has_alpha, takes_frames
 from simpletuner.private_api.of_torch import FakeTensorMode, run_backward
@@ -134,6 +132,8 @@ def trace_step(
         with casts, torch.autocast("cpu", execution.dtype, enabled=execution.autocast):
             family.predict(model, latents, timesteps, inputs | masks)
     counter = StepCounter.of(execution, iter(present))
+    from simpletuner.counting.block_replay import BlockReplays  # a start whose counts are kept does without
+
     blocks = BlockReplays(counter, anchor).replaced(model, family.unused_parameters()) if replays else nullcontext()
     with counter.counting(), counter.gradients_released(trained), blocks:
         with counter.forward():

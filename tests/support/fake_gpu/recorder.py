@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from fake_gpu.device import DEVICE, LIBRARY, RUNTIME
 from fake_gpu.stream_order import HOST, StreamOrder
-from simpletuner.counting.memory_counter import ALLOCATIONS, MemoryCounter
+from simpletuner.counting.step_counter import ALLOCATIONS, MemoryCounter
 
 aten = torch.ops.aten
 BLOCK_BYTES = 512
