@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from fake_gpu.device import DEVICE, LIBRARY, RUNTIME
 from fake_gpu.stream_order import HOST, StreamOrder
-from simpletuner.counting.step_counter import ALLOCATIONS, MemoryCounter
+from simpletuner.counting.step_counter import ALLOCATIONS, MemoryCounter, Work
 
 aten = torch.ops.aten
 BLOCK_BYTES = 512
@@ -68,9 +68,9 @@ class Recorder(MemoryCounter):
 
     def restart(self) -> None:
         """Forget all but what is in memory."""
-        for counter in (self.waits, self.mixed_devices, self.collectives, self.collective_bytes, self.flops):
+        for counter in (self.waits, self.mixed_devices, self.collectives, self.collective_bytes):
             counter.clear()
-        self.launches = self.moved = RUNTIME.spins = 0
+        self.work, RUNTIME.spins = Work(), 0
         self.restart_peak()
 
     # Memory
@@ -140,8 +140,8 @@ class Recorder(MemoryCounter):
         if on_gpu:
             RUNTIME.launch()
             if func.namespace == "simpletuner":  # a kernel reads all it is given, and writes some of it
-                self.launches += 1
-                self.moved += sum(each.nbytes for each in (*tensors, *written(func, args)))
+                self.work.launches += 1
+                self.work.moved += sum(each.nbytes for each in (*tensors, *written(func, args)))
             elif func.namespace == "aten":
                 self.count_work(func.overloadpacket, args, kwargs, outputs, made)
         if self.order is not None:
