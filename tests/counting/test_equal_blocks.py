@@ -100,12 +100,19 @@ def test_what_one_block_takes_is_what_each_of_its_kind_takes(key, pipelines, rec
 
 @pytest.mark.parametrize(
     ("family", "model_type", "recomputes", "offloads"),
-    [("flux", "lora", True, False), ("flux", "lora", False, True), ("pixart_sigma", "full", False, True)],
+    [
+        ("flux", "lora", True, False),
+        ("flux", "lora", False, True),
+        ("pixart_sigma", "full", False, True),
+        ("chroma", "full", True, False),  # whose blocks are called with a mask of each call
+    ],
 )
 def test_the_same_with_a_lora_and_with_offloaded_activations(
     family, model_type, recomputes, offloads, pipelines, tmp_path
 ):
-    layers = dict.fromkeys(("num_layers", "num_single_layers") if family == "flux" else ("num_layers",), BLOCKS)
+    layers = dict.fromkeys(
+        ("num_layers", "num_single_layers") if family in ("flux", "chroma") else ("num_layers",), BLOCKS
+    )
     found, model, mode = deep(family, pipelines(family), tmp_path / "base", layers, model_type=model_type)
     model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
     compare(found, model, mode, offloads=offloads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,10 +91,11 @@ def keep_mask_in_checkpointing(model: nn.Module, mask: Tensor) -> None:
 
     if denoiser.gradient_checkpointing:
         run = denoiser._gradient_checkpointing_func
-        own = run.args[0] if isinstance(run, partial) else run  # an earlier call's mask is another one
-        denoiser.enable_gradient_checkpointing(partial(run_with_mask, own, mask))
+        if isinstance(run, partial) and run.func is run_with_mask:
+            run = run.args[0]  # an earlier call's mask is another one
+        denoiser.enable_gradient_checkpointing(partial(run_with_mask, run, mask))
 
 
 def run_with_mask(run: Callable[..., Any], mask: Tensor, block: nn.Module, *args: Any) -> Any:
-    masked = args if any(each is mask for each in args) else (*args, mask)  # the last argument of a block
-    return run(block, *masked)
+    names = [*signature(type(block).forward).parameters][1:]
+    return run(block, *args, mask) if names.index("attention_mask") == len(args) else run(block, *args)
