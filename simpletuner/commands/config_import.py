@@ -172,6 +172,7 @@ def import_their_run(file: ForeignFile, values: Mapping[str, Any], output: Path 
             datasets = their_datasets(run, listed)
             original.left_out += datasets.left_out
             run.defaults[DATASETS] = str(datasets_path(output)) if output else None
+            run.defaults = {name: value for name, value in run.defaults.items() if name not in of_all(datasets.entries)}
         run.answer(file.trainer.table)
         if run.prompts:
             run.defaults |= prompts_as_settings(run.prompts, output)
@@ -179,6 +180,11 @@ def import_their_run(file: ForeignFile, values: Mapping[str, Any], output: Path 
         loaded = check_runnable(resolve(sources_of(original, {})))
     prompts = run.prompts if "validation_prompt_file" in run.defaults else []
     return ready_run(original, loaded, datasets, Path(), output, prompts)
+
+
+def of_all(entries: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the keys that each dataset has for itself, so that the run's own value has no effect."""
+    return set[str].intersection(*({*each} for each in entries if "conditioning_type" not in each))
 
 
 def file_of_datasets(run: Translation, file: ForeignFile, output: Path | None) -> ForeignFile | None:

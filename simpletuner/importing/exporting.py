@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from simpletuner.importing.original import Original
 from simpletuner.importing.sorting import ALSO_ASIDE, ASIDE, take_translated
 from simpletuner.importing.toml_document import sources_of
 from simpletuner.models.catalog.registry import repository_named
+from simpletuner.models.catalog.support import family_defaults
 from simpletuner.settings.declared.sections import SECTION_OF, Settings
 from simpletuner.settings.foreign.key_table import Maps, put
 from simpletuner.settings.foreign.original_names import is_off
@@ -69,12 +70,12 @@ def foreign_run(writer: Writer, loaded: Loaded, entries: Sequence[Mapping[str, A
     """Return a run in another trainer's words. Raises SettingsError for a model that it does not train."""
     ours = comparable(loaded)
     entries, others = trained_folders(entries)
-    run = writer.write(loaded.settings, entries)
-    theirs, _ = read_back(writer.trainer, run)
+    run = writer.write(with_family_defaults(loaded).settings, entries)
+    theirs, _ = read_back(writer, run, ours)
     for name in differing(ours, theirs):
-        if (key := writer.key_of(name)) and ours[name]:
+        if (key := writer.key_of(name)) and ours[name] is not None:
             put(run.keys, key, ours[name])
-    theirs, found = read_back(writer.trainer, run)
+    theirs, found = read_back(writer, run, ours)
     wrong = [name for name in differing(ours, theirs) if name not in run.said]
     run.unsaid = [f"{name} = {json.dumps(ours[name])}: it would be {json.dumps(theirs[name])}" for name in wrong]
     if repository_named(loaded.settings.model) != theirs["pretrained_model_name_or_path"]:
@@ -103,11 +104,20 @@ def trained_folders(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[
     return folders, others
 
 
+def with_family_defaults(loaded: Loaded) -> Loaded:
+    """Return settings with the values in them that the family has for empty ones: there silence is another value."""
+    settings = loaded.settings
+    for name, (value, _) in family_defaults(settings).items():
+        section = getattr(settings, SECTION_OF[name]).model_copy(update={name: value})
+        settings = settings.model_copy(update={SECTION_OF[name]: section})
+    return replace(loaded, settings=settings)
+
+
 def comparable(loaded: Loaded) -> dict[str, Any]:
     """Return settings with those written out that follow from others."""
-    values = settings_as_json(loaded)
+    values = settings_as_json(with_family_defaults(loaded))
     if values["max_train_steps"]:
-        values["num_train_epochs"] = 0  # which it outranks
+        values["num_train_epochs"] = None  # which it outranks; there 0 epochs may be none
     if values["lr_scheduler"] == "constant_with_warmup":
         values["lr_scheduler"] = "constant"  # which warms up here, too
     if values["lora_alpha"] is None:
@@ -136,8 +146,12 @@ def is_lora(values: Mapping[str, Any]) -> bool:
     return values["model_type"] == "lora"
 
 
-def read_back(trainer: ForeignTrainer, run: ForeignRun) -> tuple[dict[str, Any], list[Translation]]:
-    """Return the settings and datasets that the import makes of a file."""
+def read_back(writer: Writer, run: ForeignRun, ours: Mapping[str, Any]) -> tuple[dict[str, Any], list[Translation]]:
+    """Return the settings and datasets that the import makes of a file.
+
+    Raises SettingsError where the trainer has no word for what decides there, such as an optimizer.
+    """
+    trainer = writer.trainer
     read = trainer.begin(NOWHERE, next(trainer.jobs(run.values)))
     read.values.pop(trainer.dataset_file, None)
     found = list(trainer.entries(read, run.datasets or run.values))
@@ -146,8 +160,14 @@ def read_back(trainer: ForeignTrainer, run: ForeignRun) -> tuple[dict[str, Any],
     take_translated(original, read)
     lost = [item for item in original.left_out if item.effect == "lost"]
     if lost:
-        raise SettingsError(f"{trainer.name} has no word for it: {lost[0].reason}", "export it to another program")
+        names = {writer.key_of(name): name for name in ours}
+        name = names.get(lost[0].name)
+        what = f"{name} = {json.dumps(ours[name])}" if name else f"it: {lost[0].reason}"
+        raise SettingsError(f"{trainer.name} has no word for {what}", OTHER_PROGRAM)
     return comparable(resolve(sources_of(original, {}), complete=False)), found
+
+
+OTHER_PROGRAM = "choose another format: `simpletuner config export --help` lists them"
 
 
 def unsaid_of(

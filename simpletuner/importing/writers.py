@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.importing.exporting import ForeignRun, Values, Writer
+from simpletuner.importing.exporting import OTHER_PROGRAM, ForeignRun, Values, Writer
 from simpletuner.importing.trainers.ai_toolkit import AI_TOOLKIT
 from simpletuner.importing.trainers.ai_toolkit_models import ARCHS
 from simpletuner.importing.trainers.diffusion_pipe import DIFFUSION_PIPE, FAMILIES
@@ -114,9 +114,6 @@ def sd_scripts(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> Fore
 
 
 MODULES = {"flux": "networks.lora_flux", "sd3": "networks.lora_sd3", "lumina2": "networks.lora_lumina"}
-OTHER_PROGRAM = "choose another format: `simpletuner config export --help` lists them"
-
-
 ENDLESS = 1_000_000
 """Epochs of a run that is as long as its steps."""
 
@@ -248,6 +245,8 @@ WRITERS = {
         ".json",
         {
             "learning_rate": "learning_rate",
+            "lr_scheduler": "learning_rate_scheduler",
+            "optimizer": "optimizer.optimizer",
             "max_grad_norm": "clip_grad_norm",
             "lora_alpha": "lora_alpha",
             "adam_beta1": "optimizer.beta1",
