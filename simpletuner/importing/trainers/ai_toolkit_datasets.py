@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from simpletuner.importing.folders import (
     BLANKS_MATTER,
     blanks,
     captioned,
+    condition,
     files_in,
     folder_entry,
     images_of,
@@ -65,7 +65,6 @@ def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iter
     """Yield a dataset for each folder and resolution, and those of its masks and control images."""
     listed = run.written.get("datasets")
     run.values.pop("datasets", None)
-    counts: Counter[str] = Counter()
     if any(not isinstance(given, Mapping) for given in (listed if isinstance(listed, list) else [listed])):
         raise SettingsError(f"{run.file}: datasets: use a list of tables", "each has folder_path")
     for given in listed or []:
@@ -73,12 +72,12 @@ def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iter
         said: set[tuple[str, str]] = set()
         for size in sizes if isinstance(sizes, list) and sizes else [sizes]:
             for found in of_folder(run, given, size):
-                counts[found.defaults["id"]] += 1
-                for each in with_pairs(run, found, given, counts):
-                    # What is said of a folder is said once.
-                    each.left_out = [item for item in each.left_out if (item.name, item.reason) not in said]
-                    said |= {(item.name, item.reason) for item in each.left_out}
-                    yield each
+                conditions(run, found, given)
+                found.answer(DATASET)
+                # What is said of a folder is said once.
+                found.left_out = [item for item in found.left_out if (item.name, item.reason) not in said]
+                said |= {(item.name, item.reason) for item in found.left_out}
+                yield found
 
 
 def of_folder(run: Translation, given: Mapping[str, Any], size: object) -> Iterator[Translation]:
@@ -177,38 +176,22 @@ def trigger_rules(trigger: str) -> list[str]:
     return [f"s/\\[(trigger|name)\\]/{word}/", f"s/^(?![\\s\\S]*{pattern})/{word} /"]
 
 
-def with_pairs(
-    run: Translation, found: Translation, given: Mapping[str, Any], counts: Counter[str]
-) -> Iterator[Translation]:
-    """Yield a dataset with a name of its own, and those of its control images and its masks."""
-    own = found.defaults["id"]
-    if counts[own] > 1:
-        found.defaults["id"] = own = f"{own}-{counts[own]}"
+def conditions(run: Translation, found: Translation, given: Mapping[str, Any]) -> None:
+    """Add the control images and the masks of a folder, which are datasets of their own here."""
     controls = [given[name] for name in ("control_path_1", "control_path_2", "control_path_3") if given.get(name)]
-    controls = controls or ([given["control_path"]] if isinstance(given.get("control_path"), str) else [])
     listed = given.get("control_path")
-    controls = [path for path in (controls or (listed if isinstance(listed, list) else [])) if path]
+    controls = controls or [path for path in (listed if isinstance(listed, list) else [listed]) if path]
     kind = EDITORS.get(arch_of(run))
-    others = []
     if controls and kind is None:
         found.lose("control_path", "this model is not given images here", controls)
-    elif controls:
-        sizes = {name: found.defaults[name] for name in ("resolution", "resolution_type")}
-        sizes |= {"resolution": 1024} if kind == "reference_loose" else {}
-        others += [(f"{own}-control-{number}", path, kind, sizes) for number, path in enumerate(controls, start=1)]
+    elif kind is not None:
+        size = 1024 if kind == "reference_loose" else found.defaults["resolution"]
+        for path in controls:
+            condition(found, path, kind, resolution=size, resolution_type=found.defaults["resolution_type"])
     if mask := given.get("mask_path"):
-        others.append((f"{own}-masks", mask, "mask", {}))
+        condition(found, mask, "mask")
         if found.number("mask_min_value", 0) or found.is_on("invert_mask"):
             found.lose("mask_min_value", "masks count as they are here", found.get("mask_min_value"))
         found.remark("mask_path", "the loss is divided by the mean of the masks of a batch there, and of each here")
     found.drop([f"control_path{end}" for end in ("", "_1", "_2", "_3")], "control images are a dataset of their own")
     found.drop(["mask_path"], "masks are a dataset of their own")
-    found.answer(DATASET)
-    if others:
-        found.defaults["conditioning_data"] = [name for name, *_ in others]
-    yield found
-    for name, path, kind, sizes in others:
-        pair = run.within({})
-        pair.defaults = {"id": name, "type": "local", "instance_data_dir": path, "dataset_type": "conditioning"}
-        pair.defaults |= {"conditioning_type": kind, **sizes}
-        yield pair

@@ -308,7 +308,7 @@ def test_datasets_have_their_sizes_masks_controls_and_clips():
     edits = {"name_or_path": "Qwen/Qwen-Image-Edit-2509", "arch": "qwen_image_edit_plus"}
     controls = {"model": edits, "datasets.control_path_1": "one", "datasets.control_path_2": "two"}
     first, *pairs = imported(controls)[1]
-    assert first["conditioning_data"] == ["img-control-1", "img-control-2"]
+    assert first["conditioning_data"] == ["img-references", "img-references-2"]
     assert [(each["conditioning_type"], each["resolution"]) for each in pairs] == [("reference_loose", 1024)] * 2
     kontext = {"model": {"name_or_path": "m", "arch": "flux_kontext"}, "datasets.control_path": "before"}
     assert imported(kontext)[1][1]["conditioning_type"] == "reference_strict"
