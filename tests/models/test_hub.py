@@ -87,6 +87,12 @@ def test_a_run_is_of_one_commit_of_its_base_model(hub, fetch, starter, shapes, t
     shutil.rmtree(tmp_path / "home")  # as on a machine that has nothing of it yet
     said = fetch("run", NAME, more=["--max_train_steps=2"])
     assert f"{NAME}@{COMMIT}" in said and LATER not in said and "changed since the checkpoint" not in said
+    shutil.rmtree(tmp_path / "home")
+    hub.roots.clear()  # as where somebody has rewritten the branch
+    again = [*command(tmp_path / "run", shapes, NAME), "--max_train_steps=3"]
+    refused = starter.start(ranks.command_line_at_hub, 1, variables(hub, tmp_path), again)
+    assert refused.wait() == [3] and f"cannot fetch {NAME} at {COMMIT} from the hub" in refused.said, refused.said
+    assert "--revision=main takes what is there now" in " ".join(refused.said.split())
     said = fetch("run", NAME, more=["--max_train_steps=3", "--revision=main"])
     sentence = f"base commit was {NAME}@{COMMIT} at the checkpoint, and is {NAME}@{LATER} now"
     assert sentence in " ".join(said.split())

@@ -86,7 +86,11 @@ class Answer(BaseHTTPRequestHandler):
     def answer(self, with_body: bool) -> None:
         words = unquote(urlsplit(self.path).path).strip("/").split("/")
         if words[:2] == ["api", "models"]:
-            commit = self.server.commit_named(words[5] if len(words) > 5 else "")
+            revision = words[5] if len(words) > 5 else ""
+            if len(revision) == len(COMMIT) and revision not in (self.server.commit, *self.server.roots):
+                self.refuse("RevisionNotFound")
+                return
+            commit = self.server.commit_named(revision)
             self.tell(self.server.root_of(commit) / words[2] / words[3], words[4], commit)
             return
         if words[:2] == ["api", "datasets"]:
