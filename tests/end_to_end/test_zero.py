@@ -62,7 +62,7 @@ def test_accumulated_and_clipped_gradients_are_those_of_one_pass(run_on, argumen
 
 def test_blocks_that_keep_a_part_give_the_losses_of_those_that_keep_all(run_on, arguments_of):
     """Stage 3 adds biases in place to what a block has kept, which must not be added to once more: FLUX.1 has some."""
-    half = {"gradient_checkpointing": True, "activation_memory_budget": 0.5}
+    half = {"gradient_checkpointing": True, "training": {"activation_memory_budget": 0.5}}
     expected = run_on(engines.losses_in_turn, 1, arguments_of("flux"), ["whole"], 3)["whole"]
     for name, steps in run_on(engines.losses_in_turn, 2, arguments_of("flux", **half), ["zero2", "zero3"], 3).items():
         assert flat(steps) == pytest.approx(flat(expected), rel=1e-5), name

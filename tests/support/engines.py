@@ -151,7 +151,6 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
             gradient_accumulation_steps=passes,
             mixed_precision=dtype,
             gradient_checkpointing=arguments.get("gradient_checkpointing", False),
-            activation_memory_budget=arguments.get("activation_memory_budget"),
             **arguments.get("training", {}),
         ),
         optimizer=Optimizer(
