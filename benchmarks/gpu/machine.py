@@ -245,39 +245,54 @@ KERNEL_BYTES = 14
 
 def kernel(tiny: bool) -> None:
     """Hold the Triton kernel of SplitAdamW against torch's operators on the CPU, and time it."""
-    from simpletuner.parallel.precision.split_adamw import QuantizedMoment, update_in_chunks, update_on_gpu
+    from simpletuner.parallel.precision.split_adamw import (
+        QuantizedMoment,
+        Update,
+        columns,
+        numbers,
+        update_in_chunks,
+        update_on_gpu,
+    )
 
     if not on_gpu(tiny):
         tell(what="split kernel", error="needs a GPU")
         return
 
-    def state_on(device: str, count: int) -> tuple[Any, ...]:
-        torch.manual_seed(1)
-        weight, low = (
-            torch.randn(count).mul_(0.02).bfloat16(),
-            torch.randint(-32768, 32767, (count,), dtype=torch.int16),
-        )
-        moments = [QuantizedMoment.zeros(count, signed, torch.device(device)) for signed in (True, False)]
-        bits, gradient = weight.view(torch.int16), torch.randn(count).bfloat16()
-        return (*(each.to(device) for each in (bits, low, gradient)), *moments, torch.ones((), device=device))
+    def update_on(device: str, count: int, seed: int) -> Update:
+        torch.manual_seed(seed)
+        low = torch.randint(-32768, 32767, (count,), dtype=torch.int16)
+        bits, gradient = torch.randn(count).mul_(0.02).bfloat16().view(torch.int16), torch.randn(count).bfloat16()
+        mean, square = (QuantizedMoment.zeros(count, signed, torch.device(device)) for signed in (True, False))
+        return Update(bits.to(device), low.to(device), gradient.to(device), mean, square, seed, FACTORS)
 
-    def launch(state: tuple[Any, ...], seed: int) -> float:
-        bits, low, gradient, mean, square, scale = state
+    def launch(updates: list[Update]) -> float:
         began = time.perf_counter()
-        update_on_gpu(bits, low, gradient, mean.codes, mean.scales, square.codes, square.scales, scale, seed, FACTORS)
+        update_on_gpu(*columns(updates), scale, *numbers(updates))
         return time.perf_counter() - began
 
-    small, theirs = (state_on(device, 128 * 1024 + 77) for device in ("cuda", "cpu"))
-    compiling = launch(small, 5)
-    bits, low, gradient, mean, square, scale = theirs
-    update_in_chunks(bits, low, gradient, mean, square, scale, 5, FACTORS)
-    pairs = {"weights": (small[0], theirs[0]), "low bits": (small[1], theirs[1])}
-    pairs |= {name: (small[index].codes, theirs[index].codes) for name, index in (("means", 3), ("squares", 4))}
-    same = {name: (ours.cpu() == others).float().mean().item() for name, (ours, others) in pairs.items()}
+    scale = torch.ones((), device="cuda")
+    ours, theirs = (
+        [update_on(device, count, seed) for seed, count in enumerate((128 * 1024 + 77, 64, 3))]
+        for device in ("cuda", "cpu")
+    )
+    compiling = launch(ours)
+    for each in theirs:
+        update_in_chunks(each, torch.ones(()))
+    parts = {
+        "weights": lambda each: each.weight,
+        "low bits": lambda each: each.remainder,
+        "means": lambda each: each.mean.codes,
+        "squares": lambda each: each.square.codes,
+    }
+    joined = {name: [torch.cat([*map(part, each)]).cpu() for each in (ours, theirs)] for name, part in parts.items()}
+    same = {name: (one == other).float().mean().item() for name, (one, other) in joined.items()}
     tell(what="split kernel, share equal to the CPU's", compiling=compiling, **same)
-    tell(what="split kernel, launch on the host, us", here=median(launch(small, seed) for seed in range(200)) * 1e6)
-    large = state_on("cuda", 2**28)
-    seconds = seconds_of(lambda: launch(large, 7))
+    many = ours * 500
+    tell(
+        what="split kernel, launch of 1,500 weights on the host, us", here=median(launch(many) for _ in range(20)) * 1e6
+    )
+    large = [update_on("cuda", 2**28, 7)]
+    seconds = seconds_of(lambda: launch(large))
     tell(what="split kernel, 2^28 values", seconds=seconds, TB_per_s=KERNEL_BYTES * 2**28 / seconds / 1e12)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +28,7 @@ class ShardOptimizer(torch.optim.Optimizer):
 
 
 class ShardAdamW(ShardOptimizer):
-    """Base of AdamW's variants: arguments, and parameters that are updated one by one.
-
-    The foreach functions of torch would need the temporary tensors of all parameters at once.
-    """
+    """Base of AdamW's variants: its arguments."""
 
     def __init__(
         self,
@@ -43,17 +39,6 @@ class ShardAdamW(ShardOptimizer):
         weight_decay: float,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        raise NotImplementedError
 
 
 def new_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> NewMoments:

@@ -10,88 +10,102 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from simpletuner.parallel.precision.split_adamw import (
     BLOCK,
     QuantizedMoment,
+    Update,
     factors_of,
     join_float32,
     update_in_chunks,
     write_float32,
 )
 
-SIZES = (16 * BLOCK, 9 * BLOCK + 5, 7)
-SEED = 123_456_789
+SIZES = (16 * BLOCK, 9 * BLOCK + 5, 0, 7, 150 * BLOCK + 1, 64 * BLOCK)
+"""Of weights that one launch steps: several programs, a part of one, no values on this rank."""
 FACTORS = factors_of(3, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01})
 
 
-def state_of(count: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return the tensors of a weight, with a gradient of a dtype and its scale, as `split_kernel.launch` takes them."""
-    noise = torch.Generator().manual_seed(count)
+def update_of(number: int, count: int, dtype: torch.dtype, keeps_remainder: bool) -> Update:
+    """Return a step of a weight; the gradient of every second one begins where no vector can be read."""
+    noise = torch.Generator().manual_seed(number)
     values = torch.randn(count, generator=noise)
     weight, remainder = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
     write_float32(values, weight, remainder)
     mean, square = (QuantizedMoment.zeros(count, signed, values.device) for signed in (True, False))
-    mean.write(0, torch.randn(count, generator=noise) * 0.1)
-    square.write(0, torch.rand(count, generator=noise) * 0.01)
-    gradient = torch.randn(count, generator=noise).to(dtype)
-    moments = (mean.codes, mean.scales, square.codes, square.scales)
-    return [weight.view(torch.int16), remainder, gradient, *moments, torch.tensor(0.7)]
+    if count:
+        mean.write(0, torch.randn(count, generator=noise) * 0.1)
+        square.write(0, torch.rand(count, generator=noise) * 0.01)
+    gradient = torch.randn(count + 1, generator=noise).to(dtype)[number % 2 :][:count]
+    factors = [*FACTORS[:-1], FACTORS[-1] * (1 + number)]
+    return Update(
+        weight.view(torch.int16),
+        remainder if keeps_remainder else None,
+        gradient,
+        mean,
+        square,
+        10**8 + number,
+        factors,
+    )
 
 
 def interpreted() -> list[dict[str, float]]:
     """Step by Triton's interpreter and by torch's operators; return how far apart the results are."""
     from simpletuner.parallel.precision.split_kernel import launch
 
-    found = []
-    for count in SIZES:
-        for dtype, keeps_remainder in product((torch.bfloat16, torch.float32), (True, False)):
-            ours, before = state_of(count, dtype), state_of(count, dtype)
-            theirs = [each.clone() for each in ours]
-            for step, each in ((launch, ours), (update_in_chunks, theirs)):
-                low, moments = (
-                    each[1] if keeps_remainder else None,
-                    (QuantizedMoment(*each[3:5]), QuantizedMoment(*each[5:7])),
-                )
-                step(each[0], low, each[2], *moments, each[7], SEED, FACTORS)
-            one, other, first = (join_float32(*each[:2]) for each in (ours, theirs, before))
-            pairs = [(ours[place], theirs[place]) for place in (4, 6)]
-            codes = [(ours[place] != theirs[place]).float().mean().item() for place in (3, 5)]
-            found.append({
-                "weights": ((one - other).abs() / (other - first).abs().max()).max().item() if keeps_remainder else 0,
-                "rounded": (ours[0] != theirs[0]).float().mean().item(),
-                "scales": max(((mine - their) / their).abs().max().item() for mine, their in pairs),
-                "codes": max(codes),
-                "changed": (ours[3] != before[3]).float().mean().item(),
-            })  # fmt: skip
+    found, scale = [], torch.tensor(0.7)
+    for dtype, keeps_remainder in product((torch.bfloat16, torch.float32), (True, False)):
+        ours, theirs, before = (
+            [update_of(*each, dtype, keeps_remainder) for each in enumerate(SIZES)] for _ in range(3)
+        )
+        launch(ours, scale)
+        for each in theirs:
+            update_in_chunks(each, scale)
+        found += [differences(*each) for each in zip(ours, theirs, before, strict=True) if len(each[0].weight)]
     return found
+
+
+def differences(ours: Update, theirs: Update, before: Update) -> dict[str, float]:
+    found = {"weights": 0.0}
+    exact = [join_float32(each.weight, low) for each in (ours, theirs, before) if (low := each.remainder) is not None]
+    if exact:
+        one, other, first = exact
+        found["weights"] = ((one - other).abs() / (other - first).abs().max()).max().item()
+    pairs = [(ours.mean, theirs.mean), (ours.square, theirs.square)]
+    return found | {
+        "rounded": (ours.weight != theirs.weight).float().mean().item(),
+        "scales": max(((mine.scales - their.scales) / their.scales).abs().max().item() for mine, their in pairs),
+        "codes": max((mine.codes != their.codes).float().mean().item() for mine, their in pairs),
+        "changed": (ours.mean.codes != before.mean.codes).float().mean().item(),
+    }
 
 
 def compiled() -> dict[str, dict[str, int]]:
     """Compile the kernel for GPUs; return its accesses of memory by kind and width in bytes, and its local memory."""
     import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
     from simpletuner.parallel.precision.split_kernel import CONSTANTS, adamw_kernel
 
-    tensors = ("*i16", "*i16", "*bf16", "*i8", "*fp32", "*u8", "*fp32", "*fp32")
-    names: list[str] = adamw_kernel.arg_names
-    kinds: dict[str, str] = {**dict.fromkeys(names, "fp32"), **dict(zip(names, tensors, strict=False))}
-    kinds |= {"count": "i32", "seed": "i32", **dict.fromkeys((*CONSTANTS, "keeps_remainder"), "constexpr")}
-    aligned: Any = {(place,): [["tt.divisibility", 16]] for place in (*range(len(tensors)), names.index("count"))}
+    kinds = {"table": "*i64", "factors": "*fp32", "gradient_scale": "*fp32", "num_weights": "i32"}
+    kernel: Any = adamw_kernel
+    names: list[str] = kernel.arg_names
+    signature = dict.fromkeys(names, "constexpr") | kinds
+    # torch allocates at multiples of 512 bytes.
+    attributes: Any = {(names.index(name),): [["tt.divisibility", 16]] for name in kinds if name != "num_weights"}
     found = {}
     for capability, keeps_remainder in product((80, 89, 90), (True, False)):
-        constants = CONSTANTS | {"keeps_remainder": keeps_remainder}
-        source = ASTSource(adamw_kernel, signature=kinds, constexprs=constants, attrs=aligned)
-        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-        accesses = re.findall(r"(ld|st)\.global(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
+        kind = {"gradient_kind": tl.bfloat16, "keeps_remainder": keeps_remainder, "aligned": True}
+        source = ASTSource(adamw_kernel, signature=signature, constexprs=CONSTANTS | kind, attrs=attributes)
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+        accesses = re.findall(r"(ld|st)\.global(?:\.v(\d))?\.b(\d+)", built.asm["ptx"])
         counted = Counter(f"{kind} {int(many or 1) * int(bits) // 8}" for kind, many, bits in accesses)
         found[f"sm_{capability}{' with remainders' * keeps_remainder}"] = {
             **counted,
-            "local": kernel.asm["ptx"].count(".local"),
-            "code": len(kernel.asm["cubin"]),
+            "local": built.asm["ptx"].count(".local"),
+            "code": len(built.asm["cubin"]),
         }
     return found
 

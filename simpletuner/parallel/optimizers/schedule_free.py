@@ -31,6 +31,14 @@ class ScheduleFreeAdamW(ShardAdamW):
             "weight_sum": lambda: torch.zeros((), dtype=torch.float64),
         }
 
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # One by one: the foreach functions of torch would need the temporary tensors of all parameters at once.
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         y = parameter
         state, rate, (beta1, beta2) = self.state[y], group["lr"], group["betas"]

@@ -7,8 +7,9 @@ written as float32, so checkpoints need not know of them.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -149,8 +150,19 @@ class SplitAdamW(ShardAdamW):
         self.remainders = {}
         self.numbers = {each: number for number, each in enumerate(self.param_groups[0]["params"])}
 
-    def step(self, closure: None = None) -> None:
-        super().step()
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        [group] = self.param_groups
+        updates = [self._update(each, each.grad, group) for each in group["params"] if each.grad is not None]
+        if updates:
+            device = updates[0].weight.device
+            # Filled on the device: a copy of a number would wait for the GPU.
+            scale = torch.ones((), device=device) if self.gradient_scale is None else self.gradient_scale
+            if device.type == "cuda":
+                update_on_gpu(*columns(updates), scale, *numbers(updates))
+            else:
+                for each in updates:
+                    update_in_chunks(each, scale)
         self.gradient_scale = None
 
     def new_moments(self, parameter: Tensor) -> NewMoments:
@@ -165,22 +177,33 @@ class SplitAdamW(ShardAdamW):
         self.state[parameter] = {"step": steps, **moments}
         return self.state[parameter]
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Update:
         state = self.state.get(parameter) or self.start(parameter, 0)
         state["step"] += 1
         # Of step and number alone: a resumed run draws the same, and so do all copies of a weight.
         seed = hash_key(state["step"], self.numbers[parameter]) % 2**31
-        scale = self.gradient_scale
-        if scale is None:
-            scale = torch.ones((), device=parameter.device)  # filled there: a copy of a number would wait for the GPU
         bits, low = parameter.detach().view(torch.int16).view(-1), self.remainders.get(parameter)
         tensors = (bits, None if low is None else low.view(-1), gradient.view(-1))
-        mean, square, factors = state["exp_avg"], state["exp_avg_sq"], factors_of(state["step"], group)
-        if parameter.is_cuda:
-            moments = (mean.codes, mean.scales, square.codes, square.scales)
-            update_on_gpu(*tensors, *moments, scale, seed, factors)
-        else:
-            update_in_chunks(*tensors, mean, square, scale, seed, factors)
+        return Update(*tensors, state["exp_avg"], state["exp_avg_sq"], seed, factors_of(state["step"], group))
+
+
+class Update(NamedTuple):
+    """A step of a weight of N values, which changes all of its tensors but the gradient in place."""
+
+    weight: Tensor
+    """(N,), the int16 of its bits."""
+    remainder: Tensor | None
+    """(N,), int16."""
+    gradient: Tensor
+    """(N,), bf16 or float32."""
+    mean: QuantizedMoment
+    square: QuantizedMoment
+    seed: int
+    factors: list[float]
+    """See `factors_of`."""
+
+
+NUM_FACTORS = 7
 
 
 def factors_of(steps: int, group: dict[str, Any]) -> list[float]:
@@ -192,29 +215,36 @@ def factors_of(steps: int, group: dict[str, Any]) -> list[float]:
 
 @torch.library.custom_op(
     "simpletuner::split_adamw",
-    mutates_args=("weight", "remainder", "mean_codes", "mean_scales", "square_codes", "square_scales"),
+    mutates_args=("weights", "remainders", "mean_codes", "mean_scales", "square_codes", "square_scales"),
     device_types="cuda",
 )
 def update_on_gpu(
-    weight: Tensor,
-    remainder: Tensor | None,
-    gradient: Tensor,
-    mean_codes: Tensor,
-    mean_scales: Tensor,
-    square_codes: Tensor,
-    square_scales: Tensor,
+    weights: list[Tensor],
+    remainders: list[Tensor],
+    gradients: list[Tensor],
+    mean_codes: list[Tensor],
+    mean_scales: list[Tensor],
+    square_codes: list[Tensor],
+    square_scales: list[Tensor],
     gradient_scale: Tensor,
-    seed: int,
+    seeds: list[int],
     factors: list[float],
 ) -> None:
-    """Take a step of a weight by one kernel; an operator of its own, so that a rehearsal counts it as one."""
-    mean, square = QuantizedMoment(mean_codes, mean_scales), QuantizedMoment(square_codes, square_scales)
+    """Take a step of many weights by one kernel; an operator of its own, so that a rehearsal counts it as one.
+
+    `remainders` is empty where no weight has any, and `factors` are those of each weight in turn.
+    """
+    moments = map(QuantizedMoment, mean_codes, mean_scales), map(QuantizedMoment, square_codes, square_scales)
+    each_factors = [factors[start : start + NUM_FACTORS] for start in range(0, len(factors), NUM_FACTORS)]
+    low = remainders or [None] * len(weights)
+    updates = [Update(*each) for each in zip(weights, low, gradients, *moments, seeds, each_factors, strict=True)]
     if importlib.util.find_spec("triton") is None:
-        update_in_chunks(weight, remainder, gradient, mean, square, gradient_scale, seed, factors)
+        for each in updates:
+            update_in_chunks(each, gradient_scale)
     else:
         from simpletuner.parallel.precision.split_kernel import launch
 
-        launch(weight, remainder, gradient, mean, square, gradient_scale, seed, factors)
+        launch(updates, gradient_scale)
 
 
 @update_on_gpu.register_fake
@@ -222,17 +252,27 @@ def update_nothing(*_: object) -> None:
     """Take the place of a step over fake tensors, which have no values."""
 
 
-def update_in_chunks(
-    weight: Tensor,
-    remainder: Tensor | None,
-    gradient: Tensor,
-    mean: QuantizedMoment,
-    square: QuantizedMoment,
-    gradient_scale: Tensor,
-    seed: int,
-    factors: list[float],
-) -> None:
-    """Take a step of a weight (N,), given as the int16 of its bits, by torch's operators."""
+def columns(updates: Sequence[Update]) -> tuple[list[Tensor], ...]:
+    """Return the lists of tensors that `update_on_gpu` takes; an operator takes no objects."""
+    return (
+        [each.weight for each in updates],
+        [each.remainder for each in updates if each.remainder is not None],
+        [each.gradient for each in updates],
+        [each.mean.codes for each in updates],
+        [each.mean.scales for each in updates],
+        [each.square.codes for each in updates],
+        [each.square.scales for each in updates],
+    )
+
+
+def numbers(updates: Sequence[Update]) -> tuple[list[int], list[float]]:
+    """Return the seeds and factors that `update_on_gpu` takes."""
+    return [each.seed for each in updates], [factor for each in updates for factor in each.factors]
+
+
+def update_in_chunks(update: Update, gradient_scale: Tensor) -> None:
+    """Take a step of one weight by torch's operators."""
+    weight, remainder, gradient, mean, square, seed, factors = update
     mean_share, square_kept, square_share, square_bias, epsilon, weight_kept, rate = factors
     for start in range(0, weight.numel(), CHUNK):
         part = slice(start, start + CHUNK)

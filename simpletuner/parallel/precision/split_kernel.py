@@ -1,24 +1,36 @@
 """Triton kernel of SplitAdamW: weights, gradients and state are read once and written once, 14 bytes per
 value with remainders and 10 without.
 
-Imported where a GPU steps: torch's CUDA builds bring Triton with them. It computes what `update_in_chunks`
-does.
+One launch steps all weights: SDXL has 1,680, most of them so small that launching a kernel takes the host longer
+than the GPU needs for it. Imported where a GPU steps: torch's CUDA builds bring Triton with them. It computes what
+`update_in_chunks` does.
 """
 
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 # Triton's language has types of its own.
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from simpletuner.parallel.precision.split_adamw import BLOCK, SMALLEST_SCALE, QuantizedMoment
+from simpletuner.parallel.precision.split_adamw import BLOCK, NUM_FACTORS, SMALLEST_SCALE, Update
 
-# Blocks of one program, 1,024 values: 8 for each of 128 threads.
+# Blocks that a program steps at once, 1,024 values: 8 for each of 128 threads.
 ROWS = 8
+# How often a program does so, so that finding its weight is a small part of its work.
+TILES = 8
+# Of a weight in the table: seven addresses, its number of values, its seed and the first program that steps it.
+COLUMNS = 10
 
-CONSTANTS = {"num_rows": ROWS, "block": BLOCK, "smallest": SMALLEST_SCALE}
+CONSTANTS = {
+    "num_rows": ROWS, "block": BLOCK, "smallest": SMALLEST_SCALE, "tiles": TILES,
+    "columns": COLUMNS, "num_factors": NUM_FACTORS,
+}  # fmt: skip
 
 
 @triton.jit
@@ -51,57 +63,112 @@ def write_codes(codes, scales, values, noise, at, inside, rows, rows_inside, top
     tl.store(scales + rows, scale, mask=rows_inside)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
+def read_address(row, place: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr):
+    address = tl.load(row + place).to(tl.pointer_type(kind))
+    # Without the hint each value would be read by itself.
+    return tl.multiple_of(address, [16]) if aligned else address
+
+
+@triton.jit(do_not_specialize=["num_weights"])
 def adamw_kernel(
-    weight, remainder, gradient, mean_codes, mean_scales, square_codes, square_scales, gradient_scale, count, seed,
-    mean_share, square_kept, square_share, square_bias, epsilon, weight_kept, rate,
-    keeps_remainder: tl.constexpr, num_rows: tl.constexpr, block: tl.constexpr, smallest: tl.constexpr,
+    table, factors, gradient_scale, num_weights, gradient_kind: tl.constexpr,
+    keeps_remainder: tl.constexpr, aligned: tl.constexpr, num_rows: tl.constexpr, block: tl.constexpr,
+    smallest: tl.constexpr, tiles: tl.constexpr, columns: tl.constexpr, num_factors: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
-    at = rows[:, None] * block + tl.arange(0, block)[None, :]
-    inside, rows_inside = at < count, rows * block < count
+    """Step `tiles` times `num_rows` blocks of the weight in whose range of programs this one is."""
+    program = tl.program_id(0)
+    low, high = 0, num_weights
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_after = tl.load(table + middle * columns + 9) <= program
+        low, high = tl.where(is_after, middle, low), tl.where(is_after, high, middle)
+    row = table + low * columns
+    weight = read_address(row, 0, tl.int16, aligned)
+    remainder = read_address(row, 1, tl.int16, aligned)
+    gradient = read_address(row, 2, gradient_kind, aligned)
+    mean_codes, mean_scales = read_address(row, 3, tl.int8, aligned), read_address(row, 4, tl.float32, aligned)
+    square_codes, square_scales = read_address(row, 5, tl.uint8, aligned), read_address(row, 6, tl.float32, aligned)
+    count, seed = tl.load(row + 7), tl.load(row + 8).to(tl.uint32)
+    if aligned:
+        count = tl.multiple_of(count, [16])
+    own = factors + low * num_factors
+    mean_share, square_kept, square_share = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    square_bias, epsilon, weight_kept, rate = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5), tl.load(own + 6)
+    factor = tl.load(gradient_scale)
+    first = (program - tl.load(row + 9)) * (tiles * num_rows)
 
-    change = tl.load(gradient + at, mask=inside, other=0).to(tl.float32) * tl.load(gradient_scale)
-    scales = tl.load(mean_scales + rows, mask=rows_inside, other=0)[:, None]
-    ratios = tl.div_rn(tl.load(mean_codes + at, mask=inside, other=0).to(tl.float32), 127.0)
-    mean = ratios * tl.abs(ratios) * scales
-    mean += (change - mean) * mean_share
-    scales = tl.load(square_scales + rows, mask=rows_inside, other=0)[:, None]
-    ratios = tl.div_rn(tl.load(square_codes + at, mask=inside, other=0).to(tl.float32), 255.0)
-    square = (ratios * ratios) * (ratios * ratios) * scales * square_kept + change * change * square_share
+    for tile in range(tiles):
+        rows = first + tile * num_rows + tl.arange(0, num_rows)
+        at = rows[:, None] * block + tl.arange(0, block)[None, :]
+        inside, rows_inside = at < count, rows * block < count
 
-    bits = tl.load(weight + at, mask=inside, other=0).to(tl.int32) << 16
-    if keeps_remainder:
-        bits += tl.load(remainder + at, mask=inside, other=0)
-    exact = bits.to(tl.float32, bitcast=True) * weight_kept
-    exact -= rate * tl.div_rn(mean, tl.sqrt_rn(square / square_bias) + epsilon)
-    bits = exact.to(tl.int32, bitcast=True)
-    noise = mixed(at.to(tl.uint32) ^ seed.to(tl.uint32))
-    if keeps_remainder:
-        upper = (bits + 0x8000) >> 16
-        tl.store(remainder + at, (bits - (upper << 16)).to(tl.int16), mask=inside)
-    else:
-        upper = (bits + (mixed(noise) & 0xFFFF).to(tl.int32)) >> 16
-    tl.store(weight + at, upper.to(tl.int16), mask=inside)
+        change = tl.load(gradient + at, mask=inside, other=0).to(tl.float32) * factor
+        scales = tl.load(mean_scales + rows, mask=rows_inside, other=0)[:, None]
+        ratios = tl.div_rn(tl.load(mean_codes + at, mask=inside, other=0).to(tl.float32), 127.0)
+        mean = ratios * tl.abs(ratios) * scales
+        mean += (change - mean) * mean_share
+        scales = tl.load(square_scales + rows, mask=rows_inside, other=0)[:, None]
+        ratios = tl.div_rn(tl.load(square_codes + at, mask=inside, other=0).to(tl.float32), 255.0)
+        square = (ratios * ratios) * (ratios * ratios) * scales * square_kept + change * change * square_share
 
-    low = ((noise & 0xFFFF).to(tl.float32) + 0.5) * (1 / 65536)
-    high = ((noise >> 16).to(tl.float32) + 0.5) * (1 / 65536)
-    write_codes(mean_codes, mean_scales, mean, low, at, inside, rows, rows_inside, 127, smallest)
-    write_codes(square_codes, square_scales, square, high, at, inside, rows, rows_inside, 255, smallest)
+        bits = tl.load(weight + at, mask=inside, other=0).to(tl.int32) << 16
+        if keeps_remainder:
+            bits += tl.load(remainder + at, mask=inside, other=0)
+        exact = bits.to(tl.float32, bitcast=True) * weight_kept
+        exact -= rate * tl.div_rn(mean, tl.sqrt_rn(square / square_bias) + epsilon)
+        bits = exact.to(tl.int32, bitcast=True)
+        noise = mixed(at.to(tl.uint32) ^ seed)
+        if keeps_remainder:
+            upper = (bits + 0x8000) >> 16
+            tl.store(remainder + at, (bits - (upper << 16)).to(tl.int16), mask=inside)
+        else:
+            upper = (bits + (mixed(noise) & 0xFFFF).to(tl.int32)) >> 16
+        tl.store(weight + at, upper.to(tl.int16), mask=inside)
+
+        low_bits = ((noise & 0xFFFF).to(tl.float32) + 0.5) * (1 / 65536)
+        high_bits = ((noise >> 16).to(tl.float32) + 0.5) * (1 / 65536)
+        write_codes(mean_codes, mean_scales, mean, low_bits, at, inside, rows, rows_inside, 127, smallest)
+        write_codes(square_codes, square_scales, square, high_bits, at, inside, rows, rows_inside, 255, smallest)
 
 
-def launch(
-    weight: Tensor,
-    remainder: Tensor | None,
-    gradient: Tensor,
-    mean: QuantizedMoment,
-    square: QuantizedMoment,
-    gradient_scale: Tensor,
-    seed: int,
-    factors: list[float],
+def launch(updates: Sequence[Update], gradient_scale: Tensor) -> None:
+    """Step weights by one launch for each kind that there is: all have bf16 gradients at multiples of 16 bytes but for
+    FSDP2's, which lie one behind the other in what was reduced."""
+    for kind, alike in groupby(sorted(updates, key=kind_of), kind_of):
+        launch_alike(list(alike), gradient_scale, *kind)
+
+
+def kind_of(update: Update) -> tuple[bool, bool, bool]:
+    """Return what a kernel is compiled for: gradients in bf16, remainders, and tensors at multiples of 16 bytes."""
+    aligned = len(update.weight) % 16 == 0 and all(each.data_ptr() % 16 == 0 for each in tensors_of(update))
+    return update.gradient.dtype == torch.bfloat16, update.remainder is not None, aligned
+
+
+def tensors_of(update: Update) -> tuple[Tensor, ...]:
+    """Return a weight's tensors in the order of the table; one without remainders stands in for them, unread."""
+    low = update.weight if update.remainder is None else update.remainder
+    moments = (update.mean.codes, update.mean.scales, update.square.codes, update.square.scales)
+    return (update.weight, low, update.gradient, *moments)
+
+
+def launch_alike(
+    updates: list[Update], gradient_scale: Tensor, in_bf16: bool, keeps_remainder: bool, aligned: bool
 ) -> None:
-    """Step all values of a weight (N,), which is given as the int16 of its bits."""
-    low = weight if remainder is None else remainder
-    tensors = (weight, low, gradient, mean.codes, mean.scales, square.codes, square.scales, gradient_scale)
-    count, constants = weight.numel(), CONSTANTS | {"keeps_remainder": remainder is not None}
-    adamw_kernel[(triton.cdiv(count, ROWS * BLOCK),)](*tensors, count, seed, *factors, **constants, num_warps=4)
+    rows, programs = [], 0
+    for each in updates:
+        count = len(each.weight)
+        rows.append([*(tensor.data_ptr() for tensor in tensors_of(each)), count, each.seed, programs])
+        programs += triton.cdiv(count, TILES * ROWS * BLOCK)
+    device = gradient_scale.device
+    table = to_device(torch.tensor(rows, dtype=torch.int64), device)
+    factors = to_device(torch.tensor([each.factors for each in updates], dtype=torch.float32), device)
+    kind = {"gradient_kind": tl.bfloat16 if in_bf16 else tl.float32, "keeps_remainder": keeps_remainder}
+    adamw_kernel[(programs,)](
+        table, factors, gradient_scale, len(updates), aligned=aligned, **kind, **CONSTANTS, num_warps=4
+    )
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    # From pinned memory: a copy of other memory would wait for the GPU.
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -187,6 +187,7 @@ def optimizer_seconds(settings: Settings, device: Device, inputs: MemoryInputs, 
     if settings.parallel.fsdp_offload_params or settings.parallel.offload_optimizer != "none":
         moved = num_bytes if layout == "fp32" else HOST_BYTES
         return share * (moved + 2 * FLOAT32_BYTES) / (rates.host_gb_per_second * 1e9)
-    moved, launches = KERNEL_BYTES.get(layout, num_bytes), inputs.num_weights * rates.launch_seconds
-    seconds = share * moved / (device.memory_gb_per_second * 1e9 * rates.traffic)
-    return seconds if layout == "fp32" else max(launches, seconds)
+    # One kernel steps all weights, or each one in the backward pass.
+    launches = inputs.num_weights if settings.optimizer.optimizer_release_gradients else 1
+    seconds = share * KERNEL_BYTES.get(layout, num_bytes) / (device.memory_gb_per_second * 1e9 * rates.traffic)
+    return seconds if layout == "fp32" else max(launches * rates.launch_seconds, seconds)

@@ -41,8 +41,13 @@ def test_the_kernel_takes_the_steps_that_torchs_operators_take(ask):
 
 
 def test_each_value_is_read_once_and_written_once(ask):
-    """A thread has 8 values: 16 bytes of bf16 or int16, and 8 of codes. Scales and the factor of gradients are 4."""
+    """A thread has 8 values: 16 bytes of bf16 or int16, and 8 of codes. Scales are 4.
+
+    Before that a program reads of its weight six or seven addresses, size, seed and where its programs begin (this also
+    to find the weight), and eight factors.
+    """
     for name, found in ask("compiled").items():
         assert found.pop("code") > 0 and found.pop("local") == 0, "registers suffice"
         more = "remainders" in name
-        assert found == {"ld 16": 2 + more, "ld 8": 2, "ld 4": 3, "st 16": 1 + more, "st 8": 2, "st 4": 2}, name
+        loads = {"ld 16": 2 + more, "ld 8": 2 + 10 + more, "ld 4": 2 + 8}
+        assert found == loads | {"st 16": 1 + more, "st 8": 2, "st 4": 2}, name

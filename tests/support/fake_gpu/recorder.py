@@ -49,7 +49,7 @@ def written(func: Any, args: Any) -> list[Tensor]:
     """Return the arguments that an operator changes."""
     declared = zip(func._schema.arguments, args, strict=False)
     changed = [each for argument, each in declared if argument.alias_info is not None and argument.alias_info.is_write]
-    return [each for each in changed if each is not None]
+    return [each for each in tree_iter(changed) if isinstance(each, Tensor)]
 
 
 class Recorder(MemoryCounter):
