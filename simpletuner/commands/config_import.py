@@ -23,7 +23,7 @@ from simpletuner.commands.import_writing import (
 )
 from simpletuner.data.config.dataset_file import DatasetEntry, dataset_entries
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.importing.foreign_trainer import ForeignTrainer, Translation
+from simpletuner.importing.foreign_trainer import ForeignTrainer, Translation, first_existing
 from simpletuner.importing.original import (
     Original,
     names_accelerate,
@@ -33,7 +33,7 @@ from simpletuner.importing.original import (
 )
 from simpletuner.importing.original_datasets import ImportedDatasets, import_datasets
 from simpletuner.importing.sorting import (
-    first_existing,
+    named_file,
     read_config,
     relocated,
     take_translated,
@@ -342,11 +342,9 @@ def take_datasets(original: Original, loaded: Loaded, root: Path, new: Path | No
     taken = original.taken.get(DATASETS)
     if taken is None or loaded.settings.data.data_backend_config is None:
         return None
-    folders = dict.fromkeys((root, original.file.parent, original.file.parent.parent))
-    named = str(taken.given.value)
-    # The original's own examples name config/examples/x.json, which lies in simpletuner/examples there.
-    file = first_existing(named, folders) or first_existing(Path(named).name, folders)
+    file = named_file(str(taken.given.value), root, original)
     if file is None:
+        folders = dict.fromkeys((root, original.file.parent, original.file.parent.parent))
         places = ", ".join(str(folder.absolute()) for folder in folders)
         message = f"{DATASETS} = {taken.given.value} ({taken.given.place}): there is no such file in {places}"
         raise SettingsError(message, "the original's own examples come with it: copy the file here")

@@ -12,8 +12,7 @@ from typing import Any
 
 from simpletuner.data.config.places import id_of_folder
 from simpletuner.errors import SettingsError
-from simpletuner.importing.foreign_trainer import Translation
-from simpletuner.importing.sorting import first_existing
+from simpletuner.importing.foreign_trainer import Translation, first_existing
 from simpletuner.settings.files.config_files import NotParsed
 from simpletuner.settings.files.formats import read_text
 
@@ -146,6 +145,20 @@ def blanks(run: Translation, found: Translation, key: str) -> None:
             if text != "\n".join(line.strip() for line in text.split("\n") if line.strip()):
                 found.remark(key, f"empty lines, and blanks around a line, are left out here, such as those of {file}")
                 return
+
+
+def rule(pattern: str, text: str) -> str:
+    """Return a rule of caption_filter_list that puts a text in the place of a pattern."""
+    return f"s/{pattern}/{text.replace(chr(92), chr(92) * 2).replace('/', f'{chr(92)}/')}/"
+
+
+def put_around(found: Translation, key: str, before: str, behind: str = "") -> None:
+    """Put texts in front of captions and behind them, or of the phrase that all images have."""
+    if (phrase := found.defaults.get("instance_prompt")) is not None:
+        found.put("instance_prompt", key, f"{before}{phrase}{behind}")
+        return
+    rules = [rule("^", before)] if before else []
+    found.put("caption_filter_list", key, rules + ([rule("$", behind)] if behind else []))
 
 
 NEAREST = "an image takes the size of the nearest w/h there, and here the one that crops least: a side may differ"

@@ -8,6 +8,7 @@ that neither knows is lost. The same mechanism fills settings (of a run) and key
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from simpletuner.settings.declared.errors import is_secret, shorten
 from simpletuner.settings.foreign.key_table import Convert, Ignores, KeyTable, MappedField, Maps, Refuses, map_field
 from simpletuner.settings.foreign.original_names import is_off, names_of
 from simpletuner.settings.values.spelling import normalize_name
+from simpletuner.system.files.paths import expand_path
 
 Texts = Mapping[str, str]
 """Names of a trainer by what is said of them; `name=value|value` adds values that ask for nothing special."""
@@ -253,6 +255,16 @@ def side_by_side(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the keys of all sections without them; those of a section go before the others."""
     yield from ((name, value) for name, value in values.items() if not isinstance(value, Mapping))
     yield from (each for value in values.values() if isinstance(value, Mapping) for each in value.items())
+
+
+def first_existing(name: str, folders: Iterable[Path]) -> Path | None:
+    """First file of this path in one of the folders. Raises SettingsError for what can be no path."""
+    try:
+        path = expand_path(name)
+    except ValueError as error:
+        raise SettingsError(f"{name!r}: {error}", "correct that path") from None
+    paths = (folder / path for folder in folders)
+    return next((path for path in paths if os.path.isfile(path)), None)  # noqa: PTH113 - as above
 
 
 # Conversions of values, which raise ValueError with the reason why there is none.

@@ -179,6 +179,7 @@ MEANINGS = (
         says("lr_scheduler", "cosine"),
     ),
 )
+FLOAT16 = "float16 is not offered: bf16 here, of the same size, with a range that needs no scaled loss"
 DIFFUSION = ("sd1x", "sd2x", "sdxl", "kolors", "pixart_sigma")
 """Families whose noise levels are no flow's."""
 DEFAULTS: dict[str, str] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.importing.foreign_trainer import Translation
+from simpletuner.importing.foreign_trainer import Translation, first_existing
+from simpletuner.importing.lycoris import lycoris_values
 from simpletuner.importing.original import Effect, MappedValue, Original, UnmappedValue, names_accelerate, setting_of
 from simpletuner.importing.translation import (
     OVERRIDES,
     OriginalConfig,
+    is_lycoris,
     only_there,
     own_values,
     split_optimizer_config,
+    split_sequences,
     translate,
     unread,
 )
@@ -98,16 +101,44 @@ def take_values(original: Original, config: OriginalConfig, root: Path) -> None:
         if name in ignored:
             original.leave_out(given, ignored[name], "none")
             continue
-        for each in split_optimizer_config(given):
-            take_or_leave(each, config, original, root)
+        for each, value in named_in(given, config, original, root):
+            take_or_leave(each, value, config, original, root)
     places = {setting_of(each): each.place for each in reversed(original.values)}
     for name, value, reason in only_there(config):
         place = places.get(name) or f"{places['model_family']}, by default"
         original.left_out.append(UnmappedValue(name, value, place, reason, "lost"))
 
 
-def take_or_leave(given: RawValue, config: OriginalConfig, original: Original, root: Path) -> None:
-    translated, note = translate(given, config)
+def named_in(
+    given: RawValue, config: OriginalConfig, original: Original, root: Path
+) -> Iterator[tuple[RawValue, RawValue]]:
+    """Yield (what is written, a value) for all values that one of the file stands for."""
+    named = config.given.get("lycoris_config")
+    if setting_of(given) == "context_parallel_size":
+        yield given, given
+        yield from ((given, each) for each in split_sequences(given, config))
+    elif not is_lycoris(given, config) or not isinstance(named, str) or not named:
+        yield from ((each, each) for each in split_optimizer_config(given))
+    elif (path := named_file(named, root, original)) is None:
+        original.leave_out(given, f"its lycoris_config, {named}, is not here", "lost")
+    else:
+        try:
+            yield from ((given, each) for each in lycoris_values(given, path, config.family_name))
+        except ValueError as reason:
+            original.leave_out(given, str(reason), "lost")
+
+
+def named_file(named: str, root: Path, original: Original) -> Path | None:
+    """Return a file that a file of the original names, from its own folder or the two above it.
+
+    The original's own examples name config/examples/x.json, which lies in simpletuner/examples there.
+    """
+    folders = dict.fromkeys((root, original.file.parent, original.file.parent.parent))
+    return first_existing(named, folders) or first_existing(Path(named).name, folders)
+
+
+def take_or_leave(given: RawValue, value: RawValue, config: OriginalConfig, original: Original, root: Path) -> None:
+    translated, note = translate(value, config)
     try:
         taken = take_value(translated, original, root)
     except CannotMap as reason:
@@ -226,13 +257,3 @@ def working_folder(file: Path) -> Path:
     here = Path.cwd()
     found = next((folder.parent for folder in file.resolve().parents if folder.name == "config"), here)
     return Path() if found == here else found
-
-
-def first_existing(name: str, folders: Iterable[Path]) -> Path | None:
-    """First file of this path in one of the folders. Raises SettingsError for what can be no path."""
-    try:
-        path = expand_path(name)
-    except ValueError as error:
-        raise SettingsError(f"{name!r}: {error}", "correct that path") from None
-    paths = (folder / path for folder in folders)
-    return next((path for path in paths if os.path.isfile(path)), None)  # noqa: PTH113 - as above

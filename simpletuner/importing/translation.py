@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from simpletuner.importing.original import DEFAULTS
+from simpletuner.importing.original import DEFAULTS, FLOAT16
 from simpletuner.settings.files.raw_values import RawValue
 from simpletuner.settings.foreign.original_names import FAMILY_NAMES, is_off
 from simpletuner.settings.values.spelling import normalize_name
@@ -91,6 +91,8 @@ def aligned(pixels: int, **forces: object) -> dict[str, Any]:
 BY_PIPELINE = OriginalFamily(
     lost="there code of its own trains it, which was not compared with diffusers' pipeline, by which it trains here"
 )
+BY_CODE_LIKE_IT = OriginalFamily()
+"""Of a family whose code there is that of diffusers' pipeline (bc8e6ab7): texts, positions, times and target."""
 
 ORIGINAL_FAMILIES: dict[str, OriginalFamily] = {
     "auraflow": OriginalFamily(aligned(64), {"tokenizer_max_length": 120}),
@@ -99,13 +101,13 @@ ORIGINAL_FAMILIES: dict[str, OriginalFamily] = {
         lost="there noise levels are pushed towards 0 and 1 after they are drawn, which this version does not do",
     ),
     "cosmos": OriginalFamily(aligned(16)),
-    "ernie": BY_PIPELINE,
+    "ernie": BY_CODE_LIKE_IT,
     "flux": OriginalFamily(aligned(64)),
     "flux2": OriginalFamily(aligned(16, tokenizer_max_length=512, flux_guidance_value=1.0)),
     "hunyuanvideo": BY_PIPELINE,
     "kandinsky5_video": BY_PIPELINE,
     "kolors": BY_PIPELINE,
-    "krea2": BY_PIPELINE,
+    "krea2": BY_CODE_LIKE_IT,
     "longcat_image": BY_PIPELINE,
     "ltxvideo": OriginalFamily(aligned(64, tokenizer_max_length=226)),
     "ltxvideo2": OriginalFamily(
@@ -216,7 +218,7 @@ class OriginalConfig:
 
 def unread(config: OriginalConfig) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) of what the original does not read, or replaces by a value of its own."""
-    yield from unread_by_optimizer(config)
+    yield from unread_by_parts(config)
     if config.scheduler == "constant":
         yield "lr_warmup_steps", "lr_scheduler=constant does not warm up there"
     if config.scheduler == "linear":
@@ -236,7 +238,9 @@ def unread(config: OriginalConfig) -> Iterator[tuple[str, str]]:
             yield name, f"the original has at most {most} for {config.family_name}"
 
 
-def unread_by_optimizer(config: OriginalConfig) -> Iterator[tuple[str, str]]:
+def unread_by_parts(config: OriginalConfig) -> Iterator[tuple[str, str]]:
+    if config.word("lora_type") == "lycoris":
+        yield from ((name, "lycoris_config has it") for name in OF_LYCORIS)
     if config.deepspeed_optimizes:
         yield from ((name, "DeepSpeed has adam_beta1 and the like there") for name in OVERRIDES)
         return
@@ -300,6 +304,8 @@ def translate(given: RawValue, config: OriginalConfig) -> tuple[RawValue, str]:
     name, word = normalize_name(given.name.lstrip("-")), normalize_name(given.value)
     if name == "optimizer" and (found := ORIGINAL_OPTIMIZERS.get(word)):
         return replace(given, value=found.ours), found.note
+    if name == "mixed_precision" and word in ("fp16", "float16"):
+        return replace(given, value="bf16"), FLOAT16
     if name == "base_model_precision" and (found := QUANTIZED.fullmatch(word)):
         ours, note = nearest_precision(found[1], int(found[2]))
         return replace(given, value=ours), note
@@ -318,6 +324,28 @@ def nearest_precision(kind: str, bits: int) -> tuple[str, str]:
     held, error = PRECISIONS[ours]
     how = "NormalFloat4 with a scale for 64 weights" if ours == "nf4" else "a scale for each row"
     return ours, f"by torchao, {how}: bytes per weight {held}, there {bits / 8:g}; weights are {error} % off"
+
+
+OF_LYCORIS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "flux_lora_target", "lokr_factor")
+"""Settings that have no effect there beside lora_type=lycoris."""
+
+
+def is_lycoris(given: RawValue, config: OriginalConfig) -> bool:
+    return normalize_name(given.name.lstrip("-")) == "lora_type" and config.word("lora_type") == "lycoris"
+
+
+def split_sequences(given: RawValue, config: OriginalConfig) -> Iterator[RawValue]:
+    """Yield what splitting a sequence takes here: sharded weights, and as many processes as there are parts.
+
+    The original splits without sharding, too, and its examples count their processes on the command line.
+    """
+    parts = config.number("context_parallel_size", 1)
+    needed = {"fsdp_enable": True, "num_processes": int(parts) if 1 < parts < MOST_PARTS else 1}
+    if needed["num_processes"] > 1 and not config.has_deepspeed:
+        yield from (replace(given, name=name, value=each) for name, each in needed.items() if name not in config.given)
+
+
+MOST_PARTS = 1024
 
 
 def split_optimizer_config(given: RawValue) -> list[RawValue]:

@@ -81,7 +81,7 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "rounding": ({"aspect_bucket_rounding": 4}, "aspect_bucket_rounding = 4 "),
     "controlnet targets": ({**LORA, "model_family": "flux", "flux_lora_target": "controlnet"}, "flux_lora_target = "),
     "sana": ({"model_family": "sana"}, "latents are halved"),
-    "by its pipeline": ({**LORA, "model_family": "krea2"}, "there code of its own trains it"),
+    "by its pipeline": ({**LORA, "model_family": "kolors"}, "there code of its own trains it"),
     "chroma": ({"model_family": "chroma"}, "noise levels are pushed towards 0 and 1"),
     "typing error": ({"learnng_rate": 1e-4}, "learnng_rate = 0.0001 "),
     "unknown": ({"nonsense": 1}, "nonsense = 1 "),
@@ -164,6 +164,11 @@ def data(settings: Settings) -> tuple[Any, ...]:
     return own.aspect_bucket_sizes, own.aspect_bucket_alignment, own.tokenizer_max_length
 
 
+def engine(settings: Settings) -> tuple[Any, ...]:
+    own = settings.parallel
+    return settings.training.mixed_precision, own.fsdp_enable, settings.launch.num_processes, own.context_parallel_size
+
+
 IMAGE_STREAM = "to_k,to_q,to_v,to_out.0"
 BOTH_STREAMS = f"{IMAGE_STREAM},add_k_proj,add_q_proj,add_v_proj,to_add_out"
 FLUX = {"model_family": "flux", "model_flavour": "dev"}
@@ -219,6 +224,14 @@ CARRIED: dict[str, tuple[dict[str, Any], Check, tuple[Any, ...]]] = {
     "sd3 tokens": ({"model_family": "sd3"}, data, ("nearest", 64, 154)),
     "too many tokens": ({"model_family": "sd3", "tokenizer_max_length": 256}, data, ("nearest", 64, 154)),
     "auraflow tokens": ({"model_family": "auraflow"}, data, ("nearest", 64, 120)),
+    "float16": ({"mixed_precision": "fp16"}, engine, ("bf16", False, 1, 1)),
+    "split": ({**LORA, "model_family": "wan", "context_parallel_size": 2}, engine, ("bf16", True, 2, 2)),
+    "split over more": (
+        {**LORA, "model_family": "wan", "context_parallel_size": 2, "num_processes": 4},
+        engine,
+        ("bf16", True, 4, 2),
+    ),
+    "krea2": ({**LORA, "model_family": "krea2"}, lora, ("no_change", IMAGE_STREAM, 0.1)),
     "pony": ({"model_family": "auraflow", "model_flavour": "pony"}, data, ("nearest", 64, 768)),
 }
 
@@ -320,3 +333,53 @@ def test_a_dataset_of_the_hub_that_is_not_here_is_left_to_the_run_that_fetches_i
     named = tomllib.loads(Path("run.toml").read_text())["data_backend_config"]
     (dataset,), _ = load_datasets(Data(data_backend_config=Path(named)))
     assert isinstance(dataset, SnapshotImages) and dataset.is_on_hub and dataset.revision == "v1"
+
+
+LYCORIS = {**LORA, "lora_type": "lycoris", "lycoris_config": "config/lycoris.json"}
+LOKR = {"algo": "lokr", "multiplier": 1.0, "linear_dim": 10000, "linear_alpha": 1, "factor": 12, "bypass_mode": True}
+ATTENTION = {"target_module": ["Attention"], "module_algo_map": {"Attention": {"factor": 16}}}
+BOTH = {"target_module": ["Attention", "FeedForward"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({**LOKR, "apply_preset": ATTENTION}, ("lokr", 65_536, 65_536, 16, "*.attn*.*")),
+        ({**LOKR, "linear_dim": 8, "apply_preset": BOTH}, ("lokr", 8, 1, 12, "*.attn*.*,*.ff*.*")),
+        ({"algo": "loha", "apply_preset": {"target_module": ["UNet2DConditionModel"]}}, ("loha", 4, 1, -1, "*")),
+    ],
+)
+def test_a_file_of_lycoris_is_the_adapter_of_the_run(imported, given, expected):
+    changes = {**LYCORIS, "lora_rank": 16, "lora_alpha": 2}
+    code, err = imported(changes, [IMAGES])
+    assert code == 2 and "its lycoris_config, config/lycoris.json, is not here" in err
+    Path("config/lycoris.json").write_text(json.dumps(given))
+    code, err = imported(changes, [IMAGES])
+    assert code == 0 and "starts the run" in err, err
+    own = load({}, Path("run.toml"), environment={}).settings.lora
+    assert (own.lora_type, own.lora_rank, own.lora_alpha, own.lokr_factor, own.lora_target_modules) == expected
+    assert own.lora_dropout == 0 and "lora_type = 'lycoris' there" in Path("run.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("[1]", "holds a list, not names and values"),
+        ("{", "does not parse"),
+        ({"algo": "boft"}, "algo=boft of config/lycoris.json is not in this version"),
+        ({**LOKR}, "names no target_module"),
+        ({**LOKR, "apply_preset": 3}, "names no target_module"),
+        ({**LOKR, "apply_preset": {"target_module": ["Attention"], "exclude_name": ["x"]}}, "exclude_name of"),
+        ({**LOKR, "apply_preset": {"target_module": ["SwiGLUFFN"]}}, "layers of SwiGLUFFN"),
+        ({**LOKR, "apply_preset": {**ATTENTION, **BOTH}}, "different sizes"),
+        ({**LOKR, "apply_preset": {**BOTH, "module_algo_map": {"Attention": {"algo": "lora"}}}}, "more than sizes"),
+        ({**LOKR, "multiplier": 0.5, "apply_preset": ATTENTION}, "multiplier=0.5"),
+        ({**LOKR, "dropout": 0.5, "apply_preset": ATTENTION}, "dropout=0.5"),
+        ({**LOKR, "linear_dim": [4], "apply_preset": ATTENTION}, "are numbers"),
+    ],
+)
+def test_what_a_file_of_lycoris_has_beyond_one_adapter_ends_the_import(imported, given, said):
+    Path("config").mkdir()
+    Path("config/lycoris.json").write_text(given if isinstance(given, str) else json.dumps(given))
+    code, err = imported(LYCORIS, [IMAGES])
+    assert code == 2 and said in err and "this is a bug" not in err and not Path("run.toml").exists()

@@ -177,7 +177,6 @@ def test_diffusion_pipe_becomes_a_run_of_ours(run):
         ('"cosine"', '"inverse_sqrt"', "does not have this schedule"),
         ("weight_decay=0.1", "decouple=True", "decouple=True"),
         ('dataset_config = "data.toml"', 'train_data_dir = "d"', "REPEATS_PHRASE"),
-        ('"bf16"', '"fp16"', "mixed_precision = 'fp16' "),
     ],
 )
 def test_what_has_no_place_here_ends_the_import(run, before, after, said):

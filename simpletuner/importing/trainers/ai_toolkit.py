@@ -9,8 +9,16 @@ from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.importing.folders import FLAGS, prompt_of_line
-from simpletuner.importing.foreign_trainer import INNER_DROPOUT, LION, ForeignTrainer, Translation, key_table, nonzero
-from simpletuner.importing.sorting import first_existing
+from simpletuner.importing.foreign_trainer import (
+    INNER_DROPOUT,
+    LION,
+    ForeignTrainer,
+    Translation,
+    first_existing,
+    key_table,
+    nonzero,
+)
+from simpletuner.importing.original import FLOAT16
 from simpletuner.importing.trainers.ai_toolkit_datasets import entries
 from simpletuner.importing.trainers.ai_toolkit_models import ARCHS, BY_SIZE, PLACES, UNET, Arch, arch_of, name_of_arch
 from simpletuner.importing.trainers.sd_scripts import FASTER
@@ -217,7 +225,9 @@ def precision(run: Translation) -> None:
     given = run.word("train.dtype", "fp32")
     is_whole = run.defaults["model_type"] == "full"
     run.put("mixed_precision", "train.dtype", "no" if given in ("fp32", "float32", "float") else "bf16")
-    if given not in ("fp32", "float32", "float", "bf16", "bfloat16"):
+    if given in ("fp16", "float16"):
+        run.remark("train.dtype", FLOAT16)
+    elif given not in ("fp32", "float32", "float", "bf16", "bfloat16"):
         run.remark("train.dtype", f"{given} is not offered: it would be bf16", effect="lost")
     elif is_whole and given.startswith("bf"):
         reason = "the weights are bf16 there, and their updates are rounded; float32 here unless state_layout=bf16"

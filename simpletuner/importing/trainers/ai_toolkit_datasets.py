@@ -15,6 +15,7 @@ from simpletuner.importing.folders import (
     files_in,
     folder_entry,
     images_of,
+    rule,
     size_of,
     stills_and_clips,
 )
@@ -172,8 +173,8 @@ ORDERS = 9
 
 def trigger_rules(trigger: str) -> list[str]:
     """Rules that put a word into its places, and in front of a caption without it (prompt_utils.py:715)."""
-    word, pattern = trigger.replace("\\", "\\\\").replace("/", "\\/"), re.escape(trigger).replace("/", "\\/")
-    return [f"s/\\[(trigger|name)\\]/{word}/", f"s/^(?![\\s\\S]*{pattern})/{word} /"]
+    pattern = re.escape(trigger).replace("/", "\\/")
+    return [rule(r"\[(trigger|name)\]", trigger), rule(rf"^(?![\s\S]*{pattern})", f"{trigger} ")]
 
 
 def conditions(run: Translation, found: Translation, given: Mapping[str, Any]) -> None:

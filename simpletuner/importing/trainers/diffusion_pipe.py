@@ -13,6 +13,7 @@ from simpletuner.importing.folders import (
     condition,
     files_in,
     folder_entry,
+    put_around,
     size_of,
     stills_and_clips,
     subfolders,
@@ -328,6 +329,8 @@ def passes(found: Translation) -> None:
         found.taken.pop("repeats", None)
         reason = f"an image is {copies} samples there, each with another order of its tags; here it has {times} passes"
         found.remark("cache_shuffle_num", reason)
+    elif prefix := str(found.get("caption_prefix") or ""):
+        put_around(found, "caption_prefix", prefix)
     found.refuse(["cache_shuffle_num"], "captions are split at commas here")
 
 

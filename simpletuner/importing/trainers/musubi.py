@@ -34,6 +34,7 @@ from simpletuner.importing.trainers.sd_scripts import (
     length,
     noise_levels,
     of_run,
+    precision,
     schedule,
     warmup,
 )
@@ -381,7 +382,7 @@ def controls(found: Translation, path: object, resolution: object, is_video: boo
 MUSUBI_TUNER = ForeignTrainer(
     MUSUBI,
     RUN,
-    (model, network, length, optimizer, schedule, warmup, levels, datasets_and_prompts),
+    (model, network, length, optimizer, precision, schedule, warmup, levels, datasets_and_prompts),
     entries,
     dataset_file="dataset_config",
     is_flat=True,

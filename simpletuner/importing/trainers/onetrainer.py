@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.importing.foreign_trainer import INNER_DROPOUT, ForeignTrainer, Translation, key_table
-from simpletuner.importing.sorting import first_existing
+from simpletuner.importing.foreign_trainer import INNER_DROPOUT, ForeignTrainer, Translation, first_existing, key_table
+from simpletuner.importing.original import FLOAT16
 from simpletuner.importing.trainers.onetrainer_concepts import entries, list_of_file
 from simpletuner.importing.trainers.sd_scripts import FASTER
 from simpletuner.settings.foreign.recognition import ONETRAINER
@@ -228,7 +228,7 @@ def model(run: Translation) -> None:
     run.put("mixed_precision", "train_dtype", "no" if dtype in ("float_32", "tfloat_32") else "bf16")
     run.defaults |= {"allow_tf32": True} if dtype == "tfloat_32" else {}
     if dtype == "float_16":
-        run.remark("train_dtype", "float16 is not offered: bf16 here", "FLOAT_16")
+        run.remark("train_dtype", FLOAT16, "FLOAT_16")
     elif dtype not in ("float_32", "tfloat_32", "bfloat_16"):
         run.remark("train_dtype", "it is not offered: it would be bf16", effect="lost")
     denoiser(run, kind, is_lora)

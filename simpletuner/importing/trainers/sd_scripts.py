@@ -18,7 +18,9 @@ from simpletuner.importing.folders import (
     elsewhere,
     files_in,
     folder_entry,
+    has_several_lines,
     prompts_of_file,
+    put_around,
     size_of,
     subfolders,
 )
@@ -31,6 +33,7 @@ from simpletuner.importing.foreign_trainer import (
     one_of,
     optimizer_arguments,
 )
+from simpletuner.importing.original import FLOAT16
 from simpletuner.importing.trainers.sd_scripts_networks import NETWORKS, network
 from simpletuner.settings.foreign.key_table import Maps
 from simpletuner.settings.foreign.original_names import is_off
@@ -219,6 +222,12 @@ def optimizer(run: Translation) -> None:
 
 FP8 = ("fp8_base", "fp8_base_unet")
 """Options that store the base of a network in 8 bits (e4m3)."""
+
+
+def precision(run: Translation) -> None:
+    if run.word("mixed_precision") in ("fp16", "float16"):
+        run.put("mixed_precision", "mixed_precision", "bf16")
+        run.remark("mixed_precision", FLOAT16)
 
 
 def schedule(run: Translation) -> None:
@@ -427,6 +436,7 @@ def entry(found: Translation) -> Translation:
         bucket_limits(found, found.defaults["resolution"])
     found.drop(["min_bucket_reso", "max_bucket_reso"], "buckets have the area of resolution")
     captions(found, path)
+    around(found, path)
     subfolders(found, "image_dir")
     tags(found)
     if found.is_on("masked_loss") and found.get("conditioning_data_dir"):
@@ -435,6 +445,20 @@ def entry(found: Translation) -> Translation:
         condition(found, found.get("conditioning_data_dir"), "mask")
     found.answer(DATASET)
     return found
+
+
+def around(found: Translation, path: object) -> None:
+    """Put caption_prefix and caption_suffix around captions, between blanks (train_util.py:821).
+
+    There they are put around the text of the whole file, of which a line is taken afterwards.
+    """
+    before, behind = (str(found.get(name) or "") for name in ("caption_prefix", "caption_suffix"))
+    several = has_several_lines([file for file in files_in(path) if file.suffix == ".txt"])
+    if not before + behind or (several and (behind or found.defaults.get("caption_lines") != "first")):
+        return
+    key = "caption_prefix" if before else "caption_suffix"
+    put_around(found, key, f"{before} " if before else "", f" {behind}" if behind else "")
+    found.drop(["caption_prefix", "caption_suffix"], "it is of caption_filter_list or instance_prompt here")
 
 
 ORDERS = 10
@@ -535,7 +559,7 @@ LATENT_PX = 8
 SD_SCRIPTS = ForeignTrainer(
     KOHYA,
     RUN,
-    (model, network, length, optimizer, schedule, warmup, objective, datasets_and_prompts),
+    (model, network, length, optimizer, precision, schedule, warmup, objective, datasets_and_prompts),
     entries,
     dataset_file="dataset_config",
     folders=folders,

@@ -193,7 +193,7 @@ def test_what_a_key_means_there_is_what_is_written(changes, expected):
         ({"train.content_or_style": "style"}, "favours high or low noise"),
         ({"train.bypass_guidance_embedding": True}, "the guidance embedding is left out"),
         ({"train.snr_gamma": 5}, "without the minimum"),
-        ({"train.dtype": "fp16"}, "fp16 is not offered"),
+        ({"train.dtype": "fp8"}, "fp8 is not offered"),
         ({"train.train_text_encoder": True}, "text encoders are not trained"),
         ({"train.train_unet": False}, "the denoiser is always trained"),
         ({"train.noise_scheduler": "ddpm"}, "trained with flowmatch"),

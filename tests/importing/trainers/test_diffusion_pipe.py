@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.commands.config_import import import_files
+from simpletuner.data.scan.captions import caption_variants
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
 
@@ -112,7 +113,7 @@ def test_a_tracker(imported):
         ({"adapter": "alpha = 8"}, "adapter.alpha = 8"),
         ({"adapter": "exclude_modules = 'x'"}, "adapter.exclude_modules"),
         ({"model": "a_new_name = 3"}, "model.a_new_name = 3"),
-        ({"data": f"{DATA}caption_prefix = 'sks'\n"}, "caption_prefix"),
+        ({"data": f"{DATA}caption_prefix = 'sks'\ncache_shuffle_num = 2\n"}, "caption_prefix"),
         ({"data": f"{DATA}size_buckets = [[512, 512, 1]]\n"}, "size_buckets"),
         ({"data": f"subsample_ratio = 0.5\n{DATA}"}, "subsample_ratio"),
         ({"data": "resolutions = 512\ndirectory = 3\n"}, "lists no datasets"),
@@ -130,6 +131,8 @@ def test_masks_references_and_shuffled_copies(imported):
     assert "the loss is over the mask" in said
     _, [images, references], _ = imported("qwen_image", data=f"{DATA}control_path = 'before'\n")
     assert (references["conditioning_type"], references["instance_data_dir"]) == ("reference_strict", "before")
+    _, [images], _ = imported(data=f"{DATA}caption_prefix = 'a/b, '\n")
+    assert caption_variants("a cat", tuple(images["caption_filter_list"]), None) == ["a/b, a cat"]
     _, [images], _ = imported(data=f"{DATA}num_repeats = 2\ncache_shuffle_num = 3\n")
     assert images["repeats"] == 5 and images["caption_shuffle"]["count"] == 3
     _, [images], _ = imported(data=DATA.replace("enable_ar_bucket = true", "").replace("[512]", "[[960, 540]]"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.commands.config_import import import_files
+from simpletuner.data.scan.captions import caption_variants
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
 
@@ -65,6 +66,19 @@ def test_tags_and_masks(imported):
     shuffled = {"enable": True, "count": 10, "position_start": 1, "include_original": False}
     assert images["caption_shuffle"] == shuffled and "in one of 10" in said
     assert (masks["conditioning_type"], images["conditioning_data"]) == ("mask", [masks["id"]])
+
+
+def test_texts_around_captions(imported):
+    around = "caption_prefix = 'sks,'\ncaption_suffix = 'best'\n"
+    made, [images], said = imported(f"{LORA}{FOLDERS}{around}mixed_precision = 'fp16'\n")
+    assert caption_variants("one, two", tuple(images["caption_filter_list"]), None) == ["sks, one, two best"]
+    assert made.training.mixed_precision == "bf16" and "float16 is not offered" in said
+    Path("train/4_cat/a.txt").write_text("one\ntwo")  # behind the last line, of which the first is read
+    with pytest.raises(SettingsError, match="caption_suffix = 'best'"):
+        imported(f"{LORA}{FOLDERS}{around}")
+    Path("train/4_cat/a.txt").unlink()
+    [images] = imported(LORA + FOLDERS.replace("caption_extension = '.txt'", "") + around)[1]
+    assert images["instance_prompt"] == "sks, cat best" and "caption_filter_list" not in images
 
 
 @pytest.mark.parametrize(
