@@ -126,6 +126,7 @@ def import_their_datasets(file: ForeignFile, output: Path | None, partial: bool)
 
 def their_datasets(run: Translation, file: ForeignFile) -> ImportedDatasets:
     """Return the datasets of a run, or of a dataset file, as ours."""
+    run.datasets_file = file.path
     found = list(file.trainer.entries(run, file.values))
     entries = []
     for each, entry in zip(found, with_different_ids(each.as_entry() for each in found), strict=True):

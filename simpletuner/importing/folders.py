@@ -7,12 +7,14 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from simpletuner.data.config.places import id_of_folder
+from simpletuner.data.storage.storage import is_system_folder
 from simpletuner.errors import SettingsError
-from simpletuner.importing.foreign_trainer import Translation, first_existing
+from simpletuner.importing.foreign_trainer import CACHES, Translation, first_existing
 from simpletuner.settings.files.config_files import NotParsed
 from simpletuner.settings.files.formats import read_text
 
@@ -71,6 +73,22 @@ def files_in(path: Any) -> list[Path]:
         return []
 
 
+CACHED = (".pt", ".npz", ".safetensors", ".arrow")
+"""Suffixes of latents and text embeddings that other programs have cached."""
+
+
+def has_caches(path: object) -> bool:
+    """True if one of the first files below a folder is a cache of another program."""
+    with suppress(OSError, TypeError, ValueError):
+        return any(each.suffix in CACHED for each in islice(Path(str(path)).rglob("*") if path else (), EXAMPLES))
+    return False
+
+
+def caches(found: Translation, key: str) -> None:
+    """Say of a folder of caches that it is not read: as something to look at where it is here."""
+    found.look(key, CACHES) if has_caches(found.get(key)) else found.drop([key], CACHES)
+
+
 def images_of(files: Sequence[Path]) -> list[Path]:
     return [file for file in files if file.suffix.lower() in IMAGES]
 
@@ -100,6 +118,7 @@ def subfolders(found: Translation, key: str) -> None:
     path = found.defaults["instance_data_dir"]
     with suppress(OSError, ValueError, TypeError):
         inner = (each for each in Path(path).rglob("*") if path and each.parent != Path(path))
+        inner = (each for each in inner if not any(map(is_system_folder, each.relative_to(path).parts)))
         if image := next((each for each in inner if each.suffix.lower() in IMAGES), None):
             reason = f"images in subfolders, such as {image}, are not read there, but here: move them out of it"
             found.remark(key, reason, path, "lost")

@@ -52,6 +52,8 @@ class Translation:
     """Validation prompts with keys of validation_prompt_file."""
     only_datasets: bool = False
     """True if the file lists datasets, and no run is there."""
+    datasets_file: Path | None = None
+    """File that lists its datasets, if it is another one."""
     conditions: list[Translation] = field(default_factory=list)
     """Masks and references of a dataset, each a dataset of its own."""
     written: dict[str, Any] = field(init=False)
@@ -157,7 +159,8 @@ class Translation:
     def within(self, values: Mapping[str, Any], key: str = "") -> Translation:
         """Return the translation of a part of the file, such as one of its datasets."""
         line = self.lines.get(key, 0)
-        return Translation(self.trainer, self.file, dict(flatten(values)), dict.fromkeys(flat_keys(values), line))
+        file = self.datasets_file or self.file
+        return Translation(self.trainer, file, dict(flatten(values)), dict.fromkeys(flat_keys(values), line))
 
     def answer(self, table: KeyTable) -> None:
         """Answer all other keys by a table."""
@@ -288,6 +291,8 @@ def nonzero(value: Any) -> Any:
 
 # Parts of meaning that several trainers share.
 
+FASTER = "it changes time, memory or the names of files"
+CACHES = "latents and text embeddings are encoded again, into caches of this program: those of others are not read"
 INNER_DROPOUT = "what is between the two matrices of an adapter is dropped there, and its inputs here"
 LION = {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_weight_decay": 0.0}
 """Defaults of Lion's packages (lion-pytorch, bitsandbytes)."""

@@ -13,6 +13,8 @@ from simpletuner.data.config.dataset_parts import PARQUET
 from simpletuner.data.config.dataset_types import as_list
 from simpletuner.data.config.datasets import BLOCKS, DatasetFile, is_disabled, parse_datasets, parse_entry
 from simpletuner.errors import Mistake, SettingsError
+from simpletuner.importing.folders import has_caches
+from simpletuner.importing.foreign_trainer import CACHES
 from simpletuner.importing.original import Effect, UnmappedValue
 from simpletuner.importing.sorting import relocated
 from simpletuner.settings.declared.errors import is_secret
@@ -22,6 +24,7 @@ from simpletuner.settings.foreign.original_names import TABLE, is_off
 from simpletuner.settings.values.spelling import normalize_name
 
 PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file", "csv_cache_dir", "caption_filter_list")
+CACHE_FOLDERS = ("cache_dir", "cache_dir_vae")
 HINT = "docs/dataset-file.md lists the keys of a dataset"
 ESSENTIAL = (
     "id",
@@ -104,6 +107,8 @@ def import_entry(
     path = new[PARQUET].get("path") if isinstance(new.get(PARQUET), dict) else None
     if isinstance(path, str) and normalize_name(new.get("type")) not in BUCKETS:
         new[PARQUET]["path"] = relocated(fill_in(path, {**names, **texts_of(old)}), root)
+    cached = [key for key in CACHE_FOLDERS if has_caches(new.get(key))]
+    left_out += [UnmappedValue(key, new[key], place, CACHES) for key in cached]
     idle = {key: rule for key in new if isinstance(rule := RULES.get(name_of_key(key)), Ignores)}
     left_out += [UnmappedValue(key, new.pop(key), place, rule.reason, effect_of(key)) for key, rule in idle.items()]
     # In rounds: without a key, another one may be the mistake.

@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.importing.foreign_trainer import Translation, first_existing
+from simpletuner.importing.folders import has_caches
+from simpletuner.importing.foreign_trainer import CACHES, Translation, first_existing
 from simpletuner.importing.lycoris import lycoris_values
 from simpletuner.importing.original import Effect, MappedValue, Original, UnmappedValue, names_accelerate, setting_of
 from simpletuner.importing.translation import (
@@ -53,6 +54,7 @@ ALSO_ASIDE = (
     *("preserve_data_backend_cache", "rescan", "ema_device", "optimizer_release_gradients"),
 )
 """Other settings that only change time, memory or the last bits."""
+CACHE_FOLDERS = ("cache_dir_vae", "cache_dir_text")
 NOTE_OF_THEIRS = re.compile(r"[_$#]|//")
 """Beginnings of names that people use for comments."""
 
@@ -151,6 +153,8 @@ def take_or_leave(given: RawValue, value: RawValue, config: OriginalConfig, orig
         return
     taken = replace(taken, given=given, note="; ".join(filter(None, [note, taken.note])))
     name = taken.value.name
+    if name in CACHE_FOLDERS and has_caches(taken.value.value):
+        original.leave_out(given, CACHES)
     if name not in original.taken:
         original.taken[name] = taken
         return

@@ -383,3 +383,15 @@ def test_what_a_file_of_lycoris_has_beyond_one_adapter_ends_the_import(imported,
     Path("config/lycoris.json").write_text(given if isinstance(given, str) else json.dumps(given))
     code, err = imported(LYCORIS, [IMAGES])
     assert code == 2 and said in err and "this is a bug" not in err and not Path("run.toml").exists()
+
+
+def test_caches_of_the_original_are_made_again(imported):
+    vae, texts = {**IMAGES, "cache_dir_vae": "cache/vae"}, {**TEXTS}
+    assert "encoded again" not in imported({}, [vae, texts])[1]
+    for folder in ("cache/vae", "cache/texts"):
+        Path(folder, "a").mkdir(parents=True)
+        Path(folder, "a/0123.pt").touch()
+    code, err = imported({"cache_dir_text": "cache/texts"}, [vae, texts], "--force")
+    assert code == 0 and err.count("are encoded again, into caches of this program") == 3, err
+    for name in ("cache_dir_vae = 'cache/vae'", "cache_dir = 'cache/texts'", "cache_dir_text = 'cache/texts'"):
+        assert f"warning: {name}" in err

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_parts import PARQUET, TABLE_STRATEGIES
-from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
 from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN
 from simpletuner.data.images.video_formats import VIDEO_SUFFIXES
 from simpletuner.data.scan.scan import NO_ROW, SCANNED
@@ -57,7 +58,8 @@ class TableDescription:
 def describe_files(table: TableFile, rows: pa.Table, names: pa.ChunkedArray) -> TableDescription:
     """Find the row of each file among the `rows` (ROW) of a table, whose columns are named."""
     # By Arrow, for all files at once: a look-up in Python per row would take minutes for ten million.
-    found = find_rows(names, rows["identifier"], table.settings.identifier_includes_extension)
+    identifiers = below_folder(rows["identifier"], names, table.dataset)
+    found = find_rows(names, identifiers, table.settings.identifier_includes_extension)
     has_row = found.is_valid().to_numpy(zero_copy_only=False)
     index = pc.fill_null(found, 0).to_numpy()
     own = [rows[side].to_numpy()[index[has_row]] for side in ("width", "height")]
@@ -66,11 +68,22 @@ def describe_files(table: TableFile, rows: pa.Table, names: pa.ChunkedArray) -> 
     frames, fps = (np.where(has_row, rows[name].to_numpy()[index], 0) if len(rows) else index for name in LENGTHS)
     captions = take(rows["captions"], found, has_row)
     described = TableDescription(has_row, sizes, frames, fps, captions, table.gives_sizes)
-    again, unmatched = unused_rows(rows["identifier"], index[has_row])
+    again, unmatched = unused_rows(identifiers, index[has_row])
     described.remarks.extend(remarks_on(table.dataset, names, again, unmatched, described))
     return replace(
         described, unmatched=len(unmatched), first_unmatched=next(iter(unmatched.slice(0, 1).to_pylist()), "")
     )
+
+
+def below_folder(identifiers: pa.ChunkedArray, names: pa.ChunkedArray, dataset: ImageDataset) -> pa.ChunkedArray:
+    """Return paths below a dataset's folder of a table that has all of them with the folder, such as absolute ones."""
+    folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) else Path("/")
+    for path in (folder, folder.absolute()):
+        prefix = f"{path.as_posix().rstrip('/')}/"
+        is_below = not pc.any(pc.starts_with(names, prefix)).as_py()
+        if len(prefix) > 1 and is_below and pc.all(pc.starts_with(identifiers, prefix)).as_py():
+            return pc.utf8_slice_codeunits(identifiers, len(prefix))
+    return identifiers
 
 
 def take(column: pa.ChunkedArray, found: pa.Array, has_row: np.ndarray) -> pa.ChunkedArray:

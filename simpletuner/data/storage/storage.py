@@ -41,10 +41,11 @@ SYSTEM_FOLDERS = frozenset(
         "$recycle.bin",
         "recycler",
     }
+    | {"_controls", "_latent_cache", "_t_e_cache", "_clip_vision_cache"}
     | {"system volume information", "lost+found", "found.000", "__macosx", "network trash folder", "temporary items"}
 )
-"""Folders of network drives and systems, in lower case: thumbnails, deleted files, snapshots. Those with a
-dot at their beginning are hidden anyway."""
+"""Folders of network drives and systems, in lower case: thumbnails, deleted files, snapshots; and those that ai-toolkit
+writes among images, of which _controls has images. Those with a dot at their beginning are hidden anyway."""
 SHADOW_COPY = "@gmt-"
 """Begins the names of a Windows share's snapshots."""
 

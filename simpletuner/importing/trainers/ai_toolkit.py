@@ -10,6 +10,8 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.importing.folders import FLAGS, prompt_of_line
 from simpletuner.importing.foreign_trainer import (
+    CACHES,
+    FASTER,
     INNER_DROPOUT,
     LION,
     ForeignTrainer,
@@ -21,7 +23,6 @@ from simpletuner.importing.foreign_trainer import (
 from simpletuner.importing.original import FLOAT16
 from simpletuner.importing.trainers.ai_toolkit_datasets import entries
 from simpletuner.importing.trainers.ai_toolkit_models import ARCHS, BY_SIZE, PLACES, UNET, Arch, arch_of, name_of_arch
-from simpletuner.importing.trainers.sd_scripts import FASTER
 from simpletuner.settings.foreign.key_table import Maps
 from simpletuner.settings.foreign.original_names import is_off
 from simpletuner.settings.foreign.recognition import AITOOLKIT
@@ -51,16 +52,17 @@ RUN = key_table(
     idle={
         FASTER: (
             "type device name performance_log_every sqlite_db_path torch_profiler save.dtype save.save_format "
-            "train.xformers train.sdp train.attention_backend train.unload_text_encoder train.cache_text_embeddings "
-            "train.show_turbo_outputs train.max_loss_debug logging.log_every logging.verbose logging.use_ui_logger "
-            "model.dtype model.low_vram model.vae_device model.vae_dtype model.te_device model.te_dtype "
-            "model.auto_memory model.layer_offloading model.layer_offloading_transformer_percent "
-            "model.layer_offloading_text_encoder_percent model.split_model_over_gpus "
-            "model.split_model_other_module_param_count_scale model.compile model.block_compile model.compile_mode "
-            "model.compile_fullgraph model.compile_dynamic model.cache_size_limit model.latent_space_version "
-            "network.old_lokr_format network.split_multistage_loras network.layer_offloading "
-            "train.skip_first_sample train.force_first_sample train.disable_sampling train.switch_boundary_every"
+            "train.xformers train.sdp train.attention_backend train.unload_text_encoder train.show_turbo_outputs "
+            "train.max_loss_debug logging.log_every logging.verbose logging.use_ui_logger model.dtype model.low_vram "
+            "model.vae_device model.vae_dtype model.te_device model.te_dtype model.auto_memory model.layer_offloading "
+            "model.layer_offloading_transformer_percent model.layer_offloading_text_encoder_percent "
+            "model.split_model_over_gpus model.split_model_other_module_param_count_scale model.compile "
+            "model.block_compile model.compile_mode model.compile_fullgraph model.compile_dynamic "
+            "model.cache_size_limit model.latent_space_version network.old_lokr_format network.split_multistage_loras "
+            "network.layer_offloading train.skip_first_sample train.force_first_sample train.disable_sampling "
+            "train.switch_boundary_every"
         ),
+        CACHES: "train.cache_text_embeddings",
         "it is said by model_family": (
             "model.arch model.is_v2 model.is_v3 model.is_xl model.is_flux model.is_lumina2 model.is_pixart_sigma "
             "model.is_auraflow model.is_pixart model.is_ssd model.is_vega model.is_v_pred"

@@ -19,19 +19,18 @@ from simpletuner.importing.folders import (
     size_of,
     stills_and_clips,
 )
-from simpletuner.importing.foreign_trainer import Translation, key_table
+from simpletuner.importing.foreign_trainer import CACHES, FASTER, Translation, key_table
 from simpletuner.importing.trainers.ai_toolkit_models import EDITORS, PLACES, arch_of
-from simpletuner.importing.trainers.sd_scripts import FASTER
 from simpletuner.settings.foreign.original_names import is_off
 
 DATASET = key_table(
     maps={"caption_dropout_probability": "caption_dropout_rate"},
     converted={},
     idle={
-        FASTER: (
-            "type bucket_tolerance cache_latents cache_latents_to_disk cache_tensors_to_disk num_workers "
-            "prefetch_factor cache_clip_vision_to_disk cache_text_embeddings load_image_when_caching_latents "
-            "cache_latents_num_workers debug fast_image_size replay_transforms"
+        FASTER: "type bucket_tolerance num_workers prefetch_factor debug fast_image_size replay_transforms",
+        CACHES: (
+            "cache_latents cache_latents_to_disk cache_tensors_to_disk cache_clip_vision_to_disk "
+            "cache_text_embeddings load_image_when_caching_latents cache_latents_num_workers"
         ),
         "it keeps from token_dropout_rate alone": "keep_tokens",
         "used only with what is refused": (

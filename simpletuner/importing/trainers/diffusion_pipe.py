@@ -18,8 +18,8 @@ from simpletuner.importing.folders import (
     stills_and_clips,
     subfolders,
 )
-from simpletuner.importing.foreign_trainer import LION, ForeignTrainer, Translation, key_table
-from simpletuner.importing.trainers.sd_scripts import FASTER, OPTIMIZER, SCHEDULE
+from simpletuner.importing.foreign_trainer import CACHES, FASTER, LION, ForeignTrainer, Translation, key_table
+from simpletuner.importing.trainers.sd_scripts import OPTIMIZER, SCHEDULE
 from simpletuner.importing.trainers.sd_scripts_networks import FUSED
 from simpletuner.settings.foreign.recognition import PIPE
 
@@ -88,10 +88,10 @@ RUN = key_table(
             "adapter.dtype eval_every_n_epochs eval_every_n_steps eval_every_n_examples eval_before_first_step "
             "eval_micro_batch_size_per_gpu image_eval_micro_batch_size_per_gpu eval_gradient_accumulation_steps "
             "eval_datasets disable_block_swap_for_eval compile blocks_to_swap video_clip_mode x_axis_examples "
-            "map_num_proc reentrant_activation_checkpointing logging_steps optimizer.stabilize regenerate_cache "
-            "eval_image_micro_batch_size_per_gpu model.cache_text_embeddings model.text_encoder_nf4 "
-            "model.text_encoder_fp8 model.llama3_4bit"
+            "map_num_proc reentrant_activation_checkpointing logging_steps optimizer.stabilize "
+            "eval_image_micro_batch_size_per_gpu model.text_encoder_nf4 model.text_encoder_fp8 model.llama3_4bit"
         ),
+        CACHES: "regenerate_cache model.cache_text_embeddings",
     },
     look={
         "a secret is not copied: set it in the environment": "monitoring.wandb_api_key",

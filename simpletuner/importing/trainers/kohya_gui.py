@@ -10,26 +10,27 @@ from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.importing.folders import as_number, files_in, prompts_of_lines
-from simpletuner.importing.foreign_trainer import Translation
-from simpletuner.importing.trainers.sd_scripts import FASTER, SD_SCRIPTS, folders
+from simpletuner.importing.foreign_trainer import CACHES, FASTER, Translation
+from simpletuner.importing.trainers.sd_scripts import SD_SCRIPTS, folders
 from simpletuner.importing.trainers.sd_scripts_networks import UNETS
-from simpletuner.settings.foreign.key_table import Ignores
 from simpletuner.settings.foreign.recognition import GUI
 from simpletuner.settings.values.spelling import normalize_name
 
 ONLY_HERE = (
     "file_path save_as save_as_bool headless print_only training_preset model_list num_cpu_threads_per_process "
     "multi_gpu main_process_port dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic extra_accelerate_launch_args "
-    "lowvram lowvram_enabled create_caption create_buckets use_latent_files full_path caption_metadata_filename "
+    "lowvram lowvram_enabled create_caption create_buckets full_path caption_metadata_filename "
     "latent_metadata_filename batch_size show_timesteps show_timesteps_resolution sdxl_no_half_vae "
-    "sdxl_cache_text_encoder_outputs flux1_cache_text_encoder_outputs flux1_cache_text_encoder_outputs_to_disk "
-    "sd3_cache_text_encoder_outputs sd3_cache_text_encoder_outputs_to_disk sd3_disable_mmap_load_safetensors "
-    "sd3_fused_backward_pass sd3_text_encoder_batch_size flux_fused_backward_pass lumina_cache_text_encoder_outputs "
-    "lumina_cache_text_encoder_outputs_to_disk hunyuan_image_cache_text_encoder_outputs "
-    "hunyuan_image_cache_text_encoder_outputs_to_disk generate_caption_database "
-    "generate_image_buckets stop_text_encoder_training_pct use_safetensors"
+    "sd3_disable_mmap_load_safetensors sd3_fused_backward_pass sd3_text_encoder_batch_size flux_fused_backward_pass "
+    "generate_caption_database generate_image_buckets stop_text_encoder_training_pct use_safetensors"
 )
 """Names of the GUI that change time, memory or its own work alone."""
+CACHED = (
+    "use_latent_files sdxl_cache_text_encoder_outputs flux1_cache_text_encoder_outputs "
+    "flux1_cache_text_encoder_outputs_to_disk sd3_cache_text_encoder_outputs sd3_cache_text_encoder_outputs_to_disk "
+    "lumina_cache_text_encoder_outputs lumina_cache_text_encoder_outputs_to_disk "
+    "hunyuan_image_cache_text_encoder_outputs hunyuan_image_cache_text_encoder_outputs_to_disk"
+)
 RENAMED = {"max_resolution": "resolution", "optimizer": "optimizer_type", "lora_network_weights": "network_weights"}
 FAMILIES = {
     "flux1_checkbox": "flux",
@@ -142,6 +143,7 @@ def as_sd_scripts(run: Translation) -> None:
         raise SettingsError(f"{run.file} trains an embedding (textual inversion)", "train a LoRA: model_type=lora")
     is_network = "LoRA_type" in run.written
     leave_out(run, ONLY_HERE.split(), FASTER)
+    leave_out(run, CACHED.split(), CACHES)
     older_versions(run)
     base(run)
     (network if is_network else whole)(run)
@@ -366,9 +368,5 @@ def additional(run: Translation) -> None:
 KOHYA_GUI = replace(
     SD_SCRIPTS,
     name=GUI,
-    table=replace(
-        SD_SCRIPTS.table,
-        rules={**SD_SCRIPTS.table.rules, **{name: Ignores(FASTER, warns=False) for name in ONLY_HERE.split()}},
-    ),
     meanings=(as_sd_scripts, *SD_SCRIPTS.meanings),
 )

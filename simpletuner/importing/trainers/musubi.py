@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
@@ -11,6 +14,7 @@ from simpletuner.importing.folders import (
     IMAGES,
     NEAREST,
     blanks,
+    caches,
     condition,
     files_in,
     folder_entry,
@@ -19,15 +23,16 @@ from simpletuner.importing.folders import (
     subfolders,
 )
 from simpletuner.importing.foreign_trainer import (
+    FASTER,
     INNER_DROPOUT,
     LION,
     ForeignTrainer,
     Translation,
+    first_existing,
     key_table,
     optimizer_arguments,
 )
 from simpletuner.importing.trainers.sd_scripts import (
-    FASTER,
     FP8,
     OPTIMIZER,
     SD_SCRIPTS,
@@ -39,6 +44,7 @@ from simpletuner.importing.trainers.sd_scripts import (
     warmup,
 )
 from simpletuner.importing.trainers.sd_scripts_networks import FUSED, arguments_of
+from simpletuner.settings.declared.errors import shorten
 from simpletuner.settings.foreign.original_names import is_off
 from simpletuner.settings.foreign.recognition import MUSUBI
 from simpletuner.settings.values.spelling import normalize_name
@@ -277,7 +283,7 @@ DATASET = key_table(
     maps={},
     converted={},
     idle={
-        FASTER: "batch_size cache_directory debug_dataset enable_bucket max_frames",
+        FASTER: "batch_size debug_dataset enable_bucket max_frames",
         "used only with FramePack": "fp_latent_window_size",
     },
     look={},
@@ -320,26 +326,89 @@ def lengths(merged: Mapping[str, Any]) -> list[Any]:
 
 def entry(run: Translation, found: Translation, frames: Any) -> Translation:
     path_key = "image_directory" if frames is None else "video_directory"
+    table_key = "image_jsonl_file" if frames is None else "video_jsonl_file"
+    has_table = table_key in found.values
+    if has_table:
+        table(found, table_key, path_key)
     path = found.get(path_key)
-    for key in ("image_jsonl_file", "video_jsonl_file"):
-        if key in found.values:
-            message = f"{found.file}: {key} names files wherever they are, and a dataset here is a folder"
-            raise SettingsError(message, "write .txt files beside the images, or a table: docs/tables-and-stores.md")
     folder_entry(found, path_key, "num_repeats")
+    caches(found, "cache_directory")
     resolution = found.values.pop("resolution", [960, 544])
     # Videos are always cut to the nearest of their aspects, whatever enable_bucket says (image_video_dataset.py:698).
     is_bucketed = found.is_on("enable_bucket") or frames is not None
-    found.defaults |= size_of(resolution, is_bucketed) | {"caption_lines": "one", "skip_uncaptioned": True}
-    if not found.get("caption_extension") and path:
+    captions = {} if has_table else {"caption_lines": "one", "skip_uncaptioned": True}
+    found.defaults |= size_of(resolution, is_bucketed) | captions
+    if has_table:
+        found.drop(["caption_extension"], "captions are those of the table")
+    elif not found.get("caption_extension") and path:
         found.remark("caption_extension", "without it musubi-tuner ends in an error; here it is .txt", "")
     if frames is not None:
         clips(run, found, frames)
     controls(found, path, resolution, is_video=frames is not None)
-    if path:
+    if path and not has_table:
         subfolders(found, path_key)
         blanks(run, found, "caption_extension")
     found.answer(DATASET)
     return found
+
+
+def table(found: Translation, key: str, path_key: str) -> None:
+    """Let a file of JSON lines be the table of the folder that its images have in common.
+
+    Raises SettingsError for a file that musubi-tuner could not read, or whose images have no folder in common.
+    """
+    column, named = f"{key.partition('_')[0]}_path", found.get(key)
+    places = (Path(), found.file.parent, found.file.parent.parent)
+    if not isinstance(named, str) or (path := first_existing(named, places)) is None:
+        raise SettingsError(f"{found.file}: {key} = {shorten(named)}: there is no such file", "check that path")
+    rows = list(json_lines_of(path, (column, "caption")))
+    names = [Path(row[column]) for row in rows]
+    try:
+        folder = os.path.commonpath([name.parent for name in names])
+    except ValueError:
+        folder = ""
+    if folder in ("", os.sep):
+        message = f"{path} names files that have no folder in common, and a dataset here is a folder"
+        raise SettingsError(message, "move them below one folder")
+    if len(set(names)) < len(names):
+        found.remark(key, "an image that is there twice has two captions there, and here the first", effect="lost")
+    take_references(found, rows, names)
+    more = sorted({name for row in rows for name in row} - {column, "caption"})
+    if more:
+        found.remark(key, f"{', '.join(more)} of its lines have no place here: give each a folder", effect="lost")
+    found.written[path_key] = found.values[path_key] = folder
+    columns = {"filename_column": column, "caption_column": "caption", "identifier_includes_extension": True}
+    found.defaults |= {"caption_strategy": "parquet", "metadata_backend": "parquet"}
+    found.put("parquet", key, {"path": str(path), **columns})
+
+
+CONTROLS = ("control_path", "control_path_0")
+
+
+def take_references(found: Translation, rows: Sequence[dict[str, Any]], names: Sequence[Path]) -> None:
+    """Take the references of lines whose files have the names of their images, in one folder."""
+    others = [Path(row[name]) for row in rows for name in CONTROLS if isinstance(row.get(name), str)]
+    folders = {each.parent for each in others}
+    if len(folders) == 1 and [each.stem for each in others] == [each.stem for each in names]:
+        found.written["control_directory"] = found.values["control_directory"] = str(folders.pop())
+        for row in rows:
+            [row.pop(name, None) for name in CONTROLS]
+
+
+def json_lines_of(path: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file, a line each. Raises SettingsError for one without a text of each name."""
+    number = 0
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                row = json.loads(line)
+                if not isinstance(row, dict) or any(not isinstance(row.get(name), str) for name in names):
+                    raise SettingsError(f"{path}:{number} has no {' and '.join(names)}", "write both as texts")
+                yield row
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(f"{path}:{number or 1} cannot be read: {error}", "correct that line") from None
+    if not number:
+        raise SettingsError(f"{path} is empty", "write a line for each image")
 
 
 def clips(run: Translation, found: Translation, frames: Any) -> None:

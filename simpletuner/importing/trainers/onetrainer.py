@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.importing.foreign_trainer import INNER_DROPOUT, ForeignTrainer, Translation, first_existing, key_table
+from simpletuner.importing.folders import caches
+from simpletuner.importing.foreign_trainer import (
+    CACHES,
+    FASTER,
+    INNER_DROPOUT,
+    ForeignTrainer,
+    Translation,
+    first_existing,
+    key_table,
+)
 from simpletuner.importing.original import FLOAT16
 from simpletuner.importing.trainers.onetrainer_concepts import entries, list_of_file
-from simpletuner.importing.trainers.sd_scripts import FASTER
 from simpletuner.settings.foreign.recognition import ONETRAINER
 
 PARTS = (
@@ -82,17 +90,17 @@ RUN = key_table(
     converted={},
     idle={
         FASTER: (
-            "__version debug_mode debug_dir cache_dir huggingface_cache_dir offline_mode tensorboard_expose "
+            "__version debug_mode debug_dir huggingface_cache_dir offline_mode tensorboard_expose "
             "tensorboard_always_on tensorboard_port continue_last_backup prevent_overwrites include_train_config "
             "gradient_reduce_precision fused_gradient_reduce async_gradient_reduce async_gradient_reduce_buffer "
-            "output_dtype output_model_format output_model_destination async_offloading compile latent_caching "
-            "clear_cache_before_training dataloader_threads temp_device fallback_train_dtype enable_autocast_cache "
-            "only_cache attention_mechanism gradient_checkpointing enable_activation_offloading "
-            "layer_offload_fraction enable_async_offloading weight_dtype embedding_weight_dtype lora_weight_dtype "
-            "bundle_additional_embeddings lokr_vec_trick sample_skip_first sample_image_format sample_video_format "
-            "sample_audio_format samples_to_tensorboard rolling_backup backup_before_save save_skip_first "
-            "save_filename_prefix"
+            "output_dtype output_model_format output_model_destination async_offloading compile dataloader_threads "
+            "temp_device fallback_train_dtype enable_autocast_cache attention_mechanism gradient_checkpointing "
+            "enable_activation_offloading layer_offload_fraction enable_async_offloading weight_dtype "
+            "embedding_weight_dtype lora_weight_dtype bundle_additional_embeddings lokr_vec_trick sample_skip_first "
+            "sample_image_format sample_video_format sample_audio_format samples_to_tensorboard rolling_backup "
+            "backup_before_save save_skip_first save_filename_prefix"
         ),
+        CACHES: "clear_cache_before_training latent_caching only_cache",
         "used only with what is refused": (
             "learning_rate_cycles huber_delta preserve_embedding_norm embedding_learning_rate embeddings "
             "masked_prior_preservation_weight unmasked_probability unmasked_weight normalize_masked_area_loss "
@@ -571,6 +579,7 @@ def saving(run: Translation) -> None:
     run.drop(["tensorboard"], "no tracker")
     if run.word("train_device") == "cpu":
         run.put("use_cpu", "train_device", True)
+    caches(run, "cache_dir")
     run.drop(["train_device"], "a GPU is used if there is one")
 
 

@@ -17,8 +17,7 @@ from simpletuner.importing.folders import (
     size_of,
     subfolders,
 )
-from simpletuner.importing.foreign_trainer import Translation, first_existing, key_table
-from simpletuner.importing.trainers.sd_scripts import FASTER
+from simpletuner.importing.foreign_trainer import FASTER, Translation, first_existing, key_table
 from simpletuner.settings.files.config_files import NotParsed
 from simpletuner.settings.files.formats import read_list, read_text
 from simpletuner.system.numbers import count_noun

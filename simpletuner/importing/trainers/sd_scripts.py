@@ -25,6 +25,8 @@ from simpletuner.importing.folders import (
     subfolders,
 )
 from simpletuner.importing.foreign_trainer import (
+    CACHES,
+    FASTER,
     LION,
     ForeignTrainer,
     Translation,
@@ -39,7 +41,6 @@ from simpletuner.settings.foreign.key_table import Maps
 from simpletuner.settings.foreign.original_names import is_off
 from simpletuner.settings.foreign.recognition import KOHYA
 
-FASTER = "it changes time, memory or the names of files"
 OPTIMIZERS = {
     **dict.fromkeys(("adamw", "adamw8bit", "pagedadamw8bit", "adamw8bitkahan", "adamw_optimi"), "adamw"),
     **dict.fromkeys(("lion", "lion8bit", "pagedlion8bit"), "lion"),
@@ -97,25 +98,27 @@ RUN = key_table(
     idle={
         FASTER: (
             "output_name save_model_as save_precision save_every_n_epochs save_last_n_steps save_last_n_epochs "
-            "cache_latents cache_latents_to_disk cache_text_encoder_outputs cache_text_encoder_outputs_to_disk "
             "xformers sdpa mem_eff_attn lowram highvram max_data_loader_n_workers no_half_vae "
             "persistent_data_loader_workers sample_every_n_epochs sample_sampler sample_at_first save_state "
             "save_state_on_train_end log_prefix training_comment network_train_unet_only network_module "
             "prior_loss_weight console_log_level console_log_file console_log_simple metadata_title metadata_author "
             "metadata_description metadata_license metadata_tags save_last_n_steps_state save_last_n_epochs_state "
-            "save_n_epoch_ratio tokenizer_cache_dir disable_mmap_load_safetensors skip_cache_check "
-            "text_encoder_batch_size ddp_timeout ddp_gradient_as_bucket_view ddp_static_graph "
-            "cpu_offload_checkpointing blocks_to_swap fused_backward_pass torch_compile dynamo_backend no_metadata "
-            "log_config log_tracker_name log_tracker_config debug_dataset config_file output_config use_safetensors "
-            "deepspeed zero_stage split_mode skip_until_initial_step resize_interpolation async_upload "
-            "huggingface_repo_type huggingface_path_in_repo huggingface_repo_visibility save_state_to_huggingface "
-            "resume_from_huggingface t5xxl_device t5xxl_dtype cache_info attn_mode mem_eff_save "
-            "diffusers_xformers offload_optimizer_device "
+            "save_n_epoch_ratio tokenizer_cache_dir disable_mmap_load_safetensors text_encoder_batch_size ddp_timeout "
+            "ddp_gradient_as_bucket_view ddp_static_graph cpu_offload_checkpointing blocks_to_swap "
+            "fused_backward_pass torch_compile dynamo_backend no_metadata log_config log_tracker_name "
+            "log_tracker_config debug_dataset config_file output_config use_safetensors deepspeed zero_stage "
+            "split_mode skip_until_initial_step resize_interpolation async_upload huggingface_repo_type "
+            "huggingface_path_in_repo huggingface_repo_visibility save_state_to_huggingface resume_from_huggingface "
+            "t5xxl_device t5xxl_dtype attn_mode mem_eff_save diffusers_xformers offload_optimizer_device "
             "offload_optimizer_nvme_path offload_param_device offload_param_nvme_path zero3_init_flag "
             "zero3_save_16bit_model fp16_master_weights_and_gradients save_clip save_t5xxl blockwise_fused_optimizers "
-            "double_blocks_to_swap single_blocks_to_swap skip_latents_validity_check split_attn text_encoder_cpu "
-            "vae_chunk_size vae_disable_cache fp8_scaled fp8_vl use_flash_attn use_sage_attn use_t5xxl_cache_only "
-            "unsloth_offload_checkpointing sample_batch_size t5_tokenizer_path fused_optimizer_groups"
+            "double_blocks_to_swap single_blocks_to_swap split_attn text_encoder_cpu vae_chunk_size vae_disable_cache "
+            "fp8_scaled fp8_vl use_flash_attn use_sage_attn unsloth_offload_checkpointing sample_batch_size "
+            "t5_tokenizer_path fused_optimizer_groups"
+        ),
+        CACHES: (
+            "cache_latents cache_latents_to_disk cache_text_encoder_outputs cache_text_encoder_outputs_to_disk "
+            "skip_cache_check skip_latents_validity_check cache_info use_t5xxl_cache_only"
         ),
         "used only with another schedule": "lr_decay_steps lr_scheduler_timescale lr_scheduler_min_lr_ratio",
         "used only with another model": (
@@ -367,9 +370,9 @@ DATASET = key_table(
     converted={},
     idle={
         FASTER: (
-            "batch_size enable_bucket cache_info bucket_reso_steps validation_seed resize_interpolation debug_dataset "
-            "masked_loss"
+            "batch_size enable_bucket bucket_reso_steps validation_seed resize_interpolation debug_dataset masked_loss"
         ),
+        CACHES: "cache_info",
         "nothing is shuffled": "token_warmup_min caption_separator",
         "used only with is_reg": "prior_loss_weight",
         "lengths of prompts are the model's": "max_token_length",

@@ -70,6 +70,23 @@ def test_a_name_may_be_without_its_folder_and_its_suffix(images, identifiers):
     assert [captions[0][:9] for captions in found.captions.values()] == [f"caption {number}" for number in range(4)]
 
 
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_all_names_may_have_the_folder_in_front_of_them(images, is_absolute, monkeypatch):
+    monkeypatch.chdir(images.parent)
+    folder = images.absolute() if is_absolute else Path(images.name)
+    found = scan_table(
+        Path(images.name),
+        write_rows(Path("table.jsonl"), rows_of(*(f"{folder}/{name}" for name in NAMES))),
+        ALL,
+        caption_strategy="parquet",
+        metadata_backend="parquet",
+    )
+    assert list(found.captions) == list(NAMES) and found.warnings == []
+    add_images(images / images.name, "a.png")  # of which the name is that of images/a.png with its folder
+    found = scanned(images, rows_of(f"{images.name}/a.png"))
+    assert list(found.captions) == [f"{images.name}/a.png"]
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 def test_numbers_are_names_and_keep_their_zeros_where_they_are_texts(tmp_path, suffix):
     images = add_images(tmp_path / "images", "7.png", "0042.png")

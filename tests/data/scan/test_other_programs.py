@@ -45,6 +45,7 @@ SYSTEM = (
     *("@eaDir/a.png/SYNOPHOTO_THUMB_M.jpg", "sub/@eaDir/b.png", "#recycle/old.png", "$RECYCLE.BIN/S-1/x.png"),
     *("__MACOSX/a.png", "lost+found/1.png", "#snapshot/daily/a.png", "~snapshot/w/a.png", "@Recycle/a.png"),
     *("System Volume Information/a.png", "@GMT-2026.01.01-00.00.00/a.png", "@Recently-Snapshot/a.png"),
+    *("_controls/a.pose.jpg", "sub/_controls/b.depth.jpg"),
 )
 
 
@@ -53,7 +54,7 @@ def test_folders_of_systems_and_drives_are_left_out_and_counted_and_no_others(tm
     found = found_in(tmp_path, *SYSTEM, *kept, **FILENAME)
     assert [sample.name for sample in found.samples] == sorted(kept)
     said = remarks(found)["system folders"]
-    assert "12 folders of other programs left out" in said and "2 @eaDir" in said and "~snapshot" in said
+    assert "14 folders of other programs left out" in said and "2 @eaDir" in said and "~snapshot" in said
     listing = Listing()
     files = list(without_system_folders(map(StoredFile, sorted((*SYSTEM, *kept, "@eaDir/c.png"))), listing))
     assert [file.name for file in files] == sorted(kept)

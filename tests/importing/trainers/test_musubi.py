@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.commands.config_import import import_files
+from simpletuner.data.config.datasets import load_datasets
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
 from simpletuner.settings.foreign.recognition import MUSUBI, trainer_of
@@ -199,10 +200,74 @@ def test_without_buckets_all_images_have_the_shape_of_resolution(imported):
     assert (data["resolution"], data["crop_aspect"]) == (1024, "square")
 
 
+JSONL = DATA.replace('image_directory = "img"', "image_jsonl_file = 'a.jsonl'")
+
+
+def lines(*rows: object) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_json_lines_are_the_table_of_their_folder(imported, is_absolute):
+    name = str(Path("img/a.png").absolute()) if is_absolute else "img/a.png"
+    Path("a.jsonl").write_text(lines({"image_path": name, "caption": "a cat\nof two lines"}))
+    made, [data], said = imported(data=JSONL)
+    assert data["instance_data_dir"] == str(Path(name).parent) and "cache_directory" not in said
+    assert "skip_uncaptioned" not in data and "caption_lines" not in data
+    columns = {"filename_column": "image_path", "caption_column": "caption", "identifier_includes_extension": True}
+    assert data["parquet"] == {"path": "a.jsonl", **columns} and data["metadata_backend"] == "parquet"
+    [dataset] = load_datasets(made.data)[0]
+    assert dataset.caption_strategy == "parquet"
+    Path("cache/img").mkdir(parents=True)
+    Path("cache/img/a_0032x0032_zi.safetensors").touch()
+    said = imported(data=JSONL)[2]
+    assert "warning: cache_directory = 'cache/img' (data.toml" in said and "are encoded again" in said
+
+
+def test_references_of_json_lines(imported):
+    row = {"image_path": "img/a.png", "caption": "b", "control_path": "before/a.png"}
+    Path("a.jsonl").write_text(lines(row))
+    edit = with_network("lora_qwen_image", 'model_version = "edit"')
+    _, [images, references], _ = imported(edit, JSONL)
+    assert images["parquet"]["path"] == "a.jsonl" and references["instance_data_dir"] == "before"
+    for changed in ({"control_path": "before/b.png"}, {"control_path_1": "img/c.png"}):
+        Path("a.jsonl").write_text(lines({**row, **changed}))
+        with pytest.raises(SettingsError, match="have no place here: give each a folder"):
+            imported(edit, JSONL)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "a.jsonl is empty"),
+        ("{\n", "a.jsonl:1 cannot be read"),
+        ('{"image_path": "img/a.png", "caption": "b"}\n{\n', "a.jsonl:2 cannot be read"),
+        ("[]\n", "a.jsonl:1 has no image_path and caption"),
+        (
+            lines({"image_path": "img/a.png", "caption": "b"}, {"image_path": "img/b.png"}),
+            "a.jsonl:2 has no image_path",
+        ),
+        (lines({"image_path": 3, "caption": "b"}), "a.jsonl:1 has no image_path"),
+        (
+            lines({"image_path": "/a.png", "caption": "b"}, {"image_path": "b.png", "caption": "b"}),
+            "no folder in common",
+        ),
+        (lines(*[{"image_path": "img/a.png", "caption": "b"}] * 2), "the first"),
+        ("\udcff", "cannot be read"),
+        (f"{'[' * 100_000}\n", "cannot be read"),
+    ],
+)
+def test_json_lines_that_are_no_table_end_the_import(imported, text, said):
+    Path("a.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SettingsError) as caught:
+        imported(data=JSONL)
+    assert said in caught.value.message and "this is a bug" not in caught.value.message
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (DATA.replace('image_directory = "img"', "image_jsonl_file = 'a.jsonl'"), "image_jsonl_file"),
+        (JSONL, "image_jsonl_file = 'a.jsonl': there is no such file"),
         (DATA.replace('".txt"', '".caption"'), "caption_extension = '.caption'"),
         (f"{DATA}multiple_target = true\n", "multiple_target"),
         (f"{DATA}[[datasets]]\nimage_directory = 'before'\nbatch_size = 1\n", "batch_size = [1, 3]"),

@@ -339,6 +339,13 @@ def test_concepts_and_samples_are_files_or_inside():
         imported({"concepts": None, "concept_file_name": "gone.json"})
 
 
+def test_caches_are_made_again():
+    Path("old").mkdir()
+    assert "# latents and text embeddings are encoded again" in imported({"cache_dir": "old"})[2]
+    Path("old/image.pt").touch()
+    assert "# cache_dir = 'old' (config.json:" in imported({"cache_dir": "old"})[2]
+
+
 def test_a_preset_names_no_concepts():
     values = {name: value for name, value in FLUX.items() if name not in ("__version", "concepts")}
     Path("#flux LoRA.json").write_text(json.dumps(values | {"resolution": "768", "layer_filter_preset": "attn-mlp"}))
