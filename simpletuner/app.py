@@ -87,12 +87,19 @@ def build_app(only: str = "") -> typer.Typer:
         "nfs": lambda name: app.add_typer(build_nfs(), name=name),
         "status": lambda name: app.command(name)(status),
         "runs": lambda name: app.add_typer(build_runs(), name=name),
+        "lora": lambda name: app.add_typer(build_lora(), name=name),
         "net": lambda name: app.add_typer(build_net(), name=name),
         "completion": lambda name: app.command(name)(completion),
     }
     for name in [only] if only in commands else commands:
         commands[name](name)
     return app
+
+
+def build_lora() -> typer.Typer:
+    from simpletuner.commands import lora  # not of a start: tests/end_to_end/test_start_budget.py
+
+    return lora.build_lora()
 
 
 @cache

@@ -6,17 +6,18 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from pydantic import BaseModel, Field
 
 from simpletuner.checkpoints.layout import FINISHED, file_sizes
 from simpletuner.checkpoints.saving import make_empty_folder, publish, run_on_all_ranks, run_on_first_rank, write_group
-from simpletuner.checkpoints.tensors import plan_group
+from simpletuner.checkpoints.tensors import TensorGroup
 from simpletuner.checkpoints.verification import compute_checksums
-from simpletuner.checkpoints.writing import as_bytes, make_header, write_safetensors
+from simpletuner.checkpoints.writing import as_bytes, make_header, write_full, write_safetensors
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.base import ModelFamily
@@ -42,6 +43,7 @@ from simpletuner.system.files.checksums import is_intact, with_checksum
 from simpletuner.system.files.mounts import rename_over
 from simpletuner.system.files.regular_files import read_file
 
+ENCODER_STEM = "model"
 SCHEDULER = "scheduler/scheduler_config.json"
 """Components written from the family's config, with the run's prediction type; others are copied."""
 
@@ -58,26 +60,32 @@ def export_pipeline(
     family: ModelFamily,
     target: Path,
     config: Mapping[str, object],
-    weights: NamedTensors,
+    weights: TensorGroup,
     world: World,
     steps: int,
     write_card: Callable[[Path], None],
+    encoders: Mapping[str, TensorGroup] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Collective: write the pipeline to `target`, and return the checksum of every file by name.
 
     All ranks write weights, rank 0 copies the rest and calls `write_card` with the folder as it is written.
+    `encoders` has the weights of text encoders that are not copied.
     """
     denoiser = family.denoiser_name
 
     def write_rest(hidden: Path) -> None:
         write_json(hidden / denoiser / "config.json", config)
         (hidden / SCHEDULER).parent.mkdir()
-        copy_other_components(family, hidden)
+        copy_other_components(family, hidden, encoders)
         write_json(hidden / SCHEDULER, family.scheduler_config)
 
     def write_weights(hidden: Path) -> dict[str, str]:
         sums: dict[str, str] = {}
-        run_on_all_ranks(world, hidden, lambda: write_group(hidden / denoiser, plan_group(weights), world, True, sums))
+        run_on_all_ranks(world, hidden, lambda: write_group(hidden / denoiser, weights, world, True, sums))
+        for name, group in encoders.items():
+            run_on_all_ranks(
+                world, hidden, lambda name=name, group=group: sums.update(write_encoder(hidden, name, group, world))
+            )
         return sums
 
     return replace_export(target, world, steps, write_weights, write_rest, write_card)
@@ -136,8 +144,17 @@ def replace_export(
     return sums
 
 
-def copy_other_components(family: ModelFamily, target: Path) -> None:
+def write_encoder(folder: Path, name: str, group: TensorGroup, world: World) -> dict[str, str]:
+    """Collective: write the weights of a text encoder by the name that transformers expects."""
+    sums = write_full(folder / name, group, world, ENCODER_STEM)
+    return {f"{name}/{file}": value for file, value in sums.items()}
+
+
+def copy_other_components(family: ModelFamily, target: Path, written: Collection[str] = ()) -> None:
+    """Copy all but the denoiser; of components that are `written` all but the weights."""
     for name, source in files_to_copy(family):
+        if Path(name).parts[0] in written and name.endswith((".safetensors", ".safetensors.index.json")):
+            continue
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, copy)

@@ -10,8 +10,8 @@ same plan, without communication.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
@@ -45,14 +45,17 @@ class StoredRows(NamedTuple):
     shape: tuple[int, ...]
 
 
-def read_tensors(files: list[Path], tensors: NamedTensors, what: str) -> None:
+def read_tensors(
+    files: list[Path], tensors: NamedTensors, what: str, known: Mapping[str, list[StoredRows]] | None = None
+) -> None:
     """Fill tensors from files that any number of ranks wrote; each rank reads only its own rows.
 
-    Raises EnvironmentNotReady that names `what` was read when a tensor is missing, has another shape, or a
-    file is damaged.
+    `known` is what `stored_rows` has found in the files, for a caller that reads them in parts. Raises
+    EnvironmentNotReady that names `what` was read when a tensor is missing, has another shape, or a file is
+    damaged.
     """
     try:
-        stored = stored_rows(files)
+        stored = stored_rows(files) if known is None else known
         pieces: dict[Path, list[tuple[str, StoredRows]]] = {}
         for name, tensor in tensors.items():
             check_shape(name, stored.get(name), tuple(tensor.shape))
@@ -172,6 +175,8 @@ class TensorGroup:
     plan: GroupPlan
     local: Mapping[str, Tensor]
     block: Tensor | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Metadata of the files of a full group, beside `format`."""
 
 
 def plan_group(tensors: NamedTensors) -> TensorGroup:
@@ -179,6 +184,30 @@ def plan_group(tensors: NamedTensors) -> TensorGroup:
     contents = tuple((name, each.dtype, tuple(each.shape), mesh_of(each)) for name, each in tensors.items())
     plan = plan_of(contents, dist.get_world_size(), dist.get_rank())
     return TensorGroup(plan, {name: local_tensor(tensors[name].detach()) for name in plan.shards})
+
+
+class MadeWhenWritten(Mapping[str, Tensor]):
+    """Tensors by name, each of which is made anew whenever it is asked for, so that one is in memory."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
+        self.names, self.make = tuple(names), make
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def streamed_group(
+    shapes: NamedTensors, make: Callable[[str], Tensor], metadata: Mapping[str, str] | None = None
+) -> TensorGroup:
+    """Plan a group for a world of one, whose tensors `make` makes as they are written; `shapes` are on meta."""
+    group = plan_group(shapes)
+    return replace(group, local=MadeWhenWritten(group.plan.shards, make), metadata=metadata or {})
 
 
 # Moments have the shapes of their weights, at each save: a plan takes 10 us of a tensor.

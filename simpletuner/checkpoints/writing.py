@@ -69,7 +69,9 @@ def write_full(folder: Path, group: TensorGroup, world: World, stem: str) -> dic
     try:
         if contents:
             file = files[world.rank]
-            sums[file] = write_safetensors(folder / file, make_header(contents, {"format": "pt"}), gathered)
+            sums[file] = write_safetensors(
+                folder / file, make_header(contents, {"format": "pt", **group.metadata}), gathered
+            )
         if world.is_first and world.size > 1:
             total = sum(each.dtype.itemsize * prod(each.shape) for each in plan.values())
             weight_map = {name: files[owners[name]] for name in sorted(owners)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,13 +10,14 @@ from torch import Tensor
 
 from simpletuner.checkpoints.export import check_export, check_targets, export_lora, export_pipeline
 from simpletuner.checkpoints.layout import EXPORTS, Checkpoint, list_checkpoints, load_checkpoint
-from simpletuner.checkpoints.tensors import read_tensors
+from simpletuner.checkpoints.tensors import read_tensors, stored_rows, streamed_group
 from simpletuner.checkpoints.verification import Verification
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import libraries_silenced
+from simpletuner.models.folder.malformed import translate_load_errors
 from simpletuner.models.opening.loading import load_family
-from simpletuner.parallel.world import joined_world
+from simpletuner.parallel.world import World, joined_world
 from simpletuner.report import Report
 from simpletuner.runs.settings_record import recorded_settings
 from simpletuner.system.processes.signals import StopRequest
@@ -44,14 +45,28 @@ def export_checkpoint(
         check_export(family, [target])
         check_fits(checkpoint, family, world, verification)
         verification.wait()
-        tensors = read_weights(checkpoint, family, "ema" if average else "model")
         report.say(f"writing {target}")
-        if family.adapter is not None:
-            export_lora(family, family.adapter, target, tensors, world, checkpoint.step, without_card)
-        else:
-            config = family.exported_config()
-            export_pipeline(family, target, config, tensors, world, checkpoint.step, without_card)
+        stored = StoredWeights(checkpoint, family, "ema" if average else "model")
+        write_export(family, target, stored.read, world, checkpoint.step, without_card)
     return target
+
+
+def write_export(
+    family: ModelFamily,
+    target: Path,
+    read: Callable[[str], Tensor],
+    world: World,
+    step: int,
+    write_card: Callable[[Path], None],
+) -> None:
+    """Write the LoRA or the pipeline whose weights `read` returns by name; one is in memory, of a pipeline."""
+    shapes = {name: torch.empty(shape, device="meta") for name, shape in family.trained_shapes().items()}
+    if family.adapter is not None:
+        export_lora(family, family.adapter, target, {name: read(name) for name in shapes}, world, step, write_card)
+        return
+    buffers = {name: each for name, each in family.meta_denoiser.state_dict().items() if name in not_floating(family)}
+    weights = streamed_group({**shapes, **buffers}, read)
+    export_pipeline(family, target, family.exported_config(), weights, world, step, write_card)
 
 
 def without_card(folder: Path) -> None:
@@ -67,13 +82,24 @@ def find_checkpoint(output: Path, name: str) -> Checkpoint:
     return load_checkpoint(chosen[0])
 
 
-def read_weights(checkpoint: Checkpoint, family: ModelFamily, group: str) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint, whole: float32, and buffers as the denoiser has them."""
+def not_floating(family: ModelFamily) -> dict[str, torch.dtype]:
+    """Buffers of the denoiser that are no floating-point numbers."""
     meta = {} if family.adapter else family.meta_denoiser.state_dict()
-    dtypes = {name: each.dtype for name, each in meta.items() if not each.is_floating_point()}
-    tensors = {
-        name: torch.empty(shape, dtype=dtypes.get(name, torch.float32))
-        for name, shape in family.trained_shapes().items()
-    }
-    read_tensors(checkpoint.files(group), tensors, str(checkpoint.folder))
-    return tensors
+    return {name: each.dtype for name, each in meta.items() if not each.is_floating_point()}
+
+
+class StoredWeights:
+    """Weights of a checkpoint, read one by one: float32, and buffers as the denoiser has them."""
+
+    def __init__(self, checkpoint: Checkpoint, family: ModelFamily, group: str) -> None:
+        """Raises EnvironmentNotReady for a damaged file."""
+        self.files, self.what = checkpoint.files(group), str(checkpoint.folder)
+        self.shapes, self.dtypes = family.trained_shapes(), not_floating(family)
+        with translate_load_errors(checkpoint.folder):
+            self.rows = stored_rows(self.files)
+
+    def read(self, name: str) -> Tensor:
+        """Return one, whole. Raises EnvironmentNotReady where it is missing, damaged or of another shape."""
+        tensor = torch.empty(self.shapes[name], dtype=self.dtypes.get(name, torch.float32))
+        read_tensors(self.files, {name: tensor}, self.what, self.rows)
+        return tensor

@@ -187,7 +187,7 @@ def check_engine(session: Session, family: ModelFamily) -> None:
     if family.adapter is not None:
         if begun := check_lora_init(family):
             session.report.say(begun)
-        check_formats(family)
+        check_formats(family, family.adapter)
         read_assistants(family)
     precision_of(settings).check(session.world.device)
     if settings.parallel.context_parallel_size > 1:

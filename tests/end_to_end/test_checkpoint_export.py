@@ -1,15 +1,18 @@
-"""`simpletuner runs export`: the same bytes as the run writes, of full weights, their average and a LoRA."""
+"""`simpletuner runs export` and `lora average`: what the run writes, of full weights, their average and a LoRA."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
+from diffusers import StableDiffusionXLPipeline
+from lora_runs import checkpoint
 from safetensors.torch import load_file
 
 from simpletuner.system.files.checksums import file_checksum
@@ -17,8 +20,8 @@ from simpletuner.system.files.checksums import file_checksum
 
 @pytest.fixture
 def exported(starter) -> Callable[..., str]:
-    def export(output: Path, *flags: str, code: int = 0) -> str:
-        done = starter.start(ranks.command_line, 1, ["runs", "export", str(output), *flags])
+    def export(output: Path, *flags: str, code: int = 0, command: Sequence[str] = ("runs", "export")) -> str:
+        done = starter.start(ranks.command_line, 1, [*command, str(output), *flags])
         assert done.wait() == [code], done.said
         return done.said
 
@@ -66,3 +69,36 @@ def test_a_checkpoint_is_exported_as_its_run_would(sdxl_flags, train, exported, 
     folders = (lora / "pipeline_lora_weights-000002", lora / "pipeline_lora_weights")
     one, two = (load_file(folder / "pytorch_lora_weights.safetensors") for folder in folders)
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    check_averages(long, lora, base, partial(exported, command=("lora", "average")), tmp_path)
+
+
+def check_averages(long: Path, lora: Path, base: str, average: Callable[..., str], folder: Path) -> None:
+    """The mean of checkpoints is that of their weights in float64; what has fewer, or no EMA, is refused."""
+    said = average(long, base, "--last=3", "--weights=1,1,2", f"--output={folder / 'mean'}")
+    assert "the mean of checkpoint-000001, checkpoint-000002, checkpoint-000003" in said
+    one, two, three = (checkpoint(long, step, "model") for step in (1, 2, 3))
+    found = {
+        name: each
+        for path in (folder / "mean" / "unet").glob("*.safetensors")
+        for name, each in load_file(path).items()
+    }
+    assert found.keys() == one.keys()
+    for name, each in found.items():
+        exact = (one[name].double() + two[name].double() + 2 * three[name].double()) / 4
+        assert torch.equal(each, exact.float())
+    StableDiffusionXLPipeline.from_pretrained(folder / "mean")
+    assert "weight 0.5" in (folder / "mean" / "README.md").read_text()
+    average(long, base, "--ema", f"--output={folder / 'mean-ema'}")
+    average(lora, base, f"--output={folder / 'mean-lora'}")
+    [own, other] = (checkpoint(lora, step, "model") for step in (1, 2))
+    found = load_file(folder / "mean-lora" / "pytorch_lora_weights.safetensors")
+    assert all(
+        torch.equal(found[f"unet.{name}"], ((own[name].double() + other[name].double()) / 2).float()) for name in own
+    )
+    assert "has 2 complete checkpoints, and --last is 5" in average(
+        lora, base, "--last=5", f"--output={folder / 'x'}", code=2
+    )
+    assert "has no EMA" in average(lora, base, "--ema", f"--output={folder / 'x'}", code=2)
+    assert "exists already" in average(lora, base, f"--output={folder / 'mean-lora'}", code=2)
+    assert "simpletuner lora resize" in average(lora, base, "--rank=1", f"--output={folder / 'x'}", code=2)
+    assert not (folder / "x").exists()

@@ -25,6 +25,7 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
 from simpletuner.models.catalog.registry import preset_of
 from simpletuner.models.family.adapter import Adapter, peft_config
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.folder.weights import PICKLE_SUFFIXES
 from simpletuner.models.single_file.conversion import unet_name
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.parsed import DIFFUSERS
@@ -137,9 +138,14 @@ class LoraFile:
 def read_lora(path: Path, prefix: str, setting: str) -> LoraFile:
     """Read a file of any program whole; `prefix` is the denoiser's name in diffusers' metadata.
 
-    Raises EnvironmentNotReady for a file that is damaged or without its config, SettingsError for values that
-    are no finite real numbers.
+    Raises EnvironmentNotReady for a file that is damaged or without its config, SettingsError for a pickle and
+    for values that are no finite real numbers.
     """
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        raise SettingsError(
+            f"{setting}: {path} is a pickle: loading it can run any code, so it is refused",
+            "take the .safetensors of the same LoRA, or convert it once with a tool that you trust",
+        )
     try:
         check_regular(path)
         with safe_open(path, framework="pt") as file:
@@ -233,9 +239,8 @@ def with_scale_and_shift_swapped(up: Tensor) -> Tensor:
     return torch.cat(up.chunk(2)[::-1])
 
 
-def check_formats(family: ModelFamily) -> None:
+def check_formats(family: ModelFamily, adapter: Adapter | None) -> None:
     """Raise SettingsError for a layer whose name in a file that export_format asks for is not known."""
-    adapter = family.adapter
     for program, prefix in other_formats(family.settings) if adapter else ():
         unknown = [each for each in adapter.modules if prefix != DIFFUSERS_NAMES and not original_layer(family, each)]
         if unknown:

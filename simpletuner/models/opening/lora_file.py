@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import safetensors.torch
 import torch
@@ -33,8 +34,11 @@ from simpletuner.models.opening.lora_config import (
 from simpletuner.settings.declared.sections import Model
 from simpletuner.system.files.atomic import write_json
 
+DENOISERS = r"(?:base_model\.model\.)?(?:transformer\.|unet\.|diffusion_model\.|lora_unet_|lora_transformer_|lycoris_)?"
+"""Prefixes of the names of a denoiser's layers, by program."""
+
 NAME = re.compile(
-    r"(?:base_model\.model\.)?(?:transformer\.|unet\.|diffusion_model\.|lora_unet_|lora_transformer_)?(?P<layer>.+?)\."
+    rf"{DENOISERS}(?P<layer>.+?)\."
     r"(?P<part>lora_A|lora_down|lora_B|lora_up|lora_magnitude_vector|alpha)(?:\.default)?(?P<end>\.weight|\.bias)?"
 )
 """Names of diffusers, peft, kohya's programs, ComfyUI, ai-toolkit and OneTrainer."""
@@ -183,22 +187,36 @@ def lora_file(path: Path) -> Path:
     return path / (PEFT_WEIGHTS if (path / PEFT_WEIGHTS).exists() else LORA_WEIGHTS)
 
 
-def write_lora(folder: Path, family: ModelFamily, adapter: Adapter, weights: Mapping[str, Tensor]) -> None:
-    """Write an adapter, with its config and the name of its base model as metadata."""
+def write_lora(
+    folder: Path,
+    family: ModelFamily,
+    adapter: Adapter,
+    weights: Mapping[str, Tensor],
+    origin: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write an adapter, with its config, the name of its base model and its origin as metadata."""
     kind, arguments = adapter.peft_arguments()
     # Only the fields that are needed to apply it: peft refuses those that its version does not know.
     config = {name: value for name, value in arguments.items() if name != "lora_dropout"}
     config["target_modules"] = list(adapter.modules)
+    config |= rank_patterns(adapter, weights)
     own = {f"{family.lora_prefix}.{name}": value for name, value in config.items()}
     by_peft = adapter.kind in OF_PEFT
     prefix = PEFT_PREFIX if by_peft else f"{family.lora_prefix}."
     tensors = {f"{prefix}{name}": tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()}
     # Not peft's base_model_name_or_path: peft looks that name up on the hub whenever it saves weights.
     base = base_name(family.settings.model, family.folder)
-    metadata = {"format": "pt", METADATA: json.dumps(own, sort_keys=True), "base_model": base}
+    metadata = {"format": "pt", METADATA: json.dumps(own, sort_keys=True), "base_model": base, **origin}
     safetensors.torch.save_file(tensors, folder / (PEFT_WEIGHTS if by_peft else LORA_WEIGHTS), metadata=metadata)
     if by_peft:
         write_json(folder / PEFT_CONFIG, {"peft_type": kind, **config})
+
+
+def rank_patterns(adapter: Adapter, weights: Mapping[str, Tensor]) -> dict[str, dict[str, int]]:
+    """Return peft's patterns for the layers of another rank than the adapter's, each at the scale 1."""
+    ranks = {layer_of(name): len(each) for name, each in weights.items() if name.endswith(NAMES["down"])}
+    other = {re.escape(layer): rank for layer, rank in ranks.items() if rank != adapter.rank}
+    return {"rank_pattern": other, "alpha_pattern": other} if other else {}
 
 
 def base_name(model: Model, folder: Path) -> str:

@@ -25,6 +25,7 @@ from simpletuner.checkpoints.export import (
     finished_steps,
 )
 from simpletuner.checkpoints.layout import EXPORTS, FINISHED, clear_unfinished
+from simpletuner.checkpoints.tensors import plan_group
 from simpletuner.counting.trained_weights import trained_weights
 from simpletuner.data.config.places import default_folder
 from simpletuner.data.samples.samples import Samples
@@ -232,7 +233,7 @@ def export(
         if family.adapter is not None:
             export_lora(family, family.adapter, target, tensors(), world, steps, card)
             continue
-        sums = export_pipeline(family, target, state.config, tensors(), world, steps, card)
+        sums = export_pipeline(family, target, state.config, plan_group(tensors()), world, steps, card)
         changed |= {file for file, value in state.base_checksums.items() if sums.get(file, value) != value}
     if changed:
         names = ", ".join(sorted(changed))

@@ -152,7 +152,7 @@ def test_a_file_for_another_program_adds_what_diffusers_own_file_does(key, progr
     lora = {"export_format": program, "lora_target_modules": ",".join(sorted(of_blocks))}
     while True:  # norms that an original orders otherwise have no name there
         try:
-            check_formats(family := opened(key, pipelines(key), **lora))
+            check_formats(family := opened(key, pipelines(key), **lora), family.adapter)
             break
         except SettingsError as error:
             of_blocks.remove(error.message.split(": ")[1].split()[0])
@@ -239,7 +239,7 @@ def test_a_layer_without_a_known_name_is_refused_before_training(pipelines):
     with pytest.raises(
         SettingsError, match=r"export_format=kohya: (x_embedder|proj_out) has no name there that is known"
     ):
-        check_formats(opened("flux", pipelines("flux"), **lora))
+        check_formats(family := opened("flux", pipelines("flux"), **lora), family.adapter)
 
 
 def test_an_assistant_must_be_a_lora_of_the_same_model(pipelines, tmp_path):

@@ -1,0 +1,180 @@
+"""LoRA files layer by layer in their own names: pairs of matrices are read at the scale 1, and written again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from simpletuner.models.opening.lora_config import METADATA, PEFT_CONFIG, PEFT_WEIGHTS, LoraFile, read_lora
+from simpletuner.models.opening.lora_file import LORA_WEIGHTS, PEFT_PREFIX, lora_file
+from simpletuner.system.files.atomic import write_json
+from simpletuner.tools.lora.deltas import SUBJECT
+
+PART = re.compile(
+    r"(?P<layer>.+?)(?P<part>\.alpha|[._](?:lora_linear_layer\.|lora\.)?(?:lora_A|lora_down|down|lora_B|lora_up|up))"
+    r"(?P<end>(?:\.default)?(?:\.weight|\.bias)?)"
+)
+"""Names of a LoRA's tensors in any file: the layer as it is called there, and which of its tensors it is."""
+
+KOHYA_RANK, KOHYA_ALPHA = "ss_network_dim", "ss_network_alpha"
+
+
+@dataclass
+class MatrixPair:
+    """Matrices of one layer, (rank, inputs...) and (outputs, rank...), the scale in the second and the bias."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    """The file's name of `down`, `up`, `alpha` and `bias`."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return len(self.tensors["down"])
+
+    def flat(self) -> tuple[Tensor, Tensor]:
+        return self.tensors["down"].flatten(1), self.tensors["up"].flatten(1)
+
+    def with_matrices(self, down: Tensor, up: Tensor) -> MatrixPair:
+        """Return the pair with other matrices (rank, inputs) and (outputs, rank), in the shapes of its own."""
+        own = self.tensors
+        shaped = {
+            "down": down.reshape(len(down), *own["down"].shape[1:]),
+            "up": up.reshape(*up.shape, *own["up"].shape[2:]),
+        }
+        return MatrixPair(self.names, own | shaped)
+
+
+@dataclass
+class PairedLora:
+    """A LoRA by layers, with its dtype, its file's metadata and peft's config where it is beside it."""
+
+    file: LoraFile
+    layers: dict[str, MatrixPair]
+    dtype: torch.dtype
+    metadata: dict[str, str]
+    is_of_peft: bool
+
+
+def read_pairs(path: Path) -> PairedLora:
+    """Read a LoRA, of any program, with text encoders or without.
+
+    Raises SettingsError for another kind of adapter and for names that are not known, EnvironmentNotReady for
+    a damaged file.
+    """
+    place = lora_file(path)
+    file = read_lora(place, "", SUBJECT)
+    if file.kind != "lora":
+        hint = "`simpletuner lora merge` and then `simpletuner lora extract` make a LoRA of it"
+        raise file.error(f"is of lora_type {file.kind}, whose matrices are no pair for each layer", hint)
+    with safe_open(place, framework="pt") as opened:
+        metadata = dict(opened.metadata() or {})
+    layers: dict[str, MatrixPair] = {}
+    for name in file.tensors:
+        match = PART.fullmatch(name)
+        if match is None:
+            raise file.error(f"is no LoRA that is known here: it has {name}", "open and write it by diffusers")
+        pair = layers.setdefault(match["layer"], MatrixPair())
+        part = part_of(match["part"], match["end"])
+        pair.names[part] = name
+        pair.tensors[part] = file.tensors[name].double()
+    is_of_peft = place.name == PEFT_WEIGHTS and METADATA not in metadata
+    scale_all(file, layers, is_of_peft)
+    dtype = max((each.dtype for each in file.tensors.values() if each.ndim > 1), key=lambda each: each.itemsize)
+    return PairedLora(file, layers, dtype, metadata, is_of_peft)
+
+
+def part_of(part: str, end: str) -> str:
+    if part == ".alpha":
+        return "alpha"
+    if end.endswith(".bias"):
+        return "bias"
+    return "down" if part.endswith(("lora_A", "down")) else "up"
+
+
+def scale_all(file: LoraFile, layers: Mapping[str, MatrixPair], is_of_peft: bool) -> None:
+    """Put each layer's scale into `up` and the bias, and leave `alpha` out."""
+    configs = configs_of(file, is_of_peft)
+    for config in configs.values():
+        config.check_config()
+    for name, pair in layers.items():
+        if not {"down", "up"} <= pair.tensors.keys():
+            raise file.error(f"has one matrix of two for {name}", "copy it again")
+        down, up, alpha = (pair.tensors.get(part) for part in ("down", "up", "alpha"))
+        assert down is not None and up is not None
+        if down.ndim < 2 or up.ndim < 2 or down.shape[0] != up.shape[1] or not down.numel() or not up.numel():
+            raise file.error(f"has matrices of {tuple(down.shape)} and {tuple(up.shape)} for {name}")
+        if alpha is not None and alpha.numel() != 1:
+            raise file.error(f"has an alpha of {alpha.numel()} values for {name}")
+        prefix, config = next(
+            ((key, each) for key, each in configs.items() if name.startswith(key)), ("", replace(file, config={}))
+        )
+        scale = config.scale_of(name.removeprefix(prefix), len(down)) if alpha is None else alpha.item() / len(down)
+        pair.tensors = {part: each for part, each in pair.tensors.items() if part != "alpha"}
+        for part in ("up", "bias"):
+            if part in pair.tensors:
+                pair.tensors[part] = pair.tensors[part] * scale
+
+
+def configs_of(file: LoraFile, is_of_peft: bool) -> dict[str, LoraFile]:
+    """The file with the config of each of its components, by what names of the component's tensors begin with."""
+    if is_of_peft:
+        return {PEFT_PREFIX: file}
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in file.config.items():
+        component, _, own = key.partition(".")
+        found.setdefault(f"{component}.", {})[own] = value
+    return {prefix: replace(file, config=config) for prefix, config in found.items()}
+
+
+def write_pairs(folder: Path, pairs: PairedLora, origin: Mapping[str, str]) -> None:
+    """Write a LoRA by its own names, each layer at the scale 1: an alpha is its layer's rank."""
+    tensors: dict[str, Tensor] = {}
+    for pair in pairs.layers.values():
+        for part, name in pair.names.items():
+            tensor = torch.tensor(float(pair.rank)) if part == "alpha" else pair.tensors[part]
+            tensors[name] = tensor.to(torch.float32 if part == "alpha" else pairs.dtype).contiguous()
+    metadata, config = {"format": "pt", **pairs.metadata, **origin}, with_ranks(pairs)
+    if not pairs.is_of_peft and config:
+        metadata[METADATA] = json.dumps(config, sort_keys=True)
+    if KOHYA_RANK in metadata:
+        rank = max(each.rank for each in pairs.layers.values())
+        metadata |= {KOHYA_RANK: str(rank), KOHYA_ALPHA: f"{rank:g}"}
+    safetensors.torch.save_file(tensors, folder / (PEFT_WEIGHTS if pairs.is_of_peft else LORA_WEIGHTS), metadata)
+    if pairs.is_of_peft:
+        write_json(folder / PEFT_CONFIG, config)
+
+
+def with_ranks(pairs: PairedLora) -> dict[str, Any]:
+    """Return the file's config, of all components, with the layers' ranks and the scale 1."""
+    found: dict[str, Any] = {}
+    for prefix, file in configs_of(pairs.file, pairs.is_of_peft).items():
+        own = {name.removeprefix(prefix): each.rank for name, each in pairs.layers.items() if name.startswith(prefix)}
+        if not file.config or not own:
+            continue
+        rank = max(own.values())
+        patterns = {re.escape(name): each for name, each in own.items() if each != rank}
+        changed = {"r": rank, "lora_alpha": rank, "rank_pattern": patterns, "alpha_pattern": patterns}
+        config = {**file.config, **changed, "use_rslora": False}
+        found |= config if pairs.is_of_peft else {f"{prefix}{key}": value for key, value in config.items()}
+    return found
+
+
+def concatenated(pairs: Sequence[MatrixPair], weights: Iterable[float]) -> MatrixPair:
+    """Return the weighted sum of what pairs add to one layer: exact, of the sum of their ranks."""
+    weighed = [*zip(pairs, weights, strict=True)]
+    tensors = {
+        "down": torch.cat([pair.tensors["down"] for pair, _ in weighed]),
+        "up": torch.cat([pair.tensors["up"] * weight for pair, weight in weighed], dim=1),
+    }
+    biases = [pair.tensors["bias"] * weight for pair, weight in weighed if "bias" in pair.tensors]
+    names = next((pair.names for pair in pairs if "bias" in pair.names), pairs[0].names)
+    return MatrixPair(names, tensors | ({"bias": torch.stack(biases).sum(0)} if biases else {}))

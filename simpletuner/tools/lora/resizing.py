@@ -1,0 +1,71 @@
+"""`simpletuner lora resize`: a LoRA of another rank, by the best approximation of each layer's product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from simpletuner.checkpoints.export import replace_export
+from simpletuner.models.folder.diffusers_io import libraries_silenced
+from simpletuner.parallel.world import joined_world
+from simpletuner.report import Report
+from simpletuner.tools.lora.lora_pairs import MatrixPair, PairedLora, read_pairs, write_pairs
+from simpletuner.tools.lora.low_rank import Wanted, pair_of_product
+from simpletuner.tools.lora.results import ResultOrigin, check_result, writing_to
+
+
+@dataclass
+class Resized:
+    """Ranks of a LoRA before and after, and the squared sums of what it adds."""
+
+    before: tuple[int, int]
+    after: tuple[int, int]
+    whole: float = 0.0
+    kept: float = 0.0
+
+    @property
+    def share(self) -> float:
+        return self.kept / self.whole if self.whole else 1.0
+
+
+def resize_lora(path: Path, target: Path, wanted: Wanted, replace: bool, report: Report) -> Resized:
+    """Write a LoRA in its own names with layers of no more than the wanted rank or energy.
+
+    Raises SettingsError for what is no LoRA, EnvironmentNotReady for a damaged one.
+    """
+    check_result(target, replace, [path])
+    pairs = read_pairs(path)
+    found = resize_all(pairs, wanted)
+    write_result(pairs, target, ResultOrigin("resize", pairs.metadata.get("base_model", ""), [(path, "")]), report)
+    return found
+
+
+def resize_all(pairs: PairedLora, wanted: Wanted) -> Resized:
+    """Replace each layer's matrices by smaller ones. A layer of no more than the rank is left as it is."""
+    before = ranks_of(pairs)
+    whole = kept = 0.0
+    for name, pair in pairs.layers.items():
+        square = square_of(pair)
+        if wanted.energy is not None or pair.rank > (wanted.rank or pair.rank):
+            pairs.layers[name] = pair.with_matrices(*pair_of_product(*pair.flat(), wanted))
+        whole, kept = whole + square, kept + square_of(pairs.layers[name])
+    return Resized(before, ranks_of(pairs), whole, kept)
+
+
+def ranks_of(pairs: PairedLora) -> tuple[int, int]:
+    ranks = [each.rank for each in pairs.layers.values()]
+    return min(ranks), max(ranks)
+
+
+def square_of(pair: MatrixPair) -> float:
+    """Squared sum of a product of matrices, which is never made: the trace of two small ones."""
+    down, up = pair.flat()
+    return ((up.T @ up) * (down @ down.T)).sum().clamp_min(0).item()
+
+
+def write_result(pairs: PairedLora, target: Path, origin: ResultOrigin, report: Report) -> None:
+    with libraries_silenced(), joined_world({}, use_cpu=True) as world, writing_to(target, None, world):
+        report.say(f"writing {target}")
+        write = partial(write_pairs, pairs=pairs, origin=origin.metadata())
+        replace_export(target, world, 0, lambda _: {}, write, origin.write_card)
