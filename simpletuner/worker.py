@@ -60,6 +60,7 @@ from simpletuner.training.run_folder.output_dir import (
     export,
     export_single_files,
     exported_steps,
+    has_stopped_early,
     on_first_rank,
     open_output_dir,
     pipelines_of,
@@ -166,15 +167,19 @@ def resume(session: Session, hooks: Sequence[RunHook], checkpoint: Checkpoint | 
     plan = plan_data(session, accept=partial(accept_start, session))
     planned = Run(session, hooks, plan, checkpoint, verification)
     done = exported_steps(settings, world)
-    if done < planned.max_steps:
+    has_ended = done >= planned.max_steps
+    if not has_ended and not has_stopped_early(settings, world, done):
         print_datasets(plan, session.report)
         return train(planned)
     before = read_settings(settings.training.output_dir / SETTINGS) or {}
     on_first_rank(session, partial(refuse_other_base, settings, before, has_finished=True))
     # A run that was killed after its export, and before it said so, has left the status of a step before.
-    session.status.train(done, planned.max_steps)
+    session.status.train(done, planned.max_steps if has_ended else done)
     steps = count_noun(done, "step") + ", with the settings of then" * bool(changes)
-    session.report.say(f"finished already, after {steps}; raise max_train_steps or num_train_epochs to go on")
+    more = (
+        "raise max_train_steps or num_train_epochs" if has_ended else "raise early_stopping_patience, or set it to 0,"
+    )
+    session.report.say(f"finished already, after {steps}; {more} to go on")
     for hook in hooks:
         hook.skipped(done)
     return []
@@ -299,7 +304,7 @@ def take_steps(run: Run, family: ModelFamily, prepared: Prepared, state: Trainin
         with trainer.durations.timed(EXPORTING):
             from simpletuner.training.publishing.model_card import write_card  # which nothing needs before
 
-            export(session, family, state, partial(write_card, session.settings, family, facts))
+            export(session, family, state, trainer.step, partial(write_card, session.settings, family, facts))
         trainer.durations.write()
 
 

@@ -48,14 +48,29 @@ def estimate_disk_usage(
     `copied_bytes` are copied from the base model by a pipeline; `steps` is used if max_train_steps is not
     set.
     """
-    checkpoints, steps = settings.checkpoints.checkpoints_total_limit + 1, settings.training.max_train_steps or steps
+    checkpoints, steps = kept_checkpoints(settings) + 1, settings.training.max_train_steps or steps
     if steps is not None:
-        checkpoints = min(checkpoints, math.ceil(steps / settings.checkpoints.checkpoint_step_interval))
+        checkpoints = min(checkpoints, math.ceil(steps / checkpoint_interval(settings)))
     # One LoRA file per program; with stacked layers in the original, kohya's takes up to three times that.
     files = len(settings.lora.export_format.split(",")) if settings.model.model_type == "lora" else 1
     pipeline = files * FLOAT32_BYTES * weights.num_saved + copied_bytes * (settings.model.model_type == "full")
     each = checkpoint_bytes(settings, weights)
-    return DiskUsage(weights.num_parameters, origin, checkpoints, each, 1 + settings.ema.use_ema, pipeline)
+    pipelines = 1 + settings.ema.use_ema + settings.checkpoints.export_best
+    return DiskUsage(weights.num_parameters, origin, checkpoints, each, pipelines, pipeline)
+
+
+def kept_checkpoints(settings: Settings) -> int:
+    """Return the number of checkpoints that are kept: the newest, and the best where there may be one."""
+    is_measured = settings.validation.eval_split > 0 or settings.checkpoints.export_best
+    return settings.checkpoints.checkpoints_total_limit + is_measured
+
+
+def checkpoint_interval(settings: Settings) -> int:
+    """Return the least number of steps between checkpoints."""
+    intervals = [settings.checkpoints.checkpoint_step_interval]
+    if settings.checkpoints.export_best and settings.validation.eval_step_interval:
+        intervals.append(settings.validation.eval_step_interval)
+    return min(intervals)
 
 
 @dataclass(frozen=True)
@@ -85,11 +100,12 @@ class DiskRoom:
 def room_of(settings: Settings, usage: DiskUsage, step: int, steps: int | None) -> DiskRoom:
     """Compare the space of output_dir with the writes of a run from `step` to `steps`."""
     output, limit = settings.training.output_dir, settings.checkpoints.checkpoints_total_limit
+    beside = kept_checkpoints(settings) - limit
     nearest = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
     state = os.statvfs(nearest)
     # f_bavail, since f_bfree also counts the blocks that are reserved for root.
     free = state.f_bavail * state.f_frsize if state.f_blocks else None
-    needs = [bytes_to_write(settings, usage, kept, step, steps) for kept in range(1, limit + 1)]
+    needs = [bytes_to_write(settings, usage, kept + beside, step, steps) for kept in range(1, limit + 1)]
     fitting = sum(need <= (free or 0) for need in needs[:-1])
     return DiskRoom(output, usage, free, needs[-1], fitting)
 
@@ -97,7 +113,7 @@ def room_of(settings: Settings, usage: DiskUsage, step: int, steps: int | None) 
 def bytes_to_write(settings: Settings, usage: DiskUsage, limit: int, step: int, steps: int | None) -> int:
     """Largest growth of a run folder, in bytes: with one checkpoint more than `limit` while it is written,
     and with pipelines beside the kept checkpoints and the pipelines that they replace."""
-    output, interval = settings.training.output_dir, settings.checkpoints.checkpoint_step_interval
+    output, interval = settings.training.output_dir, checkpoint_interval(settings)
     present = sum(parse_step(path) <= step for path in list_checkpoints(output / "checkpoints"))
     # The last step has a checkpoint, too.
     to_come = math.ceil(steps / interval) - step // interval if steps is not None else limit + 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,6 +42,8 @@ PAGE = "report.html"
 EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
 """Folders beside `checkpoints` to which a run exports, by model_type; of the average with `-ema`, of a
 checkpoint with its step."""
+BEST_SUFFIX = "-best"
+"""Ending of the folder to which the best step by the held-out loss is exported."""
 # In an exported folder: its number of steps, with size and checksum of every file; written last.
 FINISHED = "simpletuner.json"
 
@@ -217,14 +219,32 @@ def clear_unfinished(root: Path) -> None:
             remove(path)
 
 
-def prune_checkpoints(root: Path, keep: int, check: Callable[[], None] = lambda: None) -> None:
-    """Remove all but the newest complete checkpoints. A damaged one is neither counted nor removed.
+ChooseStep = Callable[[Collection[int]], int | None]
+"""Returns the best of the steps that have a checkpoint; None where nothing tells."""
+
+
+def no_best(_: Collection[int]) -> None:
+    """Return no step: a run without a held-out loss has no best one."""
+
+
+def prune_checkpoints(
+    root: Path, keep: int, check: Callable[[], None] = lambda: None, choose_best: ChooseStep = no_best
+) -> None:
+    """Remove all complete checkpoints but the newest and the best. A damaged one is neither counted nor removed.
 
     `check` is called before each is removed, and may raise.
     """
-    for folder in [folder for folder in list_checkpoints(root) if is_complete(folder)][keep:]:
+    complete = {parse_step(folder): folder for folder in list_checkpoints(root) if is_complete(folder)}
+    for step in steps_to_prune([*complete], keep, choose_best):
         check()
-        remove_checkpoint(folder)
+        remove_checkpoint(complete[step])
+
+
+def steps_to_prune(steps: Sequence[int], keep: int, choose_best: ChooseStep) -> list[int]:
+    """Return those of the steps of checkpoints, newest first, that are not among the newest, and not the best."""
+    old = steps[keep:]
+    best = choose_best(steps) if old else None
+    return [step for step in old if step != best]
 
 
 def remove_checkpoint(folder: Path) -> None:

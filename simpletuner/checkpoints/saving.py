@@ -14,7 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from simpletuner.checkpoints.layout import SET_ASIDE, STATE, checkpoint_folder, file_sizes, prune_checkpoints
+from simpletuner.checkpoints.layout import (
+    SET_ASIDE,
+    STATE,
+    ChooseStep,
+    checkpoint_folder,
+    file_sizes,
+    no_best,
+    prune_checkpoints,
+)
 from simpletuner.checkpoints.tensors import FILE_ERRORS, TensorGroup, first_line
 from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.checkpoints.writing import write_full, write_sharded
@@ -45,8 +53,10 @@ class Snapshot:
     config: dict[str, Any]
 
 
-def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) -> Path:
-    """Collective: write a checkpoint to a hidden folder, rename it when complete, keep the newest `keep`.
+def save(
+    root: Path, snapshot: Snapshot, world: World, full: bool, keep: int, choose_best: ChooseStep = no_best
+) -> Path:
+    """Collective: write a checkpoint to a hidden folder, rename it when complete, keep the newest `keep` and the best.
 
     `full` writes whole tensors as other tools read them, otherwise each rank writes its shards. Raises
     EnvironmentNotReady on all ranks when one of them cannot write; older checkpoints stay as they are.
@@ -74,7 +84,7 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
 
     run_on_first_rank(world, hidden, finish)
     if world.is_first:
-        prune_checkpoints(root, keep, world.lease.check)
+        prune_checkpoints(root, keep, world.lease.check, choose_best)
     return folder
 
 

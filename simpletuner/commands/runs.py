@@ -22,10 +22,9 @@ from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun
 
 if TYPE_CHECKING:
-    from simpletuner.runs.condition import Condition
+    from simpletuner.runs.health.best_step import BestStep
     from simpletuner.runs.listing import Summary
     from simpletuner.runs.sample_loss_scores import SampleScore
-    from simpletuner.system.processes.run_status import RunStatus
 
 
 def compare(
@@ -60,7 +59,10 @@ def setting_option(name: str) -> OptionInfo:
 def export(
     folder: Annotated[Path, path_argument("Output folder of a run.")],
     checkpoint: Annotated[
-        str, typer.Option("--checkpoint", help="Name of the checkpoint; empty: the newest.", metavar="NAME")
+        str,
+        typer.Option(
+            "--checkpoint", help="Name of the checkpoint; best: by held-out loss; empty: the newest.", metavar="NAME"
+        ),
     ] = "",
     output: Annotated[
         Path | None, path_option("--output", "Folder to write; empty: pipeline-STEP or lora-STEP in that of the run.")
@@ -150,6 +152,8 @@ def status(
 
     Ends with 0 unless the run has failed, was killed or is stuck: then with 5; with 0 after a list of runs.
     """
+    from simpletuner.runs.health.best_step import find_best_of
+    from simpletuner.runs.metrics import METRICS
     from simpletuner.system.processes.run_status import RunState
 
     summaries, report = summaries_in(folder), Report()
@@ -160,10 +164,17 @@ def status(
             report.data_table("", [*map(in_line, summaries)], ("run", "state", "step", "loss", "left", "written"))
         return
     [summary] = summaries
+    best = find_best_of(summary.run.path) if summary.run.file(METRICS) is not None else None
     if as_json:
-        report.json(as_row(summary))
+        of_best = best and {
+            "step": best.best.step,
+            "loss": best.best.loss,
+            "weights": best.best.weights,
+            "above": best.above,
+        }
+        report.json({**as_row(summary), "best": of_best})
     else:
-        rows = [row for row in rows_of(summary.status, summary.condition, age_of(summary)) if row[1]]
+        rows = [row for row in rows_of(summary, best) if row[1]]
         report.data_table(f"{summary.run.name}: {summary.condition.state}", rows, ())
     if summary.condition.state in (RunState.FAILED, RunState.KILLED, RunState.STUCK):
         raise typer.Exit(int(ExitCode.TRAINING))
@@ -204,18 +215,20 @@ def age_of(summary: Summary) -> float:
     return time.time() - summary.written
 
 
-def rows_of(status: RunStatus, condition: Condition, age_seconds: float) -> Iterator[tuple[str, str]]:
-    """Yield names and values, without those that are not known."""
+def rows_of(summary: Summary, best: BestStep | None) -> Iterator[tuple[str, str]]:
+    """Yield names and values, empty for those that are not known."""
+    status, condition = summary.status, summary.condition
     yield "reason" if condition.has_ended else "doing", condition.sentence
     yield "hint", condition.hint
     if status.max_steps:
         yield "step", f"{status.step:,} of {status.max_steps:,} ({status.step / status.max_steps:.0%})"
     yield "loss", "" if status.loss is None else f"{status.loss:.4f}"
+    yield "best step", best.describe() if best is not None else ""
     if status.seconds_left is not None and not condition.has_ended:
         yield "left", format_seconds(status.seconds_left)
     yield "process", f"{status.pid} on {status.host}" if status.pid else ""
     yield "bucket", status.mirror
-    yield "written", f"{format_seconds(age_seconds)} ago"
+    yield "written", f"{format_seconds(age_of(summary))} ago"
 
 
 def build_runs() -> typer.Typer:

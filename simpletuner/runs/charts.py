@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from simpletuner.runs.metrics import WINDOW_SHARE, MetricColumns, thin_out, window_of
+from simpletuner.runs.metrics import HELD_OUT, LEVEL_OF, LEVELS, WINDOW_SHARE, MetricColumns, thin_out, window_of
 from simpletuner.system.files.atomic import write_file
 
 # Coordinates of a chart, not of the screen: the browser scales the lines, and labels are HTML above them, so
@@ -79,6 +79,7 @@ def make_charts(columns: MetricColumns, smoothing: float = WINDOW_SHARE) -> list
     charts = [
         make_chart("Loss", with_mean(columns, "loss", smoothing), log=True),
         make_chart("Loss on held-out images", held_out(columns), log=True),
+        make_chart("Loss on held-out images, by noise level", by_level(columns), log=True),
         make_chart("Learning rate", [Curve("learning rate", "smooth", *columns.finite("learning_rate"))], log=False),
         make_chart("Gradient norm, before clipping", with_mean(columns, "grad_norm", smoothing), log=True),
         make_chart("Samples per second", with_mean(columns, "samples_per_second", smoothing), log=False),
@@ -91,6 +92,21 @@ def held_out(columns: MetricColumns) -> list[Curve]:
         Curve("held-out images", "held-out", *columns.finite("eval_loss")),
         Curve("held-out images, EMA", "held-out-ema", *columns.finite("eval_loss_ema")),
     ]
+
+
+def by_level(columns: MetricColumns) -> list[Curve]:
+    """Return the held-out loss of each range of noise levels, of the trained weights, or else of the average."""
+    for name in HELD_OUT:
+        for count in range(LEVELS, 1, -1):
+            names = [LEVEL_OF.format(name, number, count) for number in range(1, count + 1)]
+            if not columns.column(names[0]).points:
+                continue
+            labels = {1: "1 (least noise)", count: f"{count} (most noise)"}
+            return [
+                Curve(labels.get(number, str(number)), style, *columns.finite(each))
+                for number, each, style in zip(range(1, count + 1), names, STYLES, strict=False)
+            ]
+    return []
 
 
 def with_mean(columns: MetricColumns, name: str, smoothing: float = WINDOW_SHARE) -> list[Curve]:

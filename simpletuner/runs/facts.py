@@ -14,7 +14,7 @@ import numpy as np
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
 from simpletuner.errors import SimpleTunerError
 from simpletuner.models.catalog.registry import repository_named
-from simpletuner.runs.metrics import ENDS, MetricColumn, MetricColumns, parse_lines
+from simpletuner.runs.metrics import ENDS, HELD_OUT, MetricColumn, MetricColumns, parse_lines
 from simpletuner.runs.settings_record import HISTORY
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.sections import Model, Training
@@ -140,7 +140,17 @@ def describe_result(columns: MetricColumns) -> Rows:
         numbers.append(("samples/s", f"{np.median(speeds):.1f}"))
     if measured.points:
         numbers.append(("held-out loss", f"{measured.first[0]:.4f} at first, {measured.last[-1]:.4f} at last"))
-    return numbers
+    return [*numbers, *describe_best(columns)]
+
+
+def describe_best(columns: MetricColumns) -> Rows:
+    """Return the best step of a run by its held-out loss; nothing without one."""
+    if not any(columns.column(name).points for name in HELD_OUT):
+        return []
+    from simpletuner.runs.health.best_step import find_best_of
+
+    found = find_best_of(columns.reader.path.parent)
+    return [("best step", found.describe())] if found is not None else []
 
 
 def describe_losses(losses: MetricColumn) -> str:

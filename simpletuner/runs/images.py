@@ -270,7 +270,11 @@ def round_folder(folder: Path, step: int) -> Path:
 
 def round_folders(folder: Path) -> list[Path]:
     found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and is_plain_folder(path)]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    return sorted(found, key=step_of_round)
+
+
+def step_of_round(folder: Path) -> int:
+    return int(folder.name[5:])
 
 
 def clips_of_round(folder: Path, suffix: str) -> list[Path]:

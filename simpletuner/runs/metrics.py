@@ -59,7 +59,10 @@ def thin_out(steps: np.ndarray, values: np.ndarray, columns: int) -> tuple[np.nd
 
 METRICS = "metrics.jsonl"
 
-LOSSES = ("loss", "eval_loss", "eval_loss_ema")
+HELD_OUT = ("eval_loss", "eval_loss_ema")
+LEVELS, LEVEL_OF = 4, "{}_noise_{}of{}"
+"""Most ranges of noise levels whose held-out losses are told apart; name of the n-th of m, least noise first."""
+LOSSES = ("loss", *HELD_OUT)
 """Every row of the metrics has a step, and at least one of these."""
 
 TAIL_BYTES = 64 << 10
@@ -252,6 +255,11 @@ class MetricColumns:
 def read_columns(path: Path) -> MetricColumns:
     """Return all metrics of a file; empty if there is no file."""
     return MetricColumns(path).update()
+
+
+def level_names(name: str) -> list[str]:
+    """Return all names that the losses of ranges of noise levels may have, of a loss on held-out images."""
+    return [LEVEL_OF.format(name, number, count) for count in range(2, LEVELS + 1) for number in range(1, count + 1)]
 
 
 def last_row(path: Path) -> dict[str, Any]:

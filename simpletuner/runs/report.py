@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from simpletuner.checkpoints.layout import PAGE
 from simpletuner.errors import SimpleTunerError, Stopped, without_errno
 from simpletuner.report import Report
 from simpletuner.runs.charts import compare, make_charts
-from simpletuner.runs.checkpoints import TIME, checkpoint_rows
+from simpletuner.runs.checkpoints import TIME, CheckpointRow, checkpoint_rows
 from simpletuner.runs.facts import RunFacts, describe_result, describe_times, read_starts
 from simpletuner.runs.gallery import Gallery, GalleryImage, PromptRounds
-from simpletuner.runs.metrics import LOSSES, METRICS, WINDOW_SHARE, MetricColumns
+from simpletuner.runs.metrics import HELD_OUT, LOSSES, METRICS, WINDOW_SHARE, MetricColumns, level_names
 from simpletuner.runs.settings_record import SETTINGS, read_settings
 from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.files.atomic import write_file
@@ -86,7 +87,7 @@ def runs_table(prompts: Sequence[tuple[PromptRounds, Mapping[str, tuple[int, Gal
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-SHOWN = {*LOSSES, "learning_rate", "grad_norm", "samples_per_second", "seconds"}
+SHOWN = {*LOSSES, *chain(*map(level_names, HELD_OUT)), "learning_rate", "grad_norm", "samples_per_second", "seconds"}
 """Metrics on the page."""
 
 
@@ -121,6 +122,7 @@ class HtmlReport:
     def render(self, status: str) -> str:
         columns = self.columns.update()
         prompts, note = self.gallery.collect()
+        rows = list(checkpoint_rows(self.output))
         return template("page.html.jinja").render(
             facts=self.facts,
             status=status,
@@ -130,7 +132,8 @@ class HtmlReport:
             charts=make_charts(columns),
             table=rounds_table(prompts),
             note=note,
-            checkpoints=list(checkpoint_rows(self.output)),
+            checkpoints=rows,
+            best=best_of(self.output, columns, rows),
             **embedded(),
         )
 
@@ -189,6 +192,7 @@ def render_comparison(runs: Mapping[str, Path], folder: Path) -> str:
         time=datetime.now(UTC).strftime(TIME),
         charts=list(compare(columns, WINDOW_SHARE)),
         table=runs_table(list(same_prompts(runs, folder))),
+        best=[(name, said) for name, path in runs.items() if (said := describe_best_of(path))],
         settings=list(different_settings(runs)),
         **embedded(),
     )
@@ -204,9 +208,35 @@ def comparison_facts(runs: Mapping[str, Path]) -> dict[str, Any]:
             "steps": max(0, losses.last_step),
             "loss": float(losses.last.mean()) if losses.points else None,
             "eval_loss": float(held_out.last[-1]) if held_out.points else None,
+            **best_facts(path),
         }
     settings = {name: dict(zip(runs, values, strict=True)) for name, values in different_settings(runs)}
     return {"runs": facts, "settings": settings}
+
+
+def best_of(output: Path, columns: MetricColumns, rows: Sequence[CheckpointRow]) -> int | None:
+    """Return the step of the best of some checkpoints; None for a run without a held-out loss."""
+    if not any(columns.column(name).points for name in HELD_OUT):
+        return None
+    from simpletuner.runs.health.best_step import best_saved_of
+
+    return best_saved_of(output, [each.step for each in rows])
+
+
+def best_facts(path: Path) -> dict[str, Any]:
+    """Return the best step of a run and its held-out loss; None without one."""
+    from simpletuner.runs.health.best_step import find_best_of
+
+    found = find_best_of(path)
+    step, loss = (found.best.step, found.best.loss) if found is not None else (None, None)
+    return {"best_step": step, "best_eval_loss": loss}
+
+
+def describe_best_of(path: Path) -> str:
+    from simpletuner.runs.health.best_step import find_best_of
+
+    found = find_best_of(path)
+    return found.describe() if found is not None else ""
 
 
 def different_settings(runs: Mapping[str, Path]) -> Iterator[tuple[str, list[Any]]]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from simpletuner.checkpoints.export import check_export, check_targets, export_lora, export_pipeline
-from simpletuner.checkpoints.layout import EXPORTS, Checkpoint, list_checkpoints, load_checkpoint
+from simpletuner.checkpoints.layout import (
+    EXPORTS,
+    Checkpoint,
+    checkpoint_folder,
+    is_complete,
+    list_checkpoints,
+    load_checkpoint,
+    parse_step,
+)
 from simpletuner.checkpoints.tensors import read_tensors, stored_rows, streamed_group
 from simpletuner.checkpoints.verification import Verification
 from simpletuner.errors import SettingsError
@@ -19,6 +27,7 @@ from simpletuner.models.folder.malformed import translate_load_errors
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.report import Report
+from simpletuner.runs.health.best_step import best_saved_of
 from simpletuner.runs.settings_record import recorded_settings
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.run_folder.resuming import check_fits
@@ -29,9 +38,9 @@ def export_checkpoint(
 ) -> Path:
     """Verify a checkpoint of a run, write its pipeline or LoRA, without a model card, and return the folder.
 
-    An empty name means the newest; `average` takes the EMA; `named` as in `recorded_settings`. Raises
-    SettingsError where there is no such checkpoint, or it has no EMA, EnvironmentNotReady where it is damaged
-    or not of the base model that its run names.
+    An empty name means the newest, `best` the one with the best held-out loss; `average` takes the EMA;
+    `named` as in `recorded_settings`. Raises SettingsError where there is no such checkpoint, or it has no EMA,
+    EnvironmentNotReady where it is damaged or not of the base model that its run names.
     """
     settings, checkpoint = recorded_settings(output, named), find_checkpoint(output, name)
     if average and checkpoint.state["ema_updates"] is None:
@@ -75,11 +84,23 @@ def without_card(folder: Path) -> None:
 
 def find_checkpoint(output: Path, name: str) -> Checkpoint:
     folders = list_checkpoints(output / "checkpoints")
+    if name == "best":
+        name = name_of_best(output, folders)
     chosen = [folder for folder in folders if name in ("", folder.name)]
     if not chosen:
         known = ", ".join(folder.name for folder in folders) or "none yet"
         raise SettingsError(f"{output} has no checkpoint {name}".rstrip(), f"checkpoints here: {known}")
     return load_checkpoint(chosen[0])
+
+
+def name_of_best(output: Path, folders: Sequence[Path]) -> str:
+    """Return the name of the best of the checkpoints. Raises SettingsError where no held-out loss tells."""
+    step = best_saved_of(output, [parse_step(folder) for folder in folders if is_complete(folder)])
+    if step is None:
+        raise SettingsError(
+            f"{output} has no checkpoint with a held-out loss", "name one; eval_split measures the loss of a next run"
+        )
+    return checkpoint_folder(output, step).name
 
 
 def not_floating(family: ModelFamily) -> dict[str, torch.dtype]:

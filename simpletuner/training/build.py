@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from simpletuner.checkpoints.disk_usage import checkpoint_bytes
-from simpletuner.checkpoints.layout import Checkpoint
+from simpletuner.checkpoints.layout import Checkpoint, ChooseStep, no_best
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.counting.trained_weights import trained_weights
 from simpletuner.data.prefetch import RankSlice, prefetch
@@ -52,7 +52,7 @@ from simpletuner.training.run_folder.resuming import (
     warn_of_other_rate,
 )
 from simpletuner.training.step_logger import StepLogger, StopVote
-from simpletuner.training.trainer import Evaluation, Trainer
+from simpletuner.training.trainer import Evaluation, Trainer, Verdict
 
 if TYPE_CHECKING:
     from simpletuner.training.metrics.sample_losses import SampleLossLog
@@ -104,8 +104,9 @@ def build_trainer(
     )
     ahead = settings.data.dataloader_prefetch_qlen
     durations = Durations(training.output_dir / DURATIONS if mesh.world.is_first else None)
-    checkpointer = Checkpointer(session, state, durations, checkpoint_bytes(settings, trained_weights(family)))
-    stop_vote = StopVote(session.stop, lambda: checkpointer.has_failed)
+    size_bytes = checkpoint_bytes(settings, trained_weights(family))
+    checkpointer = Checkpointer(session, state, durations, size_bytes, best_chooser(session, prepared.plan))
+    stop_vote, verdict = StopVote(session.stop, lambda: checkpointer.has_failed), Verdict()
     return Trainer(
         engine=state.engine,
         family=family,
@@ -125,9 +126,10 @@ def build_trainer(
         stop_vote=stop_vote,
         checkpointer=checkpointer,
         evaluations=[
-            *open_evaluations(session, family, state, prepared, metrics),
+            *open_evaluations(session, family, state, prepared, metrics, verdict),
             at_round_ends(settings, [hook.evaluated for hook in hooks]),
         ],
+        verdict=verdict,
         device=mesh.world.device,
         activity=mesh.world.activity,
         stop=session.stop,
@@ -152,6 +154,15 @@ def open_sample_losses(session: Session, step: int, plan: Plan) -> AbstractConte
     return closing(SampleLossLog(session.mesh, session.settings.training.output_dir, step, plan.samples))
 
 
+def best_chooser(session: Session, plan: Plan) -> ChooseStep:
+    """Return the function that names the best of some checkpoints of a run, which has one with a held-out loss."""
+    if not len(plan.held_out):
+        return no_best
+    from simpletuner.runs.health.best_step import best_saved_of
+
+    return partial(best_saved_of, session.settings.training.output_dir)
+
+
 def open_profiler(session: Session) -> StepProfiler | None:
     """Return the profiler of rank 0; None on other ranks, and without profile_steps."""
     steps = session.settings.logging.profile_steps
@@ -164,14 +175,19 @@ def open_profiler(session: Session) -> StepProfiler | None:
 
 
 def open_evaluations(
-    session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared, metrics: Metrics | None
+    session: Session,
+    family: ModelFamily,
+    state: TrainingState,
+    prepared: Prepared,
+    metrics: Metrics | None,
+    verdict: Verdict,
 ) -> list[Evaluation]:
     """Return the evaluations that settings and data ask for: held-out loss, validation images, or none."""
     opened: list[Evaluation] = []
     if len(prepared.plan.held_out):
         from simpletuner.training.validation.held_out import open_held_out_loss
 
-        opened.append(open_held_out_loss(session, family, state, prepared, metrics))
+        opened.append(open_held_out_loss(session, family, state, prepared, metrics, verdict))
     if prepared.validation:
         from simpletuner.training.validation.validator import open_validator
 

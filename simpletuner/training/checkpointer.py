@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner import __version__
-from simpletuner.checkpoints.layout import Checkpoint
+from simpletuner.checkpoints.layout import Checkpoint, ChooseStep, no_best
 from simpletuner.checkpoints.saving import BackgroundSaver, Snapshot, save
 from simpletuner.checkpoints.tensors import planned, read_tensors
 from simpletuner.data.sampler.batch_sampler import DATA_VERSION, SamplerState
@@ -110,8 +110,16 @@ EXPORTED = ("model", "ema")
 class Checkpointer:
     """Save a run's state as numbered checkpoints, during training with `async_checkpointing`."""
 
-    def __init__(self, session: Session, state: TrainingState, durations: Durations, size_bytes: int) -> None:
-        """`size_bytes` are those of one checkpoint, over all ranks. Collective."""
+    def __init__(
+        self,
+        session: Session,
+        state: TrainingState,
+        durations: Durations,
+        size_bytes: int,
+        choose_best: ChooseStep = no_best,
+    ) -> None:
+        """`size_bytes` are those of one checkpoint, over all ranks; `choose_best` names one to keep. Collective."""
+        self.choose_best = choose_best
         self.durations, self.size_bytes = durations, size_bytes
         self.settings, self.world, self.state, self.report = session.settings, session.world, state, session.report
         self.root = self.settings.training.output_dir / "checkpoints"
@@ -132,7 +140,8 @@ class Checkpointer:
         is_full = self.settings.parallel.fsdp_state_dict_type == "FULL_STATE_DICT"
         facts = {"model_family": self.settings.model.model_family, "world_size": self.world.size}
         snapshot = self.state.snapshot(step, sampler_state, facts)
-        write = partial(save, self.root, full=is_full, keep=self.settings.checkpoints.checkpoints_total_limit)
+        limit = self.settings.checkpoints.checkpoints_total_limit
+        write = partial(save, self.root, full=is_full, keep=limit, choose_best=self.choose_best)
         # At the first save, when EMA and optimizer state are allocated: what is available then is left for
         # copies.
         if self.is_async is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,6 +37,16 @@ LONG_SECONDS = 3600.0
 
 class EvaluationStopped(Exception):
     """A stop was asked for while an evaluation was running; it is made up for at the next start."""
+
+
+@dataclass
+class Verdict:
+    """Wishes of the evaluations so far to the trainer; equal on all ranks."""
+
+    save_at: int = -1
+    """The step that is to have a checkpoint, since it is the best so far."""
+    ends: bool = False
+    """True if training is to end at the present step, as after the last."""
 
 
 class Evaluation(Protocol):
@@ -83,6 +93,8 @@ class Trainer:
     stop_vote: StopVote
     checkpointer: Checkpointer
     evaluations: Sequence[Evaluation]
+    """Those whose verdict the others depend on come first."""
+    verdict: Verdict = field(default_factory=Verdict)
     device: torch.device
     activity: Activity
     stop: StopRequest
@@ -137,6 +149,7 @@ class Trainer:
         for evaluation in self.evaluations:
             if self.step == 0 or (self.is_due(evaluation) and not evaluation.is_complete(self.step)):
                 self.evaluate(evaluation)
+            self.end_early()
         if self.stop_vote.passed:
             raise self.stop.stopped(f"at step {self.step}; nothing is lost")
         self.logger.restart_clock()
@@ -202,25 +215,36 @@ class Trainer:
     def save_and_evaluate(self, batch: StepBatch) -> None:
         """Do what is due after a step. The last step is always saved, also of a run that stops."""
         is_last = self.step == self.max_steps
-        save_due = is_last or self.step % self.checkpoint_every == 0 or self.stop_vote.passed
-        evaluations = [each for each in self.evaluations if self.is_due(each)]
-        if not (save_due or evaluations):
+        saved = is_last or self.step % self.checkpoint_every == 0 or self.stop_vote.passed
+        due = [each.title for each in self.evaluations if self.is_due(each)]
+        if not (saved or due):
             return
         # The time left counts what is due now, though it has not run.
-        self.pace.expect([SAVING] * save_due + [each.title for each in evaluations])
+        self.pace.expect([SAVING] * saved + due)
         self.logger.flush()  # a loss that is not finite must end the run before it is saved
-        if save_due:
+        if saved:
             self.save(batch)
-        for evaluation in evaluations:
-            self.evaluate(evaluation, unsaved=0 if save_due else self.step)
+        for evaluation in self.evaluations:
+            if self.is_due(evaluation):
+                self.evaluate(evaluation, unsaved=0 if saved else self.step)
+            if (self.end_early() or self.verdict.save_at == self.step) and not saved:
+                self.save(batch)
+                saved = True
         self.durations.write()
         if self.stop_vote.passed:
-            if not save_due:
+            if not saved:
                 self.save(batch)
             self.checkpointer.wait()
             self.activity.begin("stopping")  # nothing is unsaved any more, should Ctrl-C be pressed again
             raise self.stop.stopped(f"at step {self.step}; its checkpoint is saved")
         self.logger.restart_clock()  # what happened since the step is no training time
+
+    def end_early(self) -> bool:
+        """Let the present step be the last if an evaluation has said so; those that follow are then due."""
+        if self.verdict.ends and self.step:
+            self.max_steps = self.step
+            self.logger.status.train(self.step, self.step)
+        return self.verdict.ends
 
     def save(self, batch: StepBatch) -> None:
         self.activity.begin(f"saving step {self.step}", unsaved=self.step, watched=False)

@@ -11,6 +11,8 @@ from PIL import Image
 
 from simpletuner.app import main
 
+NO_BEST = {"best_step": None, "best_eval_loss": None}
+
 
 def run_folder(path: Path, state: str = "finished", rate: float = 1e-4, colour: str = "red", **status: object) -> Path:
     (images := path / "validation" / "step-000003").mkdir(parents=True)
@@ -82,7 +84,12 @@ def test_runs_are_compared_in_one_file_that_fetches_nothing(answer, tmp_path):
     code, out, _ = answer("runs", "compare", one, two, "--json")
     facts = json.loads(out)
     assert code == 0 and facts["settings"] == {"learning_rate": {str(one): 1e-4, str(two): 1e-3}}
-    assert facts["runs"][str(one)] == {"steps": 3, "loss": pytest.approx((1 + 1 / 2 + 1 / 3) / 3), "eval_loss": None}
+    assert facts["runs"][str(one)] == {
+        "steps": 3,
+        "loss": pytest.approx((1 + 1 / 2 + 1 / 3) / 3),
+        "eval_loss": None,
+        **NO_BEST,
+    }
     code, _, err = answer("runs", "compare", one, two, "--output", tmp_path / "new" / "both.html")
     page = (tmp_path / "new" / "both.html").read_text()
     assert code == 0 and "compares" in err

@@ -28,7 +28,7 @@ from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.metrics.speed import Durations
 from simpletuner.training.optimizers import LearningRate, Schedule
 from simpletuner.training.step_logger import StepLogger, StopVote
-from simpletuner.training.trainer import Trainer
+from simpletuner.training.trainer import Trainer, Verdict
 
 
 class FakeEngine:
@@ -190,6 +190,30 @@ def test_checkpoints_are_due_by_step_and_at_the_end_and_validation_follows_them(
     ]
     assert [row["step"] for row in rows_in(tmp_path)] == [1, 2, 3]
     assert [row["learning_rate"] for row in rows_in(tmp_path)] == [1.0, 0.75, 0.5]
+
+
+def test_an_evaluation_may_ask_for_a_checkpoint_or_end_the_run_as_after_its_last_step(build):
+    verdict = Verdict()
+
+    def judge(step: int) -> None:
+        verdict.save_at, verdict.ends = (1 if step == 1 else -1), step >= 3
+
+    def built(**changes):
+        trainer = build(verdict=verdict, validate_every=1, checkpoint_every=10, **changes)
+        trainer.evaluations[0].between = judge
+        # one that is due after the last step alone, as images may be
+        trainer.evaluations = [*trainer.evaluations, Noted(trainer.calls, 100)]
+        return trainer
+
+    trainer = built(max_steps=9)
+    trainer.train()
+    done = [call for call in trainer.calls if call.startswith(("save", "validate "))]
+    both = ["validate 0", "validate 0"]
+    assert done == [*both, "validate 1", "save 1", "validate 2", "validate 3", "save 3", "validate 3"]
+    assert trainer.step == trainer.max_steps == 3
+    again = built(max_steps=9, step=3)  # killed before its export: the verdict is found again by `is_complete`
+    again.train()
+    assert not [call for call in again.calls if call.startswith("step")] and again.step == 3
 
 
 def test_a_run_on_a_cpu_that_will_take_hours_is_warned_of_by_its_first_step(build, capsys):

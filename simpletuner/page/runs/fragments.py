@@ -18,7 +18,9 @@ from simpletuner.page.runs.watching import Watched
 from simpletuner.runs.charts import STYLES
 from simpletuner.runs.checkpoints import list_rows
 from simpletuner.runs.folder import RunFolder, open_run, read_log
+from simpletuner.runs.health.best_step import best_saved, find_best
 from simpletuner.runs.listing import Summary, summarize
+from simpletuner.runs.metrics import METRICS
 from simpletuner.system.files.checksums import value_checksum
 
 # Of the log, below the problems, which are all shown.
@@ -55,10 +57,12 @@ def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) ->
     known = watched.of(run)
     with known.lock:
         prompts, note = known.gallery.choose() if run.holds_folder("validation") else ([], "")
+        measured = known.held_out(run.path) if run.file(METRICS) is not None else []
+    checkpoints = list_rows(run)
     summary = summarize(run, processes_of(request).known(run))
     results, job = list_results(run), exporting_of(request).jobs.get(run.path)
     return [
-        made("status", summary=summary),
+        made("status", summary=summary, best=find_best(measured)),
         Fragment(
             "curves",
             # By how far files were read, not by the result: drawing is what costs.
@@ -69,7 +73,8 @@ def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) ->
         made(
             "checkpoints",
             run=run,
-            checkpoints=list_rows(run),
+            checkpoints=checkpoints,
+            best=best_saved(measured, [each.row.step for each in checkpoints if not each.problem]),
             summary=summary,
             base=summary.base,
             exported={(each.step, each.is_average) for each in results},

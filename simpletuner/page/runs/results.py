@@ -33,7 +33,7 @@ from simpletuner.runs.gallery import GalleryImage
 from simpletuner.system.files.lease import Holding
 
 NAME = re.compile(
-    rf"(?P<kind>{'|'.join(EXPORTS.values())})(?P<ema>-ema)?(?:-(?P<step>\d{{1,12}}))?(\.safetensors)?", re.ASCII
+    rf"(?P<kind>{'|'.join(EXPORTS.values())})(?P<of>-ema|-best)?(?:-(?P<step>\d{{1,12}}))?(\.safetensors)?", re.ASCII
 )
 # Names of files that are offered: no exporter writes others, and a response's header cannot hold all.
 PLAIN = re.compile(r"[\w+=-][\w+=. -]*", re.ASCII)
@@ -89,13 +89,14 @@ def result_of(run: RunFolder, name: str) -> Result | None:
         return None
     kind = kind_of(match) if match else "report"
     step = int(match["step"]) if match and match["step"] else None
-    is_average = match is not None and bool(match["ema"])
+    is_average = match is not None and match["of"] == "-ema"
     return Result(name, run.folders.shown(path), kind, is_average, step, marker.lstat().st_mtime, files)
 
 
 def kind_of(match: re.Match[str]) -> str:
     noun = "pipeline" if match["kind"] == EXPORTS["full"] else "LoRA"
-    return noun + ", EMA" * bool(match["ema"]) + ", in one file" * bool(match[4])
+    of = {"-ema": ", EMA", "-best": ", best step"}.get(match["of"] or "", "")
+    return noun + of + ", in one file" * bool(match[4])
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, int]]:

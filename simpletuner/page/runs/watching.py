@@ -15,7 +15,8 @@ from pathlib import Path
 from simpletuner.runs.charts import Chart, compare, make_charts
 from simpletuner.runs.folder import RunFolder
 from simpletuner.runs.gallery import Gallery
-from simpletuner.runs.metrics import METRICS, WINDOW_SHARE, MetricColumns
+from simpletuner.runs.health.best_step import Measured, read_measured
+from simpletuner.runs.metrics import HELD_OUT, METRICS, WINDOW_SHARE, MetricColumns
 
 MAX_WATCHED = 12
 """Runs whose metrics and images are kept."""
@@ -29,6 +30,15 @@ class WatchedRun:
     gallery: Gallery
     started: float
     lock: threading.Lock = dataclass_field(default_factory=threading.Lock)
+    measured: tuple[list[int], list[Measured]] = dataclass_field(default_factory=lambda: ([], []))
+
+    def held_out(self, output: Path) -> list[Measured]:
+        """Return the held-out losses, read again only where there are others."""
+        columns = [self.columns.column(name) for name in HELD_OUT]
+        known = [number for each in columns for number in (each.points, each.last_step)]
+        if self.measured[0] != known:
+            self.measured = known, read_measured(output) if any(each.points for each in columns) else []
+        return self.measured[1]
 
 
 class Watched:

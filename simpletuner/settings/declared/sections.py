@@ -303,8 +303,9 @@ class Checkpoints(Section):
 
     checkpoint_step_interval: int = knob(500, "Optimizer steps between checkpoints.", ge=1, aliases=("checkpointing_steps",))
     async_checkpointing: bool | None = knob(None, "Write checkpoints in the background from a copy in host memory; auto: if it takes half of the free memory at most.")  # fmt: skip
-    checkpoints_total_limit: int = knob(5, "Number of newest checkpoints to keep.", ge=1)
+    checkpoints_total_limit: int = knob(5, "Number of newest checkpoints to keep; with a held-out loss, the best one, too.", ge=1)
     export_single_file: bool = knob(False, "Also export the weights as one .safetensors file in the original layout (Stable Diffusion 1.x, 2.x, XL).")
+    export_best: bool = knob(False, "Also save a checkpoint at each best held-out loss, and export the best at the end (pipeline-best).", when="eval_split>0 or eval_dataset")
     resume_from_checkpoint: Annotated[str, AfterValidator(in_home)] = knob("latest", "`latest`, a checkpoint folder, or `none`.")
     mirror_output: Annotated[str, AfterValidator(check_bucket)] = knob("", "Bucket folder to mirror output_dir to, without caches, and to resume from: s3://BUCKET/FOLDER, gs:// or az://.")
 
@@ -327,6 +328,7 @@ class Validation(Section):
     eval_split: float = knob(0.0, "Fraction of images held out of training, to measure the loss on.", ge=0, lt=1)
     eval_step_interval: int = knob(100, "Optimizer steps between measurements of the held-out loss; 0: only before the first step and after the last.", when="eval_split>0 or eval_dataset", ge=0, aliases=("eval_steps_interval",))  # fmt: skip
     eval_timesteps: int = knob(4, "Noise levels per held-out image, one from each equal part of their range.", when="eval_split>0 or eval_dataset", ge=1, le=1000)  # fmt: skip
+    early_stopping_patience: int = knob(0, "End training after so many evaluations in a row whose held-out loss is above the best one; 0: never.", when="eval_split>0 or eval_dataset", ge=0)
     ema_validation: Literal["none", "ema_only", "comparison"] = knob("comparison", "Weights for validation images and held-out loss with EMA: trained, averaged, or both.", when="use_ema")  # fmt: skip
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from simpletuner.errors import naming
 from simpletuner.run_log import APPEND, LOGGER
 from simpletuner.runs.charts import CURVE, draw_loss
-from simpletuner.runs.metrics import MAX_BYTES, METRICS, read_columns, rows_in
+from simpletuner.runs.metrics import MAX_BYTES, METRICS, MetricColumns, read_columns, rows_in
 from simpletuner.system.files.atomic import refuse_special, write_file
 from simpletuner.system.files.mounts import sync
 from simpletuner.system.files.regular_files import read_file
@@ -54,8 +54,9 @@ class Metrics:
             self.file.write(json.dumps(row) + "\n")
             # At each row: the page and wandb's process read the file while it grows.
             self.file.flush()
+        shown = {name: value for name, value in row.items() if isinstance(value, int | float)}
         for tracker in self.trackers:
-            tracker.write(row, group)
+            tracker.write(shown, group)
 
     def sync(self) -> None:
         """Have all rows on the disk: s3fs shows an open file to nobody, and loses it with its machine."""
@@ -67,9 +68,10 @@ class Metrics:
         for tracker in self.trackers:
             tracker.add_image(path, step)
 
-    def last_step(self, name: str) -> int:
-        """Return the last step for which a value was written; -1 for none."""
-        return read_columns(self.path).column(name).last_step
+    def last_step(self, names: Collection[str]) -> int:
+        """Return the last step for which one of these values was written; -1 for none."""
+        columns = MetricColumns(self.path, names).update()
+        return max(columns.column(name).last_step for name in names)
 
     def close(self) -> None:
         self.file.close()

@@ -199,7 +199,8 @@ class Follower:
         for row in self.reader.read()[0]:
             self.last_step = max(self.last_step, row["step"])
             group = "train" if "loss" in row else "eval"
-            values = {f"{group}/{name}": value for name, value in row.items() if name != "step"}
+            numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
+            values = {f"{group}/{name}": value for name, value in numbers.items()}
             self._log(group, row["step"], values)
         for step, path in self._grids():
             clips = clips_of_round(round_folder(path.parent, step), MP4)

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING
 
 from simpletuner.checkpoints.layout import (
     SET_ASIDE,
+    ChooseStep,
     all_damaged_error,
     file_sizes,
     is_complete,
     list_checkpoints,
+    no_best,
     parse_step,
+    steps_to_prune,
 )
 from simpletuner.data.storage.object_errors import StoreRefusal
 from simpletuner.data.storage.storage import UnreadableFileError
@@ -186,14 +189,15 @@ class RemoteRun:
                 self.storage.write(whole.manifest_name, b"")
                 self.sizes[whole.manifest_name] = 0
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest checkpoints, and what uploads have left that were never complete.
+    def prune(self, keep: int, choose_best: ChooseStep = no_best) -> None:
+        """Remove all checkpoints but the newest and the best, and what uploads have left that were never complete.
 
         Raises StoreRefusal.
         """
-        checkpoints = [each for each in self.whole() if each.step >= 0]
-        self._remove(each.manifest_name for each in checkpoints[keep:])
-        kept = {each.name for each in checkpoints[:keep]}
+        checkpoints = {each.step: each for each in self.whole() if each.step >= 0}
+        old = steps_to_prune([*checkpoints], keep, choose_best)
+        self._remove(checkpoints[step].manifest_name for step in old)
+        kept = {each.name for step, each in checkpoints.items() if step not in old}
         below = [name for name in self.sizes if name.startswith(f"{CHECKPOINTS}/checkpoint-")]
         self._remove(name for name in below if "/".join(name.split("/")[:2]) not in kept)
 
@@ -260,6 +264,8 @@ class Restoring:
     wish: str
     report: Report
     stop: Callable[[], None]
+    choose_best: ChooseStep = no_best
+    """Names a checkpoint that is fetched beside the newest, to be exported at the end."""
 
     def fetch_files(self) -> list[str]:
         """Fetch metrics, images and the like, where the folder is behind the bucket; return names."""
@@ -287,6 +293,7 @@ class Restoring:
         for whole in self._checkpoints(damaged):
             try:
                 self._fetch(whole)
+                self._fetch_best(whole.step)
                 self._fetch_exports()
                 return
             except FolderDamaged as error:
@@ -294,6 +301,15 @@ class Restoring:
                 self.report.warn(f"passed over: {error.message}")
         if problems and newest_step(self.output, damaged) < 0:
             raise all_damaged_error(self.remote.storage.describe(CHECKPOINTS), problems)
+
+    def _fetch_best(self, newest: int) -> None:
+        found = {each.step: each for each in self.remote.whole() if 0 <= each.step < newest}
+        best = self.choose_best([*found])
+        if best is not None and not (self.output / found[best].name).exists():
+            try:
+                self._fetch(found[best])
+            except FolderDamaged as error:
+                self.report.warn(f"the best step is passed over: {error.message}")
 
     def _fetch_exports(self) -> None:
         """Fetch the pipelines of a run that has finished, so that it need not export them again."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from simpletuner.checkpoints.layout import FINISHED, NAME, STATE, list_checkpoints
+from simpletuner.checkpoints.layout import BEST_SUFFIX, FINISHED, NAME, STATE, list_checkpoints
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.run_log import LOG
 from simpletuner.runs.charts import CURVE
@@ -37,7 +37,11 @@ NAMES = frozenset(
             "trackio.json",
             "swanlab.json",
         ),
-        *(f"{name}{average}.safetensors" for name in ("pipeline", "pipeline_lora_weights") for average in ("", "-ema")),
+        *(
+            f"{name}{kind}.safetensors"
+            for name in ("pipeline", "pipeline_lora_weights")
+            for kind in ("", "-ema", BEST_SUFFIX)
+        ),
     }
 )
 """Files of a run in output_dir. All else there is the user's, and neither uploaded nor replaced."""

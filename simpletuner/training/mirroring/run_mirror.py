@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from simpletuner.checkpoints.layout import no_best
 from simpletuner.data.config.places import mirror_place
 from simpletuner.data.storage.object_errors import StoreRefusal, StoreUnavailable
 from simpletuner.data.storage.storage import check_obstore
@@ -72,8 +73,15 @@ class RunMirror(RunHook):
         self.address, self.remote, self.lease = place.address, RemoteRun(storage), Lease()
         self.place, self.remote.lease = BucketRecords(storage), self.lease
         self.restoring = Restoring(
-            self.remote, self.output, wanted.resume_from_checkpoint, session.report, session.stop.check
+            self.remote,
+            self.output,
+            wanted.resume_from_checkpoint,
+            session.report,
+            session.stop.check,
+            self._choose_best if wanted.export_best else no_best,
         )
+        self.chosen: tuple[list[int], int | None] = [], None
+        """Steps of the bucket's checkpoints, and the best of them."""
         self.durations: Durations | None = None
         self.known: dict[str | WholeFolder, Stamp] = {}
         """Stamps on disk of what the bucket has."""
@@ -250,11 +258,19 @@ class RunMirror(RunHook):
         if time.monotonic() < self.prune_from:
             return
         try:
-            self.remote.prune(self.keep)
+            self.remote.prune(self.keep, self._choose_best)
         except (StoreRefusal, StoreUnavailable) as error:
             if not self.prune_from:
                 self.report.warn(error.message, f"{error.hint}; until then old checkpoints stay in {self.address}")
             self.prune_from = time.monotonic() + PRUNE_RETRY_SECONDS
+
+    def _choose_best(self, steps: Collection[int]) -> int | None:
+        # Asked each second: the metrics are read again only for other checkpoints.
+        if self.chosen[0] != [*steps]:
+            from simpletuner.runs.health.best_step import best_saved_of
+
+            self.chosen = [*steps], best_saved_of(self.output, steps)
+        return self.chosen[1]
 
     def _new_folders(self) -> list[WholeFolder]:
         """Return the checkpoints and pipelines that the bucket lacks, newest first."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Iterator
 
+from simpletuner.checkpoints.layout import BEST_SUFFIX
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.system.processes.python_process import module_command
@@ -57,8 +59,11 @@ def repository_of(settings: Settings) -> str:
 
 
 def uploads(settings: Settings) -> Iterator[list[str]]:
-    """Yield a command for each exported folder; that of the average goes below `ema/`."""
+    """Yield a command for each exported folder; the average goes below `ema/`, the best step below `best/`."""
     private = ["--private"] if settings.hub.model_card_private else []
     for folder in pipelines_of(settings):
-        place = "ema" if folder.name.endswith("-ema") else "."
+        if not folder.is_dir():  # no step was measured, of which one would be the best
+            continue
+        kind = re.search(f"(-ema|{BEST_SUFFIX})$", folder.name)
+        place = kind[1].removeprefix("-") if kind else "."
         yield ["hf", "upload", repository_of(settings), str(folder), place, *private]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from simpletuner.checkpoints.export import read_marker
+from simpletuner.checkpoints.layout import BEST_SUFFIX
 from simpletuner.models.catalog.registry import LICENSES, describe_license, license_of
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.opening.assistant_lora import assistant_files
@@ -25,7 +27,8 @@ from simpletuner.runs.facts import (
     hub_id,
     read_starts,
 )
-from simpletuner.runs.images import MP4, WEBP, ImageInfo, read_info, round_folders
+from simpletuner.runs.health.best_step import Measured, best_saved, read_measured
+from simpletuner.runs.images import MP4, WEBP, ImageInfo, read_info, round_folders, step_of_round
 from simpletuner.runs.metrics import METRICS, read_columns
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.knob import kind_of
@@ -76,13 +79,14 @@ def write_card(settings: Settings, family: ModelFamily, facts: RunFacts, pipelin
     path = folder / CARD
     if path.exists() and OURS not in read_file(path).decode("utf-8", "replace"):
         return
-    variant = "ema" if pipeline.name.endswith("-ema") else "trained"
-    last = last_images(settings.training.output_dir / "validation")
+    best = best_exported(settings.training.output_dir, folder) if pipeline.name.endswith(BEST_SUFFIX) else None
+    variant = best.weights if best is not None else "ema" if pipeline.name.endswith("-ema") else "trained"
+    last = last_images(settings.training.output_dir / "validation", best.step if best is not None else None)
     own = [image for image in last if image.name.startswith(f"{variant}-")]
     samples = copy_samples(own[:MAX_SAMPLES], folder / SAMPLES)
     # With ema_validation=ema_only the average alone is sampled: its prompt is better than none.
     sampled = samples[0].info if samples else first_info(last)
-    write_file(path, render(settings, family, facts, pipeline, samples, sampled).encode())
+    write_file(path, render(settings, family, facts, pipeline, samples, sampled, best).encode())
 
 
 def render(
@@ -92,6 +96,7 @@ def render(
     pipeline: Path,
     samples: Sequence[CardSample],
     sampled: ImageInfo | None,
+    best: Measured | None = None,
 ) -> str:
     from huggingface_hub import ModelCard
 
@@ -108,7 +113,8 @@ def render(
         base=escaped(base),
         lora=lora and with_article(LORA_TYPES[settings.lora.lora_type]),
         assistants=", ".join(escaped(path.name) for path in assistant_files(settings)),
-        average=pipeline.name.endswith("-ema"),
+        average=pipeline.name.endswith("-ema") or (best is not None and best.weights == "ema"),
+        best=best.step if best is not None else None,
         samples=[(each.moving or each.image, each.clip, escaped(each.prompt) or "(empty prompt)") for each in samples],
         noun="clip" if samples and samples[0].clip else "image",
         sampler=f"{family.pipeline_name} with {type(family.scheduler()).__name__}",
@@ -172,9 +178,17 @@ def public_value(setting: ExplainedSetting, model: Model) -> Any:
     return Path(setting.value).name if isinstance(setting.value, str) and (is_path or is_folder) else setting.value
 
 
-def last_images(validation: Path) -> list[Path]:
-    """Return the images of the last round, of the weights that train and of the average."""
+def best_exported(output: Path, folder: Path) -> Measured | None:
+    """Return the step of which the best weights are written into a folder; None where it is not known."""
+    marker = read_marker(folder)
+    return best_saved(read_measured(output), [marker["steps"]]) if marker is not None else None
+
+
+def last_images(validation: Path, until: int | None = None) -> list[Path]:
+    """Return the images of the last round, up to a step, of the weights that train and of the average."""
     for folder in reversed(round_folders(validation)):
+        if until is not None and step_of_round(folder) > until:
+            continue
         if images := sorted(path for name in ("trained", "ema") for path in folder.glob(f"{name}-*.png")):
             return images
     return []

@@ -7,12 +7,13 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from math import prod
 from pathlib import Path
 
+import torch
 from rich.filesize import decimal
 
 from simpletuner import __version__
@@ -24,8 +25,21 @@ from simpletuner.checkpoints.export import (
     export_single_file,
     finished_steps,
 )
-from simpletuner.checkpoints.layout import EXPORTS, FINISHED, clear_unfinished
-from simpletuner.checkpoints.tensors import plan_group
+from simpletuner.checkpoints.layout import (
+    BEST_SUFFIX,
+    EXPORTS,
+    FINISHED,
+    STATE,
+    Checkpoint,
+    checkpoint_folder,
+    clear_unfinished,
+    is_complete,
+    list_checkpoints,
+    load_checkpoint,
+    parse_step,
+)
+from simpletuner.checkpoints.tensors import plan_group, read_tensors
+from simpletuner.checkpoints.verification import CheckpointDamaged, Verification
 from simpletuner.counting.trained_weights import trained_weights
 from simpletuner.data.config.places import default_folder
 from simpletuner.data.samples.samples import Samples
@@ -34,6 +48,7 @@ from simpletuner.models.catalog.architecture import copied_bytes
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.opening.lora_config import files_of
 from simpletuner.parallel.devices import FLOAT32_BYTES
+from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World
 from simpletuner.preparation.plan import Plan, samples_by_shape
 from simpletuner.preparation.prepare import HUB_RECORD, folders_of
@@ -50,6 +65,8 @@ from simpletuner.system.files.regular_files import read_file
 from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.hooks import RunHook, open_hooks
 from simpletuner.training.run_folder.other_project import refuse_other_data
+
+BEST_HINT = "give a dataset of type eval, or eval_split, and an eval_step_interval"
 
 
 def open_output_dir(session: Session, stack: ExitStack) -> list[RunHook]:
@@ -171,17 +188,18 @@ def remove_leftovers(output: Path) -> None:
     """Remove what a killed run left unfinished, and finish or undo its renames."""
     clear_unfinished(output / "checkpoints")
     for name in EXPORTS.values():
-        restore_replaced(output / name)
-        restore_replaced(output / f"{name}-ema")
+        for kind in ("", "-ema", BEST_SUFFIX):
+            restore_replaced(output / f"{name}{kind}")
     for path in [*output.glob(".*.unfinished"), *output.glob("validation/**/.*.unfinished")]:
         remove(path)
 
 
 def pipelines_of(settings: Settings) -> list[Path]:
-    """Folders that a run exports to: for the trained weights, and with EMA for the average, too."""
-    name = EXPORTS[settings.model.model_type]
-    names = (name, f"{name}-ema") if settings.ema.use_ema else (name,)
-    return [settings.training.output_dir / name for name in names]
+    """Folders that a run exports to: for the trained weights; with EMA for the average, and with export_best for the
+    best step, too."""
+    name, is_wanted = EXPORTS[settings.model.model_type], (settings.ema.use_ema, settings.checkpoints.export_best)
+    kinds = ["", *(kind for kind, wanted in zip(("-ema", BEST_SUFFIX), is_wanted, strict=True) if wanted)]
+    return [settings.training.output_dir / f"{name}{kind}" for kind in kinds]
 
 
 def exported_steps(settings: Settings, world: World) -> int:
@@ -192,11 +210,54 @@ def exported_steps(settings: Settings, world: World) -> int:
     if settings.checkpoints.resume_from_checkpoint != "latest":
         return 0
     pipelines = pipelines_of(settings)
+    if settings.checkpoints.export_best and not is_best_exported(settings, world):
+        return 0
     if settings.model.model_type == "lora" and not all(
-        (each / name).exists() for each in pipelines for name in files_of(settings)
+        (each / name).exists() for each in pipelines if not is_of_best(each) for name in files_of(settings)
     ):
         return 0  # export_format names another program since: the last checkpoint is exported again
     return finished_steps(pipelines[0], world)
+
+
+def is_of_best(pipeline: Path) -> bool:
+    return pipeline.name.endswith(BEST_SUFFIX)
+
+
+def is_best_exported(settings: Settings, world: World) -> bool:
+    """True if nothing is left to do for export_best: the best step that has a checkpoint is exported, or none has.
+    Collective."""
+    best = best_checkpoint(settings, world, ())
+    if best is None:
+        return True
+    marker, state = pipelines_of(settings)[-1] / FINISHED, best.folder / STATE
+    steps = finished_steps(marker.parent, world)
+    # Times tell a pipeline of before a run went back and took other steps; rank 0's, since network file systems cache.
+    is_newer = steps == best.step and marker.stat().st_mtime_ns >= state.stat().st_mtime_ns
+    return world.gather_texts("1" if is_newer else "")[0] == "1"
+
+
+def best_checkpoint(settings: Settings, world: World, damaged: Collection[int]) -> Checkpoint | None:
+    """Return the checkpoint of the best step that has one, none of the `damaged`; None without any. Collective."""
+    from simpletuner.runs.health.best_step import best_saved_of
+
+    output, found = settings.training.output_dir, None
+    if world.is_first:
+        folders = list_checkpoints(output / "checkpoints")
+        found = best_saved_of(output, {parse_step(each) for each in folders if is_complete(each)} - {*damaged})
+    answer = world.gather_texts("" if found is None else str(found))[0]
+    return load_checkpoint(checkpoint_folder(output / "checkpoints", int(answer))) if answer else None
+
+
+def has_stopped_early(settings: Settings, world: World, steps: int) -> bool:
+    """True if early_stopping_patience has ended a run after `steps`. Collective."""
+    patience = settings.validation.early_stopping_patience
+    if not (patience and steps):
+        return False
+    from simpletuner.runs.health.best_step import find_best_of
+
+    found = find_best_of(settings.training.output_dir) if world.is_first else None
+    has_ended = found is not None and found.above >= patience and found.since[-1].step == steps
+    return world.gather_texts("1" if has_ended else "")[0] == "1"
 
 
 def export_single_files(session: Session) -> None:
@@ -205,6 +266,8 @@ def export_single_files(session: Session) -> None:
         return
     session.world.activity.begin("writing one file in the original layout", watched=False)
     for pipeline in pipelines_of(session.settings):
+        if not (pipeline / FINISHED).exists():  # no step was measured, of which one would be the best
+            continue
         path, written = single_file_of(pipeline), (pipeline / FINISHED).stat().st_mtime_ns
         if not path.exists() or path.stat().st_mtime_ns < written:
             session.report.say(f"writing {path}")
@@ -215,32 +278,84 @@ def single_file_of(pipeline: Path) -> Path:
     return pipeline.with_name(f"{pipeline.name}.safetensors")
 
 
-def export(
-    session: Session, family: ModelFamily, state: TrainingState, write_card: Callable[[Path, Path], None]
-) -> None:
-    """Write the trained pipelines, or LoRAs. Collective.
+WriteCard = Callable[[Path, Path], None]
 
-    `write_card` is called on rank 0 with each of `pipelines_of` and the folder in which it is written.
+
+def export(session: Session, family: ModelFamily, state: TrainingState, steps: int, write_card: WriteCard) -> None:
+    """Write the pipelines, or LoRAs, as trained after `steps`. Collective.
+
+    `write_card` is called on rank 0 with each of `pipelines_of` and the folder in which it is written. The weights
+    of the engine may be those of the best step afterwards.
     """
     session.world.activity.begin("writing the pipeline", watched=False)
-    steps, world = state.schedule.max_steps, session.world
+    write = partial(write_export, session, family, state, write_card)
     weights = [state.weights, *([state.ema.tensors] if state.ema is not None else [])]
-    changed: set[str] = set()
+    targets = pipelines_of(session.settings)
     # The trained weights last, since `exported_steps` takes them as the sign that all is done.
-    for target, tensors in reversed([*zip(pipelines_of(session.settings), weights, strict=True)]):
-        session.report.say(f"writing {target}")
-        card = partial(write_card, target)
-        if family.adapter is not None:
-            export_lora(family, family.adapter, target, tensors(), world, steps, card)
-            continue
-        sums = export_pipeline(family, target, state.config, plan_group(tensors()), world, steps, card)
-        changed |= {file for file, value in state.base_checksums.items() if sums.get(file, value) != value}
-    if changed:
-        names = ", ".join(sorted(changed))
+    changed = [write(target, steps, tensors) for target, tensors in reversed([*zip(targets, weights, strict=False)])]
+    if session.settings.checkpoints.export_best:
+        changed.append(export_best(session, state, targets[-1], write))
+    if any(changed):
+        names = ", ".join(sorted(set().union(*changed)))
         session.report.warn(
             f"{family.folder} changed since the run began, and the pipeline has it as it is now: {names}",
             "compare it with another copy of the base model",
         )
+
+
+def write_export(
+    session: Session,
+    family: ModelFamily,
+    state: TrainingState,
+    write_card: WriteCard,
+    target: Path,
+    steps: int,
+    tensors: Callable[[], NamedTensors],
+) -> set[str]:
+    """Write one pipeline or LoRA, and return the files of the base model that have changed. Collective."""
+    session.report.say(f"writing {target}")
+    card = partial(write_card, target)
+    if family.adapter is not None:
+        export_lora(family, family.adapter, target, tensors(), session.world, steps, card)
+        return set()
+    weights = plan_group(tensors())
+    sums = export_pipeline(family, target, state.config, weights, session.world, steps, card)
+    return {file for file, value in state.base_checksums.items() if sums.get(file, value) != value}
+
+
+def export_best(session: Session, state: TrainingState, target: Path, write: Callable[..., set[str]]) -> set[str]:
+    """Write the weights of the best step that has a checkpoint, as `write` does; a damaged one is passed over.
+
+    Collective.
+    """
+    damaged: list[int] = []
+    while (checkpoint := best_checkpoint(session.settings, session.world, damaged)) is not None:
+        try:
+            Verification(checkpoint, session.world).wait()
+            return write(target, checkpoint.step, partial(read_best, session, state, checkpoint))
+        except CheckpointDamaged as error:
+            damaged.append(checkpoint.step)
+            session.report.warn(f"the best step cannot be exported: {error.message}", "the best of the others is")
+    session.report.warn(f"no checkpoint has a held-out loss, so {target} is not written", BEST_HINT)
+    return set()
+
+
+def read_best(session: Session, state: TrainingState, checkpoint: Checkpoint) -> NamedTensors:
+    """Read the weights of the best step, those or the average, as the held-out loss says. Collective.
+
+    Into the tensors of the last step, which nothing needs any more: so it takes no more memory than an export.
+    """
+    from simpletuner.runs.health.best_step import best_saved, read_measured
+
+    world, step = session.world, checkpoint.step
+    best = best_saved(read_measured(session.settings.training.output_dir), [step]) if world.is_first else None
+    is_average = world.gather_texts("1" if best is not None and best.weights == "ema" else "")[0] == "1"
+    ema = state.ema if is_average and checkpoint.state["ema_updates"] is not None else None
+    session.report.say(f"the best step that has a checkpoint is {step:,}" + ", of the EMA" * (ema is not None))
+    tensors = ema.tensors() if ema is not None else state.weights()
+    with torch.no_grad():
+        read_tensors(checkpoint.files("ema" if ema is not None else "model"), tensors, str(checkpoint.folder))
+    return tensors
 
 
 def check_room(session: Session, plan: Plan, family: ModelFamily, step: int, steps: int) -> None:

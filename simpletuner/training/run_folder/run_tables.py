@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from simpletuner.checkpoints.layout import PAGE, list_checkpoints
+from simpletuner.checkpoints.layout import BEST_SUFFIX, PAGE, list_checkpoints
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, summarize, texts_among_captions
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import FlowMatching
@@ -130,13 +130,13 @@ def print_result(settings: Settings, prompts: Rows, report: Report) -> None:
     exported = pipelines_of(settings)
     shows_average = settings.ema.use_ema and settings.validation.ema_validation == "ema_only"
     if shows_average:  # first what the images show
-        exported.reverse()
+        exported[:2] = exported[1::-1]
     places = [
         ("checkpoint", checkpoints[0] if checkpoints else "-"),
         ("images" + " of the EMA" * shows_average, grids[-1] if grids else "none: give --validation_prompt"),
         ("report", output / PAGE),
         ("loss curve", output / CURVE),
-        *[row for path in exported for row in describe_export(settings, path)],
+        *[row for path in exported if path.is_dir() for row in describe_export(settings, path)],
         ("to use it", f"{exported[0] / 'README.md'} has the code"),
     ]
     report.table("finished", [*numbers, *prompts, *places])
@@ -144,7 +144,7 @@ def print_result(settings: Settings, prompts: Rows, report: Report) -> None:
 
 def describe_export(settings: Settings, folder: Path) -> Rows:
     """Return the path of an exported folder, and of the same weights as one file, if written."""
-    average = ", EMA" * folder.name.endswith("-ema")
-    rows: Rows = [(("LoRA" if settings.model.model_type == "lora" else "pipeline") + average, folder)]
+    kind = ", EMA" * folder.name.endswith("-ema") + ", best step" * folder.name.endswith(BEST_SUFFIX)
+    rows: Rows = [(("LoRA" if settings.model.model_type == "lora" else "pipeline") + kind, folder)]
     single_file = single_file_of(folder)
-    return [*rows, (f"one file{average}", single_file)] if single_file.is_file() else rows
+    return [*rows, (f"one file{kind}", single_file)] if single_file.is_file() else rows

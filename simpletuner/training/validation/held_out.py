@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from simpletuner.data.prefetch import Batch, RankSlice, SampleReader, collate
@@ -15,14 +17,72 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import Objective, sample_losses
 from simpletuner.parallel.engine import Engine, compute_dtype, evaluation
 from simpletuner.parallel.mesh import Mesh
+from simpletuner.preparation.plan import Plan
 from simpletuner.preparation.prepare import Prepared
+from simpletuner.report import Report
+from simpletuner.runs.health.best_step import PARTS, PARTS_OF, SET, BestStep, find_best_of
+from simpletuner.runs.metrics import HELD_OUT, LEVEL_OF, LEVELS
 from simpletuner.session import Session
+from simpletuner.settings import Settings
+from simpletuner.system.numbers import count_noun
 from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.ema import EMA, evaluated_variants, weights_of
 from simpletuner.training.metrics.metrics import Metrics
+from simpletuner.training.trainer import Verdict
 
-NAMES = {"trained": "eval_loss", "ema": "eval_loss_ema"}
+NAMES: Mapping[str, str] = dict(zip(("trained", "ema"), HELD_OUT, strict=True))
 """Names of a loss in the metrics, by the weights that it is measured with."""
+
+
+@dataclass
+class BestWatch:
+    """Judge each evaluation by those before, on rank 0 from the metrics on disk, and tell all ranks.
+
+    Nothing is kept but the file, so a run that is resumed, or goes back, judges as an undisturbed one does.
+    """
+
+    report: Report
+    verdict: Verdict
+    saves_best: bool
+    """True where the best step is to have a checkpoint (`export_best`)."""
+    patience: int
+    """Evaluations in a row above the best, after which training ends; 0: it goes on."""
+    images: int
+    """Number of images that are trained on."""
+    samples_per_step: int
+    said_of: int = -1
+    """The best step of which it was said that the loss has risen since."""
+
+    def judge(self, step: int, metrics: Metrics | None, mesh: Mesh) -> None:
+        """Set the verdict on the evaluation of a step. Collective where it has consequences."""
+        found = find_best_of(metrics.path.parent) if metrics is not None else None
+        if found is not None and found.has_risen and found.best.step != self.said_of:
+            self.said_of = found.best.step
+            self.report.warn(*self.rise(found))
+        if not (self.saves_best or self.patience):
+            return
+        ends = found is not None and 0 < self.patience <= found.above
+        is_best = found is not None and found.best.step == step
+        decided = mesh.world.gather_texts(f"{int(ends)}{int(is_best and self.saves_best)}")[0]
+        self.verdict.ends, saves = (each == "1" for each in decided)
+        self.verdict.save_at = step if saves else -1
+        if self.verdict.ends and found is not None:
+            evaluations = count_noun(found.above, "evaluation")
+            self.report.say(f"training ends at step {step:,}, after {evaluations} in a row above the best one")
+
+    def rise(self, found: BestStep) -> tuple[str, str]:
+        """Return the sentence about a loss that has risen since the best step, and what to do."""
+        last, most, above = found.since[-1], found.most_overfitted(), count_noun(found.above, "evaluation")
+        best = f"the best was step {found.best.step:,}" if found.best.step else "no step was better than the base model"
+        where = f", most {most}" if most else ""
+        seen = last.step * self.samples_per_step / max(1, self.images)
+        return (
+            f"the held-out loss rises: {best} ({found.best.loss:.4f}), and the last {above} "
+            f"are above it, step {last.step:,} by {last.difference_to(found.best)}{where}; "
+            f"{count_noun(self.images, 'image')} have been seen {seen:.0f} times each",
+            "docs/good-fine-tune.md says what helps; `simpletuner runs export FOLDER --checkpoint=best` writes the "
+            "best step, and early_stopping_patience ends such a run",
+        )
 
 
 @dataclass(frozen=True)
@@ -48,6 +108,11 @@ class HeldOutLoss:
     dtype: torch.dtype
     interval: int
     metrics: Metrics | None
+    group_of: Mapping[int, int]
+    """Group of images, whose mean loss is recorded, by the index of each held-out image."""
+    measured: str
+    """Digest of what is measured."""
+    watch: BestWatch
     title: str = "measuring the loss on held-out images"
 
     def count(self, step: int) -> int:
@@ -55,31 +120,45 @@ class HeldOutLoss:
         return len(self.variants) * len(self.batches) * self.timesteps
 
     def run(self, step: int, advance: Callable[[int], None]) -> None:
-        """Measure, and on rank 0 write a row of metrics. Collective."""
-        losses = {}
+        """Measure, write a row of metrics on rank 0, and judge it. Collective."""
+        row: dict[str, object] = {"step": step}
         for variant in self.variants:
             with weights_of(self.ema, variant):
-                losses[NAMES[variant]] = self.measure(advance)
+                row |= self.measure(NAMES[variant], advance)
         if self.metrics is not None:
-            self.metrics.write({"step": step, **losses}, "eval")
+            self.metrics.write({**row, SET: self.measured}, "eval")
+        self.watch.judge(step, self.metrics, self.mesh)
 
     def is_complete(self, step: int) -> bool:
-        """True if the metrics have the loss of a step. Collective."""
-        last = self.metrics.last_step("eval_loss") if self.metrics is not None else -1
-        return int(self.mesh.world.gather_texts(str(last))[0]) >= step
+        """True if the metrics have the loss of a step, which is then judged as when it was written. Collective."""
+        last = self.metrics.last_step([*NAMES.values()]) if self.metrics is not None else -1
+        is_there = int(self.mesh.world.gather_texts(str(last))[0]) >= step
+        if is_there:
+            self.watch.judge(step, self.metrics, self.mesh)
+        return is_there
 
-    def measure(self, advance: Callable[[int], None]) -> float:
-        """Return the mean loss over all images and timesteps. Collective."""
-        device = self.mesh.world.device
+    def measure(self, name: str, advance: Callable[[int], None]) -> dict[str, float | list[float]]:
+        """Return the mean loss over all images and timesteps as `name`, and those of parts of both. Collective."""
+        device, ranges, groups = self.mesh.world.device, min(self.timesteps, LEVELS), max(self.group_of.values()) + 1
         # In float64, since the order of additions depends on the number of ranks.
         total = torch.zeros(2, dtype=torch.float64, device=device)
+        cells = torch.zeros(2, ranges, groups, dtype=torch.float64, device=device)
         with evaluation(self.engine) as denoiser:
-            for batch, weight in self._own_batches():
-                losses = self._losses(denoiser, batch.to(device, self.family.host_inputs))
-                total += weight * torch.stack([losses.double().sum(), torch.full_like(losses[0], len(losses)).double()])
+            for batch, weight, part, indices in self._own_batches():
+                losses = self._losses(denoiser, batch.to(device, self.family.host_inputs)).double()
+                values = weight * torch.stack([losses, torch.ones_like(losses)])
+                total += values.sum(1)
+                # A product, since additions by index have no order on a GPU.
+                own = torch.zeros(len(indices), groups, dtype=torch.float64)
+                own[range(len(indices)), [self.group_of[index] for index in indices]] = 1
+                cells[:, part * ranges // self.timesteps] += values @ own.to(device)
                 advance(self.mesh.data_size)
-        loss, count = self.mesh.data_mean(total).tolist()
-        return loss / count
+        means = self.mesh.data_mean(torch.cat([total, cells.flatten()]))
+        loss, count = means[:2].tolist()
+        sums, counts = means[2:].view(2, ranges, groups)
+        of_levels = (sums.sum(1) / counts.sum(1)).tolist() if ranges > 1 else []
+        levels = {LEVEL_OF.format(name, number, ranges): each for number, each in enumerate(of_levels, start=1)}
+        return {name: loss / count, **levels, PARTS_OF.format(name): (sums.sum(0) / counts.sum(0)).tolist()}
 
     def _losses(self, denoiser: nn.Module, batch: Batch) -> Tensor:
         noised = self.objective.add_noise(batch.latents, batch.noise, batch.u)
@@ -87,9 +166,12 @@ class HeldOutLoss:
         prediction = self.family.predict(denoiser, latents, noised.timesteps, batch.conditioning)
         return sample_losses(prediction, noised.target, noised.weights, batch.loss_mask)
 
-    def _own_batches(self) -> Iterator[tuple[Batch, int]]:
-        """Yield this rank's batches with their weight, which is 0 for a batch that only keeps the other ranks
-        company: each call of the denoiser gathers shards from all."""
+    def _own_batches(self) -> Iterator[tuple[Batch, int, int, Sequence[int]]]:
+        """Yield this rank's batches with their weight, part of the noise levels, and indices of images.
+
+        The weight is 0 for a batch that only keeps the other ranks company: each call of the denoiser gathers
+        shards from all.
+        """
         tasks = [(batch, part) for batch in self.batches for part in range(self.timesteps)]
         for first in range(0, len(tasks), self.mesh.data_size):
             index = first + self.mesh.data_rank
@@ -97,14 +179,28 @@ class HeldOutLoss:
             # negative, as steps of training are counted from 0
             made = collate(self.reader, batch, range(len(batch.samples)), -1 - part, self.rank_slice)
             placed = replace(made, u=(part + made.u) / self.timesteps)
-            yield placed.pinned() if self.rank_slice.pin else placed, int(index < len(tasks))
+            yield placed.pinned() if self.rank_slice.pin else placed, int(index < len(tasks)), part, batch.samples
 
 
 def open_held_out_loss(
-    session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared, metrics: Metrics | None
+    session: Session,
+    family: ModelFamily,
+    state: TrainingState,
+    prepared: Prepared,
+    metrics: Metrics | None,
+    verdict: Verdict,
 ) -> HeldOutLoss:
-    """Build what measures the loss on held-out images."""
+    """Build what measures the loss on held-out images; `verdict` is told of each evaluation."""
     settings, validation, plan = session.settings, session.settings.validation, prepared.plan
+    held_out = plan.held_out.tolist()
+    watch = BestWatch(
+        session.report,
+        verdict,
+        saves_best=settings.checkpoints.export_best,
+        patience=validation.early_stopping_patience,
+        images=len(plan.samples) - len(held_out),
+        samples_per_step=settings.effective_batch_size,
+    )
     return HeldOutLoss(
         family=family,
         objective=family.objective(),
@@ -119,4 +215,15 @@ def open_held_out_loss(
         dtype=compute_dtype(settings),
         interval=validation.eval_step_interval,
         metrics=metrics,
+        group_of={index: number % PARTS for number, index in enumerate(held_out)},
+        measured=digest_measured(settings, plan),
+        watch=watch,
     )
+
+
+def digest_measured(settings: Settings, plan: Plan) -> str:
+    """Return a digest of images, noise and objective: losses with another one are not comparable."""
+    names = [plan.samples[index].id for index in plan.held_out.tolist()]
+    objective = [settings.model.prediction_type, settings.objective.model_dump(mode="json")]
+    measured = [names, settings.training.seed, settings.validation.eval_timesteps, objective]
+    return xxhash.xxh3_64_hexdigest(json.dumps(measured).encode())

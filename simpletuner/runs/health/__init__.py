@@ -1,0 +1,1 @@
+"""Judgements on a run from its metrics: the best step."""
