@@ -248,8 +248,7 @@ def prove_family(run: Run, family: ModelFamily) -> tuple[Run, list[SampledPrompt
     session = run.session
     session.world.activity.begin("proving the pipeline", watched=False)
     plan, sampled = fit_to_model(session, run.plan, family)
-    trained = sorted({shape.target for shape in samples_by_shape(plan)})
-    family.prove(trained, session.world.device, sorted({each.shape for each in sampled}))
+    family.prove(sorted(samples_by_shape(plan)), session.world.device, sorted({each.shape for each in sampled}))
     verify_same_facts(family.facts(), session.world)
     session.world.activity.begin("reading the base model", watched=False)
     check_export(family, pipelines_of(session.settings))

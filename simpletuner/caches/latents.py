@@ -25,7 +25,7 @@ from simpletuner.data.samples.conditioning_files import Mask
 from simpletuner.data.samples.samples import DatasetSamples, References, Sample
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.vae import Vae
+from simpletuner.models.family.vae import Vae, encode_first_frame
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.settings import Settings
@@ -178,13 +178,6 @@ def decode_mask(mask: Mask, geometry: Geometry) -> tuple[Tensor, str]:
     whole = mask.image(geometry.resized.size)
     part = np.asarray(whole.crop((left, top, left + target.width, top + target.height)), np.float32)
     return torch.from_numpy(part / 255)[None], whole.info[DOUBT] if part.any() else ALL_BLACK
-
-
-def encode_first_frame(vae: Vae, pixels_BCFHW: Tensor) -> Tensor:
-    """Latents of clips with their first frame, and grey in place of the others."""
-    alone = torch.zeros_like(pixels_BCFHW[:, :3])
-    alone[:, :, 0] = pixels_BCFHW[:, :3, 0]
-    return vae.encode(alone)
 
 
 def encode(vae: Vae, pixels: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -247,7 +247,7 @@ def prepare(
         },
         text=sources.text,
         no_caption=sources.no_caption,
-        skips_first_frame=not family.encodes_first_frame,
+        skips_first_frame=family.skips_first_frame,
         mask=lambda sample: sources.latents[sample.dataset].read_mask(sample),
         threads=max([THREADS, *on_demand]),
         # Threads pay where each read waits for a network; a local cache is read without their overhead.

@@ -10,13 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import base
+from end_to_end.test_image_to_video import clips, clips_file  # noqa: F401 (a fixture)
+from end_to_end.test_references import dataset_file as pairs_file
+from end_to_end.test_references import folders as edited  # noqa: F401 (a fixture)
+from end_to_end.test_references import kontext  # noqa: F401 (a fixture)
+from end_to_end.test_videos import FLAGS as OF_CLIPS
 from foreign import FOREIGN, build_foreign
+from models.test_image_to_video import save_wan
 from modular import TINY, TRAINED, build_modular
 from safetensors.torch import load_file
 
 from simpletuner.models.automatic.hooks import ALWAYS, FRAMES
 from simpletuner.models.catalog.registry import presets
 
+EDITS = ("--learning_rate=1e-3", "--aspect_bucket_alignment=64", "--flow_schedule_shift=3", "--max_train_steps=3")
+DRAWN = ("--validation_num_inference_steps=2", "--validation_step_interval=0", "--validation_guidance=1")
 REFUSED = ("AllegroPipeline",)
 """Its VAE encodes tiles only."""
 
@@ -43,6 +51,46 @@ def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipeli
     lora = train(tmp_path / "lora", *flags, "--model_type=lora", "--use_ema", world=2)
     state = json.loads((lora.output / "checkpoints" / "checkpoint-000003" / "state.json").read_text())
     assert "StableDiffusion3Pipeline" in state["proven"]["pipeline"]
+
+
+def test_auto_edits_images_as_the_class_does(edited, kontext, train, tmp_path):  # noqa: F811
+    from diffusers import FluxKontextPipeline
+
+    def flags(key: str, model: Path = kontext) -> tuple[str, ...]:
+        return (*base(key, model, Path("unused"))[:2], "--tokenizer_max_length=16", *EDITS, pairs)
+
+    pairs = pairs_file(tmp_path / "pairs.json", edited["images"], (edited["alike"], "reference_strict"))
+    whole = (*DRAWN, "--validation_pairs=1", "--train_batch_size=4", "--eval_split=0.1")
+    by_class, auto = (train(tmp_path / key, *flags(key), *whole) for key in ("flux", "auto"))
+    assert auto.losses == pytest.approx(by_class.losses, rel=1e-6)
+    said = " ".join(auto.said.split())
+    assert "references by hidden_states" in said and "one call for all samples" in said
+    shown = [run.output / "validation" for run in (by_class, auto)]
+    assert (shown[0] / "grid-000003.png").read_bytes() == (shown[1] / "grid-000003.png").read_bytes()
+    sharded = (*flags("auto"), "--train_batch_size=2", "--eval_split=0.1", "--fsdp_enable")
+    train(tmp_path / "sharded", *sharded, "--max_train_steps=2", world=2)
+    again = train(tmp_path / "sharded", *sharded, world=2)
+    assert "encoding" not in again.said and again.losses == pytest.approx(auto.losses, rel=1e-5)
+    assert isinstance(FluxKontextPipeline.from_pretrained(auto.output / "pipeline"), FluxKontextPipeline)
+    more = train(tmp_path / "more", *flags("auto", auto.output / "pipeline"), "--train_batch_size=4")
+    assert more.losses[0] < auto.losses[0]
+
+
+def test_auto_continues_first_frames_as_the_class_does(clips, pipelines, train, tmp_path):  # noqa: F811
+    folder = save_wan(pipelines("wan"), tmp_path / "model", "2.1-14b")
+
+    def flags(key: str) -> tuple[str, ...]:
+        return (*base(key, folder, Path("unused"))[:2], *OF_CLIPS, "--tokenizer_max_length=16", *EDITS[1:], file)
+
+    file = clips_file(tmp_path / "clips.json", clips)
+    whole = (*DRAWN, "--validation_pairs=1", "--train_batch_size=2")
+    by_class, auto = (train(tmp_path / key, *flags(key), *whole) for key in ("wan", "auto"))
+    assert auto.losses == pytest.approx(by_class.losses, rel=1e-6)
+    assert "first frame by hidden_states, encoder_hidden_states_image" in " ".join(auto.said.split())
+    names = {path.name for path in (auto.output / "validation" / "step-000003").iterdir()}
+    assert names == {"reference-00.png", "trained-00.png", "trained-00.mp4", "trained-00.webp"}
+    sharded = train(tmp_path / "sharded", *flags("auto"), "--train_batch_size=1", "--fsdp_enable", world=2)
+    assert sharded.losses == pytest.approx(auto.losses, rel=1e-5)
 
 
 @pytest.mark.long

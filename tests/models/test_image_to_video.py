@@ -23,11 +23,10 @@ from PIL import Image
 from tiny_configs import tiny_config
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
-from simpletuner.caches.latents import encode_first_frame
 from simpletuner.data.prefetch import FIRST_FRAME
 from simpletuner.models.families.ltxvideo import LTXVideo
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.vae import pixels_of
+from simpletuner.models.family.vae import encode_first_frame, pixels_of
 from simpletuner.settings.values.shape import Shape
 
 SHAPE = Shape(9, 64, 96)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
@@ -26,9 +26,16 @@ from simpletuner.models.automatic.pipeline_run import refused
 from simpletuner.models.automatic.prediction import Predictor
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.family.vae import Vae, cell_of_model
-from simpletuner.models.folder.diffusers_io import TEXT_PARTS, build_on_meta, diffusers_class, require_packages
+from simpletuner.models.folder.diffusers_io import ENCODING_PARTS, build_on_meta, diffusers_class, require_packages
 from simpletuner.models.folder.malformed import translate_load_errors
-from simpletuner.models.folder.weights import MODULAR_INDEX, index_file, is_null, read_index, weights_files
+from simpletuner.models.folder.weights import (
+    MODULAR_INDEX,
+    any_weights_files,
+    index_file,
+    is_null,
+    read_index,
+    weights_files,
+)
 from simpletuner.private_api.of_torch import outside_modes, tree_leaves, tree_map_only
 from simpletuner.settings.values.shape import Shape
 
@@ -68,14 +75,14 @@ def open_pipeline(
     index = family.index
     absent: dict[str, object] = {}
     for name, value in index.items():
-        is_text = name.startswith(TEXT_PARTS)
+        is_text = name.startswith(ENCODING_PARTS)
         has_weights = any((family.folder / name).glob("*.safetensors"))
         if isinstance(value, list) and (is_null(value) or (has_weights and not (is_text and text is not None))):
             # from_pretrained does not load a component that it is given, be it None.
             absent[name] = None
     if text is not None:
-        require_packages(index[name] for name in index if name.startswith(TEXT_PARTS))
-    vae = build_on_meta(family.vae_config) if vae is None else vae
+        require_packages(index[name] for name in index if name.startswith(ENCODING_PARTS))
+    vae = build_without_weights(family) if vae is None else vae
     parts = absent | {"vae": vae, family.denoiser_name: denoiser, "scheduler": family.scheduler()}
     variant = family.settings.model.variant
 
@@ -87,9 +94,22 @@ def open_pipeline(
     with translate_load_errors(family.folder):
         hooked = HookedPipeline(family.pipeline_class, load, family.denoiser_name, device)
     for name in index:
-        if name.startswith("text_encoder") and isinstance(part := getattr(hooked.pipeline, name, None), nn.Module):
+        if name.startswith(("text_encoder", "image_encoder")) and isinstance(
+            part := getattr(hooked.pipeline, name, None), nn.Module
+        ):
             part.requires_grad_(False).to(device)
     return hooked
+
+
+def build_without_weights(family: AutomaticFamily) -> nn.Module:
+    """Build the VAE on the meta device but for its buffers: statistics of latents (FLUX.2, LTX-Video)."""
+    vae, buffers = build_on_meta(family.vae_config), dict[str, Tensor]()
+    names = {name for name, _ in vae.named_buffers()}
+    for path in any_weights_files(family.folder / "vae") if names else ():
+        with safe_open(path, framework="pt") as file:
+            buffers |= {name: file.get_tensor(name).float() for name in names & {*file.keys()}}
+    vae.load_state_dict(buffers, strict=False, assign=True)
+    return vae
 
 
 def load_shared(family: AutomaticFamily, device: torch.device) -> nn.Module:
@@ -237,17 +257,21 @@ class MetaCalls:
     predictor: Predictor
     recorded: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
 
-    def predict(self, model: nn.Module, noised: Tensor, conditioning: Conditioning) -> Tensor:
+    def predict(self, model: nn.Module, noised: Tensor, conditioning: Conditioning, images: Sequence[Tensor]) -> Tensor:
         """Call a denoiser with tensors shaped as in a run on the CPU; return all outputs, flat."""
         rows = {name: len(conditioning[name][0]) for name in self.predictor.found.text.names.values()}
         outputs: list[object] = []
-        for given in self.inputs(tuple(noised.shape), rows):
+        for given in self.inputs(tuple(noised.shape), rows, [tuple(each.shape) for each in images]):
             outputs += tree_leaves(model(**{name: self.without_memory(name, given[name], noised) for name in given}))
         return torch.cat([each.flatten() for each in outputs if isinstance(each, Tensor)])
 
-    def inputs(self, shape: tuple[int, ...], rows: Mapping[str, int]) -> list[dict[str, Any]]:
-        """Return all inputs of the denoiser in the calls for a batch, given the rows of its texts."""
-        key = (shape, *rows.items())
+    def inputs(
+        self, shape: tuple[int, ...], rows: Mapping[str, int], images: Sequence[tuple[int, ...]] = ()
+    ) -> list[dict[str, Any]]:
+        """Return all inputs of the denoiser in the calls for a batch, given the rows of its texts, and the shapes
+        of the latents of images.
+        """
+        key = (shape, *rows.items(), *images)
         if key not in self.recorded:
             seen: list[dict[str, object]] = []
             found = self.predictor.found
@@ -259,7 +283,8 @@ class MetaCalls:
             # Whoever counts would count this run, too.
             with outside_modes(), torch.no_grad():
                 times = found.schedule.timesteps(*[0.5] * shape[0])
-                self.predictor.predict(record, torch.zeros(shape), times, [found.text.ones(rows)] * shape[0])
+                given = [torch.zeros(each) for each in images]
+                self.predictor.predict(record, torch.zeros(shape), times, [found.text.ones(rows)] * shape[0], given)
             self.recorded[key] = seen
         return self.recorded[key]
 

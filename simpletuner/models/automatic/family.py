@@ -6,16 +6,20 @@ No part of a pipeline's call is copied or guessed: each prediction, encoding and
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import PIL.Image
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
+from simpletuner.data.prefetch import FIRST_FRAME, named_references, references_in
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.components import (
     AutomaticVae,
@@ -27,6 +31,7 @@ from simpletuner.models.automatic.components import (
     pipeline_class_of,
 )
 from simpletuner.models.automatic.findings import Check, Findings
+from simpletuner.models.automatic.hooks import FRAMES, IMAGE, image_argument
 from simpletuner.models.automatic.pipeline_run import PipelineRun, refused
 from simpletuner.models.automatic.prediction import Denoise, Predictor, capture, encode_no_caption, guided_arguments
 from simpletuner.models.automatic.proof import Proof
@@ -40,12 +45,13 @@ from simpletuner.models.folder.diffusers_io import cast_floating
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.private_api.of_torch import FakeTensor
 from simpletuner.settings.declared.sections import Settings
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape, Shape
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 OTHER_SHAPE = "change validation_resolution, or validation_num_video_frames"
+MOST_REFERENCES = 10
 ANY_PIPELINE = "DiffusionPipeline"
 SMALLEST = Shape(1, 64, 64)
 """Shape in px that is studied where no bucket is known."""
@@ -99,39 +105,54 @@ class AutomaticFamily(ModelFamily):
     def found(self) -> Findings:
         """Findings that were proven at the start of a run, or else are now."""
         if self._found is None:
-            self.prove([SMALLEST], torch.device("cpu"))
+            self.prove([self.smallest_sample()], torch.device("cpu"))
         assert self._found is not None
         return self._found
 
-    def prove(self, shapes: list[Shape], device: torch.device, sampled: Sequence[Shape] = ()) -> None:
+    def smallest_sample(self) -> SampleShape:
+        """Return what is studied where no data are known, with the image that the call must be given, if any."""
+        if self.image_to_video == "always":
+            return SampleShape(SMALLEST._replace(frames=1 + self.cell.frames), (), True)
+        return SampleShape(SMALLEST, (SMALLEST,) * self.least_references)
+
+    def prove(self, shapes: Sequence[Shape | SampleShape], device: torch.device, sampled: Sequence[Shape] = ()) -> None:
         """Study the pipeline at the smallest of these shapes in px, and prove what was found; `sampled` are
         others.
 
         Raises SettingsError where it cannot be trained, or does not keep to one of the shapes.
         """
-        (first, *others), settings = smallest_of(shapes), self.settings
+        samples = [each if isinstance(each, SampleShape) else SampleShape(each) for each in shapes]
+        if self.settings.data.reference_dropout_probability:
+            samples += [SampleShape(each.target) for each in samples if each.references]
+        (first, *others), settings = smallest_of(samples), self.settings
         vae = AutomaticVae(self, device, lambda model: None)
         hooked = open_pipeline(self, device, compute_dtype(settings), vae.model)
         self.frame_rate = hooked.frame_rate
         module = load_shared(self, device).requires_grad_(False)
         longest = {} if self.max_length is None else {"max_sequence_length": self.max_length}
         self.checks = []
-        study = Study(hooked, module, first, settings.objective.flux_guidance_value, longest, self.checks)
+        study = Study(hooked, module, first.target, settings.objective.flux_guidance_value, longest, self.checks)
+        study.reads_images = self.reads_references
+        study = study.given_images(first)
         found = study.find()
         vae.predictor = Predictor(hooked, found)
         proof = Proof(study, found, vae)
         found = proof.prove()
-        for shape in others:
-            found = Proof(replace(study, shape=shape), found, vae).confirm()
+        for each in others:
+            found = Proof(replace(study, shape=each.target).given_images(each), found, vae).confirm()
+        self._found = found
+        self._predictors.clear()
+        proof.check_training(self.predictor(device))
         module.requires_grad_(True)
         unused = proof.unused_parameters(lambda: module.named_parameters(remove_duplicate=False))
-        for shape in shapes:
-            if why := study.shape_error(shape, found):
+        for each in samples:
+            if why := study.given_images(each).shape_error(each.target, found):
                 raise study.refused(why)
         for shape in sampled:
             if why := study.shape_error(shape, found):
                 raise SettingsError(f"{study.name} does not sample {shape} px: {why}", OTHER_SHAPE)
-        kinds = " and ".join("clips" if shape.frames > 1 else "images" for shape in (first, *others))
+        names = ("clips" if each.target.frames > 1 else "images" for each in (first, *others))
+        kinds = " and ".join(dict.fromkeys(names))
         kinds = f", proven on {kinds}" if found.layout.frames is not None else ""
         self._found = replace(found, unused=unused, kinds=kinds)
         for name in ("meta_denoiser", "adapter"):  # which weights are trained is known only now
@@ -143,9 +164,12 @@ class AutomaticFamily(ModelFamily):
         versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
         calls = f"one call for each sample, since {found.unbatched}" if found.unbatched else "one call for all samples"
         guided = f"without guidance, since {found.unguided}" if found.unguided else "with guidance"
+        images = found.images
+        given = {} if images is None else {"given": f"{images.kind} by {', '.join(images.inputs)}"}
         return {
             **super().facts(),
             "pipeline": f"{self.pipeline_class.__name__} by its own call, proven with {versions}",
+            **given,
             "found": f"{found.schedule.objective}, {calls}, sampled {guided}{found.kinds}",
         }
 
@@ -184,19 +208,28 @@ class AutomaticFamily(ModelFamily):
             for name in records[0]
         }
 
-    def encode_caption(self, hooked: Any, caption: str) -> Conditioning:
+    def encode_edits(
+        self, pipeline: DiffusionPipeline, captions: list[str], references: Sequence[Image]
+    ) -> Conditioning:
+        (caption,) = captions
+        return self.encode_caption(pipeline, caption, references)
+
+    def encode_caption(self, hooked: Any, caption: str, images: Sequence[Image] = ()) -> Conditioning:
         found, name = self.found, self.pipeline_class.__name__
+        if found.images is not None and not images:
+            images = [PIL.Image.new("RGB", each.size) for each in found.images.sizes(found.shape)]
         if caption or found.guidance is None or not found.guidance.negative:
-            return found.text.record(hooked.encode([caption], found.shape, **found.arguments), name)
-        return found.text.record_of(encode_no_caption(hooked, found.guidance, found.shape, found))
+            given = image_argument(images)
+            return found.text.record(hooked.encode([caption], found.shape, **found.arguments, **given), name)
+        return found.text.record_of(encode_no_caption(hooked, found.guidance, found.shape, found, images))
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         if noised_BCHW.is_meta or isinstance(noised_BCHW, FakeTensor):
-            return self.meta_calls.predict(model, noised_BCHW, conditioning)
+            return self.meta_calls.predict(model, noised_BCHW, conditioning, images_in(conditioning))
         found, predictor = self.found, self.predictor(noised_BCHW.device)
         texts = [found.text.leaves(conditioning, sample) for sample in range(len(noised_BCHW))]
         denoise = self.denoise(model, noised_BCHW.dtype)
-        return predictor.predict(denoise, noised_BCHW.float(), timesteps_B, texts)
+        return predictor.predict(denoise, noised_BCHW.float(), timesteps_B, texts, images_in(conditioning))
 
     def denoise(self, model: nn.Module, dtype: torch.dtype) -> Denoise:
         """Return the call of a denoiser that computes in a dtype: the pipeline itself stays in float32."""
@@ -208,6 +241,46 @@ class AutomaticFamily(ModelFamily):
 
     # What it overrides.
 
+    @cached_property
+    def image_parameter(self) -> inspect.Parameter | None:
+        return inspect.signature(self.pipeline_class.__call__).parameters.get(IMAGE)
+
+    @property
+    def makes_clips(self) -> bool:
+        return not {*FRAMES}.isdisjoint(inspect.signature(self.pipeline_class.__call__).parameters)
+
+    @property
+    def image_to_video(self) -> Literal["never", "optional", "always"]:
+        if self.image_parameter is None or not self.makes_clips:
+            return "never"
+        return "always" if self.image_parameter.default is inspect.Parameter.empty else "optional"
+
+    @property
+    def most_references(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Any number: the proof refuses those that the call does not take."""
+        return MOST_REFERENCES if self.image_parameter is not None and not self.makes_clips else 0
+
+    @property
+    def least_references(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """1 for an argument without a default; the proof refuses samples without an image that must have one."""
+        has_default = self.image_parameter is None or self.image_parameter.default is not inspect.Parameter.empty
+        return 0 if has_default or self.makes_clips else 1
+
+    @property
+    def reads_references(self) -> bool:
+        if self.image_parameter is None:
+            return False
+        given = inspect.signature(self.pipeline_class.encode_prompt).parameters
+        return IMAGE in given or any(self.index.get("image_encoder") or ())
+
+    @property
+    def encodes_first_frame(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.image_to_video != "never" and self.found.images is not None and self.found.images.frames > 1
+
+    @property
+    def skips_first_frame(self) -> bool:
+        return self.found.images is not None and self.found.images.replaces_noise
+
     @property
     def has_any_text_length(self) -> bool:
         return self.found.text.has_any_length
@@ -217,7 +290,8 @@ class AutomaticFamily(ModelFamily):
         predictor, layout = self.predictor(torch.device("cpu")), self.found.layout
         text = self.found.text.example(torch.device("cpu"))
         run = PipelineRun(text=text, time=torch.zeros(1), denoise=predictor.blank)
-        predictor.hooked.run(run, ["x"], layout.in_px(layout.axes(shape)), **self.found.arguments)
+        px = layout.in_px(layout.axes(shape))
+        predictor.hooked.run(run, ["x"], px, **predictor.arguments(px))
         if run.mu is None:
             raise refused(self.pipeline_class.__name__, "it gives no shift to a scheduler that has none of its own")
         return run.mu
@@ -225,7 +299,11 @@ class AutomaticFamily(ModelFamily):
     def input_shapes(
         self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False
     ) -> dict[str, tuple[int, ...]]:
-        return {"latents": self.found.layout.axes_for(target), **self.conditioning_shapes()}
+        latents, *others = (self.found.layout.axes_for(each) for each in (target, *references))
+        if not has_first_frame:
+            return {"latents": latents, **self.conditioning_shapes(), **named_references(others)}
+        alone = target if self.encodes_first_frame else target._replace(frames=1)
+        return {"latents": latents, **self.conditioning_shapes(), FIRST_FRAME: self.found.layout.axes_for(alone)}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(self.found.text.shapes)
@@ -238,16 +316,17 @@ class AutomaticFamily(ModelFamily):
         predictor = Predictor(open_pipeline(self, device, None, vae.model), found)
         seen: list[Tensor] = []
         run = PipelineRun(denoise=self.denoise(model, positive["prompt_embeds"].dtype), decode=capture(seen))
-        leaves, other = (found.text.leaves(each, 0) for each in (positive, negative))
+        run.encodes = "drawn"
         guidance = None if found.embeds_guidance or sampling.guidance <= 1 else found.guidance
         if guidance is None:
-            run.text, arguments = found.text.build(leaves), dict(found.arguments)
+            run.text, arguments = found.text.one(positive, 0), dict(found.arguments)
             if found.embeds_guidance:
                 arguments["guidance_scale"] = sampling.guidance
         else:
-            run.text = guidance.build(*([each[number] for number in found.text.names] for each in (leaves, other)))
+            (own, images), (other, _) = (found.text.of_caption(each, 0) for each in (positive, negative))
+            run.text = guidance.build(own, other, images)
             arguments = guided_arguments(found, sampling.guidance) | {"negative_prompt": ["x"]}
-        arguments |= {"output_type": "pt", "num_inference_steps": sampling.steps}
+        arguments |= {"output_type": "pt", "num_inference_steps": sampling.steps, **image_argument(sampling.references)}
         # On the CPU, where a seed draws the same noise whatever the device is.
         arguments["generator"] = torch.Generator().manual_seed(sampling.seed)
         with torch.no_grad():
@@ -255,11 +334,20 @@ class AutomaticFamily(ModelFamily):
         return vae.normalize(seen[0])
 
 
-def smallest_of(shapes: Iterable[Shape]) -> list[Shape]:
-    """Return the smallest clip and the smallest image among shapes, whichever there are."""
-    ordered = sorted(shapes, key=attrgetter("pixels"))
-    found = (next((each for each in ordered if (each.frames > 1) == is_clip), None) for is_clip in (True, False))
-    return [each for each in found if each is not None]
+def smallest_of(shapes: Iterable[SampleShape]) -> list[SampleShape]:
+    """Return the smallest sample of each kind: with so many references or a first frame, clip or image.
+
+    Those that are given most come first, and clips before images.
+    """
+    smallest: dict[tuple[int, bool], SampleShape] = {}
+    for each in sorted(shapes, key=attrgetter("pixels")):
+        smallest.setdefault((len(each.references) + each.has_first_frame, each.target.frames > 1), each)
+    return [smallest[kind] for kind in sorted(smallest, reverse=True)]
+
+
+def images_in(conditioning: Conditioning) -> list[Tensor]:
+    """Return the latents of the images that samples are given: references, or a first frame."""
+    return [conditioning[FIRST_FRAME]] if FIRST_FRAME in conditioning else references_in(conditioning)
 
 
 class AutomaticTextEncoder(TextEncoder):

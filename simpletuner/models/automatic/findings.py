@@ -47,6 +47,29 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class GivenImages:
+    """Images that a pipeline is given beside the caption: references, or the first frame of a clip."""
+
+    shapes: tuple[Shape, ...]
+    """Shapes in px at which they were studied."""
+    inputs: tuple[str, ...]
+    """Names of the denoiser's inputs that depend on them."""
+    is_first_frame: bool = False
+    frames: int = 1
+    """Frames that the VAE is given of a first frame: 1, or as many as the clip has, grey after the first."""
+    replaces_noise: bool = False
+    """True if the first latent frame is that of the image, not of the noise."""
+
+    @property
+    def kind(self) -> str:
+        return "first frame" if self.is_first_frame else "references"
+
+    def sizes(self, shape: Shape) -> tuple[Shape, ...]:
+        """Shapes in px of the images for a sample of a shape: those of the study, or that of its frames."""
+        return (shape._replace(frames=1),) if self.is_first_frame else self.shapes
+
+
+@dataclass(frozen=True)
 class Findings:
     """Facts that were found of a pipeline, and the arguments that its calls are made with."""
 
@@ -62,6 +85,8 @@ class Findings:
     float32_inputs: frozenset[str]
     """Inputs that depend neither on latents nor on the caption: times, sizes, positions."""
     outputs: Output
+    images: GivenImages | None = None
+    """Images that each call is given; None for a pipeline of captions alone."""
     embeds_guidance: bool = False
     sign: float = 1.0
     """Sign of the objective's target in the input of the scheduler's `step`."""
@@ -103,10 +128,17 @@ class GuidedText:
     negative: tuple[int, ...]
     """Numbers of the leaves that depend on one or the other, as many as a caption's own encoding has; or
     none that depends on a negative prompt."""
+    images: tuple[int, ...] = ()
+    """Numbers of the leaves that depend on given images alone, as many as a caption's own encoding has."""
 
-    def build(self, positive: Sequence[Tensor], negative: Sequence[Tensor]) -> Any:
+    def as_caption(self, leaves: Sequence[Any], text: TextLayout) -> list[Any]:
+        """Return the leaves of the negative prompt, and of images, in the order of a caption's own encoding."""
+        own, images = iter(self.negative), iter(self.images)
+        return [leaves[next(images if number in text.of_images else own)] for number in text.names]
+
+    def build(self, positive: Sequence[Tensor], negative: Sequence[Tensor], images: Sequence[Tensor] = ()) -> Any:
         leaves = list(self.constants)
-        for numbers, own in ((self.positive, positive), (self.negative, negative)):
+        for numbers, own in ((self.positive, positive), (self.negative, negative), (self.images, images)):
             for number, leaf in zip(numbers, own, strict=False):
                 leaves[number] = leaf
         device = positive[0].device

@@ -1,9 +1,10 @@
-"""Hooks at four places of a pipeline's own `__call__`, so that one run of it is one call of the denoiser.
+"""Hooks at five places of a pipeline's own `__call__`, so that one run of it is one call of the denoiser.
 
-1. `encode_prompt` replays what it returned when a caption was cached.
+1. `encode_prompt`, and `encode_image` for a given image, replay what they returned when a caption was cached.
 2. `randn_tensor` hands in the noised latents: packing, patches and extra axes are the pipeline's.
 3. The scheduler has one step, at the time of each sample; its `step` ends the call and has the prediction.
 4. A stand-in for the denoiser casts its inputs and calls what the engine wraps.
+5. The VAE's `encode` returns the cached latents of a given image.
 
 Nothing here changes a module of diffusers: the functions that draw noise are copied with globals of their
 own, so a thread that encodes captions and one that trains do not meet.
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from simpletuner.models.automatic.pipeline_run import (
     FOREIGN_ERRORS,
+    EncodedImage,
     PipelineRun,
+    Point,
     StandIn,
     StopCall,
     first_line,
@@ -48,11 +51,16 @@ ALWAYS = {
     "use_kv_cache": False,
     # Sizes are those of the buckets, not the nearest of a list (PixArt, SANA).
     "use_resolution_binning": False,
+    # References, too, keep the sizes of theirs (FLUX.1 Kontext).
+    "_auto_resize": False,
 }
 """Arguments of every run, as far as a pipeline has them."""
 
 FRAMES = ("num_frames", "frames", "video_length")
 """Names that pipelines have for the length of a video."""
+
+IMAGE = "image"
+"""Argument of a pipeline's call for the images that it is given beside the caption."""
 
 RATES = ("frame_rate", "fps")
 """Names that pipelines have for frames per second."""
@@ -88,7 +96,9 @@ class HookedPipeline:
         self.one_step = one_step(self.real_scheduler, lambda: self.current)
         self.stand_ins = {denoiser: StandIn(self.module, call=self._call_denoiser)}
         if (vae := getattr(self.pipeline, "vae", None)) is not None:
-            self.stand_ins["vae"] = StandIn(vae, decode=self._decode)
+            self.stand_ins["vae"] = StandIn(vae, decode=self._decode, encode=self._encode_pixels)
+            self.stand_ins["vae"].device = device  # of what it is given, also where its weights are on no device
+        self.encoded_shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def run(
         self, run: PipelineRun, prompts: Sequence[str], shape: Shape, guided: bool = False, **arguments: object
@@ -96,6 +106,8 @@ class HookedPipeline:
         """Run the pipeline for images of a shape in px, and return its output; None if a hook ended it."""
         given = {"prompt": list(prompts), "width": shape.width, "height": shape.height, "output_type": "latent"}
         given |= {**dict.fromkeys(FRAMES, shape.frames), **dict.fromkeys(RATES, self.frame_rate)}
+        # FLUX.1 Kontext brings the size that it is asked for to this area.
+        given["max_area"] = shape.area
         given |= {"num_inference_steps": 4, **ALWAYS, **arguments}
         assert not self.running, "a hook called the pipeline again"
         self.current, self.running = run, True
@@ -183,6 +195,43 @@ class HookedPipeline:
         self.current.calls.append(given)
         return self.module(**given) if self.current.denoise is None else self.current.denoise(given)
 
+    def _encode_pixels(self, pixels: Tensor, *args: object, **kwargs: object) -> Any:
+        run, vae = self.current, self.stand_ins["vae"].module
+        run.shown.append(tuple(pixels.shape))
+        if len(pixels) > 1:
+            raise refused(
+                self.cls.__name__,
+                f"its VAE encodes {len(pixels)} images at once, so they could not be cached one by one",
+            )
+        if run.latents is None and run.encodes != "zeros":
+            with torch.no_grad():
+                encoded = vae.encode(pixels.to(vae.device, vae.dtype), *args, **kwargs)
+            return encoded if run.encodes == "drawn" else point(mean_of(encoded).float())
+        wanted = self.latents_shape(pixels)
+        if run.latents is None:
+            return point(torch.zeros(wanted, device=self.device))
+        if len(run.shown) > len(run.latents):
+            raise refused(
+                self.cls.__name__, f"its VAE encodes more than the {len(run.latents)} images that it is given"
+            )
+        latents = run.latents[len(run.shown) - 1]
+        if latents.shape[1:] != wanted[1:]:
+            size = f"{pixels.shape[-1]}x{pixels.shape[-2]}"
+            raise refused(
+                self.cls.__name__,
+                f"it brings the image that it is given to {size} px, whose latents are {wanted[1:]}, where those of "
+                f"shape {tuple(latents.shape[1:])} are cached",
+            )
+        return point(latents)
+
+    @torch.no_grad()
+    def latents_shape(self, pixels: Tensor) -> tuple[int, ...]:
+        """Return the shape of the latents that the VAE makes of pixels of this shape."""
+        if (key := tuple(pixels.shape)) not in self.encoded_shapes:
+            vae = self.stand_ins["vae"].module
+            self.encoded_shapes[key] = tuple(mean_of(vae.encode(pixels.to(vae.device, vae.dtype))).shape)
+        return self.encoded_shapes[key]
+
     def _decode(self, latents: Tensor, *args: object, **kwargs: object) -> Any:
         vae = self.stand_ins["vae"].module
         if self.current.decode is not None:
@@ -209,12 +258,17 @@ class HookedPipeline:
         def encode_prompt(pipeline: DiffusionPipeline, *args: object, **kwargs: object) -> Any:
             return outer._encode(MethodType(cls.encode_prompt, pipeline), *args, **kwargs)
 
+        def encode_image(pipeline: DiffusionPipeline, *args: object, **kwargs: object) -> Any:
+            return outer._encode(MethodType(cls.encode_image, pipeline), *args, **kwargs)
+
         own: dict[str, object] = {
             "__module__": cls.__module__,
             "device": on_device,
             "_execution_device": on_device,
             "encode_prompt": encode_prompt,
         }
+        if hasattr(cls, "encode_image"):
+            own["encode_image"] = encode_image
         drawing = {name: self._with_own_noise(each) for name, each in drawing_functions(cls)}
         return type(cls.__name__, (cls,), drawing | own)
 
@@ -224,6 +278,24 @@ class HookedPipeline:
         copy = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
         copy.__kwdefaults__ = function.__kwdefaults__
         return copy
+
+
+def mean_of(encoded: Any) -> Tensor:
+    """Mean of a VAE's posterior; an autoencoder without one (AutoencoderDC) returns the latents themselves."""
+    posterior = encoded[0] if isinstance(encoded, tuple) else encoded
+    posterior = getattr(posterior, "latent_dist", posterior)
+    if isinstance(posterior, Tensor):
+        return posterior
+    return posterior.latent if hasattr(posterior, "latent") else posterior.mode()
+
+
+def point(latents: Tensor) -> EncodedImage:
+    return EncodedImage((Point(latents),))
+
+
+def image_argument(images: Sequence[object]) -> dict[str, Any]:
+    """Argument of a call for given images: one as it is, several as a list."""
+    return {IMAGE: images[0] if len(images) == 1 else [*images]} if images else {}
 
 
 def frame_rate_of(cls: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,16 +58,44 @@ class PipelineRun:
     run."""
     decode: Callable[[Tensor], Any] | None = None
     """Gets the latents for the VAE; None: the VAE's own `decode`."""
+    latents: Sequence[Tensor] | None = None
+    """Latents of the given images as the VAE makes them, (B, ...) each, returned by its `encode`; None: as
+    `encodes` says."""
+    encodes: Literal["zeros", "mean", "drawn"] = "zeros"
+    """Result of the VAE's `encode`: zeros, the mean of the posterior, or what the pipeline draws from it."""
     stop_at_noise: bool = False
     encoded: list[Any] = field(default_factory=list)
     drawn: list[tuple[int, ...]] = field(default_factory=list)
     """Shapes of noise that were drawn before the denoiser's first call."""
+    shown: list[tuple[int, ...]] = field(default_factory=list)
+    """Shapes of pixels that the VAE was given."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """Inputs of the denoiser, by name."""
     handed: tuple[Tensor, Tensor] | None = None
     """Prediction and latents, as the scheduler's `step` gets them."""
     mu: float | None = None
     """The shift that a scheduler with dynamic shifting gets."""
+
+
+class EncodedImage(tuple[Any]):
+    """Output of a VAE's `encode`, whose posterior is a point."""
+
+    @property
+    def latent_dist(self) -> Any:
+        return self[0]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Distribution that is one value."""
+
+    latents: Tensor
+
+    def mode(self) -> Tensor:
+        return self.latents
+
+    def sample(self, generator: object = None) -> Tensor:
+        return self.latents
 
 
 class StandIn:

@@ -5,15 +5,17 @@ For guidance, the embeddings of the prompt and of the negative prompt are told a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from simpletuner.models.automatic.findings import Findings, GuidedText, latents_among
-from simpletuner.models.automatic.hooks import HookedPipeline
+from simpletuner.models.automatic.hooks import HookedPipeline, image_argument
 from simpletuner.models.automatic.pipeline_run import PipelineRun, StopCall, refused
 from simpletuner.models.automatic.text import all_equal, collate_texts
 from simpletuner.private_api.of_torch import tree_flatten
@@ -50,31 +52,73 @@ class Predictor:
 
     hooked: HookedPipeline
     found: Findings
+    images: dict[Shape, Image.Image] = field(default_factory=dict)
     orders: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
 
-    def predict(self, denoise: Denoise, noised: Tensor, timesteps: Tensor, texts: Sequence[Sequence[object]]) -> Tensor:
-        """Predict the target for noised latents (B, ...), float32; `texts` are leaves per sample."""
+    def predict(
+        self,
+        denoise: Denoise,
+        noised: Tensor,
+        timesteps: Tensor,
+        texts: Sequence[Sequence[object]],
+        given: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Predict the target for noised latents (B, ...), float32; `texts` are leaves per sample.
+
+        `given` are latents (B, ...) of references, or of a first frame, as the denoiser sees those of samples.
+        """
         found, device = self.found, noised.device
         if len(noised) > 1 and found.axes is None:
-            each = zip(noised.split(1), timesteps.split(1), texts, strict=True)
-            return torch.cat([self.predict(denoise, one, time, [text]) for one, time, text in each])
+            parts = zip(*(each.split(1) for each in given), strict=True) if given else [()] * len(noised)
+            each = zip(noised.split(1), timesteps.split(1), texts, parts, strict=True)
+            return torch.cat([self.predict(denoise, one, time, [text], own) for one, time, text, own in each])
         text = found.text.build(texts[0]) if found.axes is None else collate_texts(found.text, found.axes, texts)
         run = PipelineRun(text=text, noise=noised, time=found.schedule.time(timesteps).to(device), denoise=denoise)
-        self.hooked.run(run, ["x"] * len(noised), found.layout.in_px(noised.shape[1:]), **found.arguments)
+        shape, axes = found.layout.in_px(noised.shape[1:]), tuple(noised.shape[1:])
+        run.latents = [self.vae_latents(each.float(), axes) for each in given]
+        sizes = found.images.sizes(shape) if found.images and found.images.is_first_frame else None
+        sizes = sizes or [found.layout.in_px(each.shape[1:]) for each in given]
+        images = self.placeholders(sizes[: len(given)])
+        self.hooked.run(run, ["x"] * len(noised), shape, **found.arguments, **images)
         prediction, sample = self._handed(run)
         if prediction.shape != sample.shape or len(run.calls) != 1:
             raise refused(
                 self.hooked.cls.__name__,
                 f"its scheduler gets a prediction {tuple(prediction.shape)} for latents {tuple(sample.shape)}",
             )
-        return found.sign * self.from_step(prediction, tuple(noised.shape[1:]))
+        return found.sign * self.from_step(prediction, axes)
+
+    def vae_latents(self, given: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Convert latents (B, ...) of a given image to the VAE's own; `axes` are those of the sample's latents."""
+        frames = self.found.layout.frames
+        if given.ndim != len(axes) + 1 or tuple(given.shape[1:]) == axes or frames is None:
+            return self.to_vae(given)
+        # One latent frame alone, whose map is that of a clip's first one.
+        whole = given.new_zeros(len(given), *axes)
+        whole.narrow(1 + frames, 0, 1).copy_(given)
+        return self.to_vae(whole)[:, :, :1]
+
+    def placeholders(self, sizes: Sequence[Shape]) -> dict[str, Any]:
+        """Argument of a call for images of these shapes in px, whose latents are replayed."""
+        for each in sizes:
+            if each not in self.images:
+                self.images[each] = Image.new("RGB", each.size)
+        return image_argument([self.images[each] for each in sizes])
+
+    def arguments(self, shape: Shape) -> dict[str, Any]:
+        """Arguments of a call for a sample of a shape in px whose images do not matter."""
+        found = self.found
+        return found.arguments | (self.placeholders(found.images.sizes(shape)) if found.images else {})
 
     def from_step(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Reorder what the scheduler's `step` gets (B, ...) as the noise is drawn."""
+        """Reorder what the scheduler's `step` gets (B, ...) as the noise is drawn; a first frame that it does
+        not get is zero.
+        """
         where = self.order(shape, values.device)
-        flat = values.reshape(len(values), -1)
-        return flat.new_empty(flat.shape).index_copy(1, where, flat).view(-1, *shape)
+        flat, count = values.reshape(len(values), -1), math.prod(shape)
+        empty = flat.new_zeros if count > flat.shape[1] else flat.new_empty
+        return empty(len(flat), count).index_copy(1, where, flat).view(-1, *shape)
 
     def to_step(self, latents: Tensor, like: Tensor) -> Tensor:
         where = self.order(tuple(latents.shape[1:]), like.device)
@@ -85,7 +129,7 @@ class Predictor:
         if shape not in self.orders:
             low, high = (self._blank(noise).handed for noise in digits(shape, device))
             assert low is not None and high is not None
-            self.orders[shape] = self._permutation(low[1], high[1], shape)
+            self.orders[shape] = self._checked(places_of(low[1], high[1]).flatten(), shape)
         return self.orders[shape].to(device)
 
     def vae_map(self, shape: Shape) -> VaeMap:
@@ -95,9 +139,23 @@ class Predictor:
             zeros, ones = torch.zeros(1, *axes, device=device), torch.ones(1, *axes, device=device)
             shift, unit, low, high = (self.for_vae(noise) for noise in (zeros, ones, *digits(axes, device)))
             scale = unit - shift
-            where = self._permutation((low - shift) / scale, (high - shift) / scale, axes)
+            where = places_of(*((each - shift) / scale for each in (low, high)))
+            if self.found.images is not None and self.found.images.replaces_noise:
+                self._fill_first_frame(where, scale, shift, axes)
+            where = self._checked(where.flatten(), axes)
+            if len(where) != math.prod(axes):
+                raise refused(self.hooked.cls.__name__, f"its VAE is given {len(where)} elements of latents, not all")
             self.maps[axes] = VaeMap(tuple(shift.shape[1:]), where, scale.flatten(), shift.flatten())
         return self.maps[axes]
+
+    def _fill_first_frame(self, where: Tensor, scale: Tensor, shift: Tensor, axes: tuple[int, ...]) -> None:
+        """Write the map of the second latent frame (1, C, F, H, W) into the first, which is not of the noise."""
+        frames = self.found.layout.frames
+        if frames is None or axes[frames] < 2 or where.ndim != 5:
+            raise refused(self.hooked.cls.__name__, "a first frame has none after it to tell its latents by")
+        for each in (where, scale, shift):
+            each[:, :, 0] = each[:, :, 1]
+        where[:, :, 0] -= math.prod(axes[frames + 1 :])
 
     @torch.no_grad()
     def for_vae(self, latents: Tensor) -> Tensor:
@@ -131,7 +189,8 @@ class Predictor:
         time, text = found.schedule.example().to(device), found.text.example(device)
         run = PipelineRun(text=text, noise=noise, time=time, denoise=self.blank, at_step=at_step, decode=decode)
         output = {"output_type": "latent" if decode is None else "pt"}
-        self.hooked.run(run, ["x"], found.layout.in_px(noise.shape[1:]), **found.arguments, **output)
+        shape = found.layout.in_px(noise.shape[1:])
+        self.hooked.run(run, ["x"], shape, **self.arguments(shape), **output)
         self._handed(run)
         return run
 
@@ -140,14 +199,22 @@ class Predictor:
             raise refused(self.hooked.cls.__name__, "it never calls its scheduler's `step`")
         return run.handed
 
-    def _permutation(self, low: Tensor, high: Tensor, shape: tuple[int, ...]) -> Tensor:
-        where = (low.double().round() + DIGIT * high.double().round()).flatten().long()
-        count = torch.Size(shape).numel()
-        if not torch.equal(where.sort().values, torch.arange(count, device=where.device)):
+    def _checked(self, where: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return places (N) in latents of a shape, if they are all of them once, but for a given first frame."""
+        count, (images, frames) = math.prod(shape), (self.found.images, self.found.layout.frames)
+        wanted = torch.arange(count, device=where.device).view(shape)
+        if len(where) < count and images is not None and images.replaces_noise and frames is not None:
+            wanted = wanted.narrow(frames, 1, shape[frames] - 1)
+        if not torch.equal(where.sort().values, wanted.flatten().sort().values):
             raise refused(
                 self.hooked.cls.__name__, f"of {count} elements of latents {len(where)} come out, or are mixed"
             )
         return where
+
+
+def places_of(low: Tensor, high: Tensor) -> Tensor:
+    """Return the indices that two digits are of; any integer where they are not finite."""
+    return (low.double().round() + DIGIT * high.double().round()).long()
 
 
 def digits(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -174,39 +241,66 @@ def guided_arguments(found: Findings, scale: float) -> dict[str, Any]:
     return found.arguments | {"guidance_scale": scale, "true_cfg_scale": scale}
 
 
-def encode_guided(hooked: HookedPipeline, prompt: str, negative: str | None, shape: Shape, found: Findings) -> Any:
+def encode_guided(
+    hooked: HookedPipeline,
+    prompt: str,
+    negative: str | None,
+    shape: Shape,
+    found: Findings,
+    images: Sequence[Image.Image] = (),
+) -> Any:
     """Leaves of the text for a prompt and a negative one, with guidance on, and their structure."""
-    given = {} if negative is None else {"negative_prompt": [negative]}
+    given = image_argument(images) | ({} if negative is None else {"negative_prompt": [negative]})
     return tree_flatten(hooked.encode([prompt], shape, guided=True, **guided_arguments(found, GUIDED), **given))
 
 
-def find_guided_text(hooked: HookedPipeline, shape: Shape, found: Findings, captions: Sequence[str]) -> Findings:
-    """Find, by three captions, a guided run's embeddings of the prompt and of the negative prompt."""
-    count = len(found.text.names)
+def find_guided_text(
+    hooked: HookedPipeline,
+    shape: Shape,
+    found: Findings,
+    captions: Sequence[str],
+    images: Sequence[Sequence[Image.Image]] = ((), ()),
+) -> Findings:
+    """Find, by three captions and others of the given images, the embeddings of a guided run: those of the
+    prompt, of the negative prompt, and of the images alone.
+    """
+    text = found.text
     prompt, other, negative = captions
-    own, other_prompt, other_negative = (
-        encode_guided(hooked, *both, shape, found) for both in ((prompt, negative), (other, negative), (prompt, other))
-    )
-    if not own[1] == other_prompt[1] == other_negative[1]:
+    pairs = ((prompt, negative), (other, negative), (prompt, other))
+    own, *others = (encode_guided(hooked, *both, shape, found, images[0]) for both in pairs)
+    others += [encode_guided(hooked, prompt, negative, shape, found, images[1])] if images[1] else []
+    if any(each[1] != own[1] for each in others):
         return replace(found, unguided="its text has no fixed structure")
     changed = [
         {number for number, (a, b) in enumerate(zip(own[0], other[0], strict=True)) if not all_equal((a, b))}
-        for other in (other_prompt, other_negative)
+        for other in others
     ]
-    positive, negated = (tuple(sorted(each)) for each in changed)
+    positive, negated = (tuple(sorted(each)) for each in changed[:2])
+    seen = tuple(sorted(changed[2] - {*positive, *negated})) if images[1] else ()
+    count = len(text.names) - len(text.of_images)
     # A pipeline without negative prompts (FLUX.2 klein) guides away from a text of its own.
     expected = count if "negative_prompt" in hooked.parameters else 0
-    if len(positive) != count or len(negated) != expected or {*positive} & {*negated}:
+    is_other = len(seen) != len(text.of_images)
+    if len(positive) != count or len(negated) != expected or {*positive} & {*negated} or is_other:
         return replace(found, unguided="its text for guidance is not that of two captions")
-    return replace(found, guidance=GuidedText(own[1], tuple(own[0]), positive, negated))
+    return replace(found, guidance=GuidedText(own[1], tuple(own[0]), positive, negated, seen))
 
 
-def encode_no_caption(hooked: HookedPipeline, guidance: GuidedText, shape: Shape, found: Findings) -> list[Tensor]:
-    """Text of no negative prompt where a pipeline takes zeros for it (SDXL), else of an empty one."""
+def encode_no_caption(
+    hooked: HookedPipeline,
+    guidance: GuidedText,
+    shape: Shape,
+    found: Findings,
+    images: Sequence[Image.Image] = (),
+) -> list[Tensor]:
+    """Text of no negative prompt where a pipeline takes zeros for it (SDXL), else of an empty one.
+
+    Its leaves are those of a caption, in their order.
+    """
     chosen: list[Tensor] = []
     for negative in (None, ""):
-        leaves, structure = encode_guided(hooked, "a photo", negative, shape, found)
-        given = [leaves[number] for number in guidance.negative] if structure == guidance.structure else []
+        leaves, structure = encode_guided(hooked, "a photo", negative, shape, found, images)
+        given = guidance.as_caption(leaves, found.text) if structure == guidance.structure else []
         # Blocks of SD3 return None for no negative prompt.
         chosen = given if all(isinstance(leaf, Tensor) for leaf in given) else []
         if negative is None and chosen and not any(leaf.any() for leaf in chosen if leaf.is_floating_point()):

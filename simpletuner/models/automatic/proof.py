@@ -6,21 +6,24 @@ by the pipeline's own loop with its own scheduler, so nothing rests on what diff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.components import AutomaticVae
 from simpletuner.models.automatic.findings import Check, Findings
-from simpletuner.models.automatic.pipeline_run import FOREIGN_ERRORS, REFUSED, PipelineRun, first_line, tensors_of
+from simpletuner.models.automatic.hooks import image_argument
+from simpletuner.models.automatic.pipeline_run import FOREIGN_ERRORS, REFUSED, PipelineRun, first_line
 from simpletuner.models.automatic.prediction import Predictor
 from simpletuner.models.automatic.scheduler import exact_prediction
-from simpletuner.models.automatic.study import Study, random
+from simpletuner.models.automatic.study import Study, differing, moving_ramp, random
 from simpletuner.models.family.schedulers import REACHED
+from simpletuner.models.family.vae import encode_first_frame, pixels_of
 from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:
@@ -49,6 +52,7 @@ class Proof:
         clean = self.latents_of_image()
         self.found = replace(self.found, sign=self.find_sign(clean))
         self.predictor = self._predictor(self.found)
+        self.check_images()
         self.check_later_steps()
         reason = self.found.unbatched or self.batching_error()
         if reason:
@@ -81,8 +85,8 @@ class Proof:
         """Find the sign of exact predictions with which the loop ends at known latents and their image."""
         off: dict[float, float] = {}
         for sign in (1.0, -1.0):
-            ended, image = self.exact_loop(clean, sign)
-            off[sign] = float((ended - clean).abs().max() / clean.abs().max().clamp(min=1))
+            ended, wanted, image = self.exact_loop(clean, sign)
+            off[sign] = float((ended - wanted).abs().max() / wanted.abs().max().clamp(min=1))
             if off[sign] < REACHED:
                 self.note("own loop", "exact predictions lead it to known latents", off[sign], REACHED)
                 self.compare_images(image, clean)
@@ -91,10 +95,10 @@ class Proof:
             f"exact predictions do not lead its own loop to known latents: it ends {min(off.values()):.2g} away"
         )
 
-    def exact_loop(self, clean: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+    def exact_loop(self, clean: Tensor, sign: float) -> tuple[Tensor, Tensor, Tensor]:
         """Run the pipeline's loop with the exact prediction towards `clean` at each step.
 
-        Returns the latents that it ends at, and what it decodes.
+        Returns the latents that it ends at, those that it should, and what it decodes.
         """
         ends: list[Tensor] = []
 
@@ -117,8 +121,8 @@ class Proof:
         # Kept for `at_step`: finding it runs the pipeline, which cannot be called while its loop runs.
         self.predictor.order(tuple(clean.shape[1:]), self.device)
         output = self.loop(PipelineRun(noise=noise, denoise=self.predictor.blank, at_step=at_step), "pt")
-        ended = self.predictor.from_step(ends[-1].float(), tuple(clean.shape[1:])).cpu()
-        return ended, output[0].detach().float().cpu()
+        ended = ends[-1].float().cpu()
+        return ended, self.predictor.to_step(clean, ended), output[0].detach().float().cpu()
 
     def compare_images(self, image: Tensor, clean: Tensor) -> None:
         expected = self.vae.decode(clean).add(1).div(2).clamp(0, 1)
@@ -160,10 +164,11 @@ class Proof:
             time, shown, output = seen[step]
             latents = self.predictor.from_step(shown, self.axes).float()
             single = PipelineRun(text=self.study.encoded[0], noise=latents, time=time, denoise=self.denoise)
-            self.study.hooked.run(single, ["x"], self.study.shape, **self.found.arguments)
+            single.encodes = "mean"
+            self.study.hooked.run(single, ["x"], self.study.shape, **self.arguments)
             assert single.handed is not None
             if (off := distance(single.handed[0], output)) > CLOSE or not output.isfinite().all():
-                inputs = differing(run.calls[step], single.calls[0]) or "the prediction"
+                inputs = ", ".join(differing(run.calls[step], single.calls[0])) or "the prediction"
                 raise self.study.refused(
                     f"what its denoiser is given depends on the number of the step ({inputs} differs by {off:.2g} at "
                     f"step {step + 1}), so a single call does not tell it"
@@ -173,12 +178,16 @@ class Proof:
 
     def batching_error(self) -> str:
         """Reason why two samples in one call differ from each alone; empty if they do not."""
-        texts = [self.text(number) for number in (0, 1)]
+        # Of two captions, and two images where there are some.
+        texts = [self.text(0), self.text(1, with_others=True)]
+        given = [
+            torch.cat(each) for each in zip(*map(self.cached, (self.study.images, self.study.others)), strict=True)
+        ]
         noised = random(self.axes, 3, count=2).to(self.device)
         times = self.found.schedule.timesteps(0.2, 0.8).to(self.device)
-        alone = self._predictor(replace(self.found, axes=None)).predict(self.denoise, noised, times, texts)
+        alone = self._predictor(replace(self.found, axes=None)).predict(self.denoise, noised, times, texts, given)
         try:
-            together = self.predictor.predict(self.denoise, noised, times, texts)
+            together = self.predictor.predict(self.denoise, noised, times, texts, given)
         except SettingsError as error:  # refused here, it only costs speed
             return error.message.partition(f"{REFUSED}: ")[2]
         off = distance(together, alone)
@@ -188,7 +197,9 @@ class Proof:
         noised = random(self.axes, 4).to(self.device)
         time = self.found.schedule.timesteps(0.5).to(self.device)
         with torch.enable_grad():
-            prediction = self.predictor.predict(self.denoise, noised, time, [self.text(1)])
+            prediction = self.predictor.predict(
+                self.denoise, noised, time, [self.text(1)], self.cached(self.study.images)
+            )
         if not prediction.requires_grad:
             raise self.study.refused("its call computes no gradients")
         prediction.square().mean().backward()
@@ -205,9 +216,66 @@ class Proof:
     def axes(self) -> tuple[int, ...]:
         return self.found.layout.axes_for(self.study.shape)
 
-    def text(self, number: int) -> list[Any]:
-        text = self.found.text
-        return text.leaves(text.record(self.study.encoded[number], self.study.name), 0)
+    def text(self, number: int, with_others: bool = False) -> list[Any]:
+        text, study = self.found.text, self.study
+        encoded = study.encoded_with_others if with_others and study.images else study.encoded
+        return text.leaves(text.record(encoded[number], study.name), 0)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return self.found.arguments | image_argument(self.study.images)
+
+    def cached(self, images: Sequence[Image.Image]) -> list[Tensor]:
+        """Latents (1, ...) of images as caches hold them: of references, or of a clip that begins with one."""
+        given = self.found.images
+        if given is None or not images:
+            return []
+        if not given.is_first_frame:
+            return [self.vae.encode(pixels_of(each)).to(self.device) for each in images]
+        clip = moving_ramp(self.study.shape)
+        clip[:, :, 0] = pixels_of(images[0])
+        first = encode_first_frame(self.vae, clip) if given.frames > 1 else self.vae.encode(clip)[:, :, :1]
+        return [first.to(self.device)]
+
+    def check_training(self, predictor: Predictor) -> None:
+        """Compare the denoiser's inputs with those of training, where no VAE is loaded."""
+        if self.study.images:
+            with_vae, without = (self.replayed(each) for each in (self.predictor, predictor))
+            if inputs := differing(with_vae, without):
+                raise self.study.refused(f"{', '.join(inputs)} of its denoiser depends on weights of its VAE")
+
+    def replayed(self, predictor: Predictor) -> dict[str, Any]:
+        """Return the denoiser's inputs for images from the cache."""
+        seen: list[dict[str, Any]] = []
+
+        def record(given: dict[str, Any]) -> Any:
+            seen.append(given)
+            return self.predictor.blank(given)
+
+        noised, time = random(self.axes, 4).to(self.device), self.found.schedule.timesteps(0.5)
+        with torch.no_grad():
+            predictor.predict(record, noised, time, [self.text(0)], self.cached(self.study.images))
+        return seen[0]
+
+    def check_images(self) -> None:
+        """Compare the denoiser's inputs for given images with those that are replayed from the cache."""
+        if self.found.images is None:
+            return
+        if not self.study.images:
+            self.note(self.found.images.kind, "left out: the call is that of a caption alone")
+            return
+        noised, time = random(self.axes, 4).to(self.device), self.found.schedule.timesteps(0.5)
+        own = self.study.run(
+            self.study.encoded[0], noised, self.found.schedule.time(time), self.arguments, denoise=self.predictor.blank
+        )
+        if inputs := differing(own.calls[0], self.replayed(self.predictor)):
+            raise self.study.refused(
+                f"{', '.join(inputs)} of its denoiser differs between an image that it is given and its cached latents"
+            )
+        self.note(
+            self.found.images.kind,
+            f"reach the denoiser by {', '.join(self.found.images.inputs)}, the same from the cache",
+        )
 
     @property
     def device(self) -> torch.device:
@@ -218,7 +286,8 @@ class Proof:
 
     def loop(self, run: PipelineRun, output_type: str) -> tuple[Any, ...]:
         run.text = self.study.encoded[0]
-        arguments = {**self.found.arguments, "output_type": output_type, "num_inference_steps": STEPS}
+        run.encodes = "mean"
+        arguments = {**self.arguments, "output_type": output_type, "num_inference_steps": STEPS}
         # Ancestral schedulers draw while they step.
         arguments["generator"] = torch.Generator().manual_seed(5)
         with torch.no_grad():
@@ -231,25 +300,6 @@ class Proof:
         return Predictor(self.study.hooked, found)
 
 
-def moving_ramp(shape: Shape) -> Tensor:
-    """Pixels in -1..1, (1, 3, H, W) or for a clip (1, 3, F, H, W), with colours that move to the right."""
-    frames = [
-        torch.linspace(-1, 1, shape.width).roll(shape.width * each // shape.frames) for each in range(shape.frames)
-    ]
-    ramp = torch.stack(frames)[:, None].expand(-1, shape.height, -1).reshape(shape.axes)
-    return torch.stack([ramp, -ramp, 0.5 * ramp])[None]
-
-
 def distance(one: Tensor, other: Tensor) -> float:
     """Return the largest difference, relative to the largest element."""
     return float((one.float() - other.float()).abs().max() / other.float().abs().max().clamp(min=1e-12))
-
-
-def differing(one: Mapping[str, object], other: Mapping[str, object]) -> str:
-    """Return the names of a denoiser's inputs that differ."""
-    first, second = tensors_of(one), tensors_of(other)
-    return ", ".join(
-        name
-        for name, each in first.items()
-        if name not in second or second[name].shape != each.shape or not torch.allclose(each, second[name], atol=1e-4)
-    )

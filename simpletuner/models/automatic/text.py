@@ -40,13 +40,19 @@ class TextLayout:
     """True if embeddings are as long as their caption."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes in the record of the longest caption that was studied."""
+    of_images: frozenset[int]
+    """Numbers of the leaves that depend on given images, and on no caption."""
     counts: Mapping[int, Tensor]
     """Leaves of that caption with numbers above 1, such as text ends (Kandinsky 5), as recorded."""
 
     @classmethod
-    def of(cls, encoded: Sequence[object], pipeline: str) -> TextLayout:
-        """Compare the encodings of captions of different lengths. Raises SettingsError for differences."""
-        flat, structures = zip(*map(tree_flatten, encoded), strict=True)
+    def of(cls, encoded: Sequence[object], pipeline: str, with_another_image: object = None) -> TextLayout:
+        """Compare the encodings of captions of different lengths, and that of the first with another image.
+
+        Raises SettingsError for differences.
+        """
+        others = [] if with_another_image is None else [with_another_image]
+        flat, structures = zip(*map(tree_flatten, [*others, *encoded]), strict=True)
         if any(structure != structures[0] for structure in structures):
             raise refused(pipeline, "its encode_prompt returns another structure for another caption")
         columns = dict(enumerate(zip(*flat, strict=True)))
@@ -67,7 +73,8 @@ class TextLayout:
         shapes |= {LENGTHS: (len(names),)}
         last = {n: column[-1] for n, column in rows.items() if not column[-1].is_floating_point()}
         counts = {n: leaf for n, leaf in last.items() if leaf.max() > 1}
-        return cls(structures[0], tuple(flat[0]), names, varying, rest, any_length, shapes, counts)
+        of_images = frozenset(n for n, column in differing.items() if others and all_equal(column[1:]))
+        return cls(structures[0], tuple(flat[0]), names, varying, rest, any_length, shapes, of_images, counts)
 
     def record(self, encoded: object, pipeline: str) -> Conditioning:
         """Return one caption's tensors, with a batch axis of one."""
@@ -85,6 +92,14 @@ class TextLayout:
         rows = {name: as_rows(leaf, self.varying[number]) for (number, name), leaf in named}
         lengths = torch.tensor([len(each) for each in rows.values()])
         return {name: each[None] for name, each in rows.items()} | {LENGTHS: lengths[None]}
+
+    def of_caption(self, conditioning: Conditioning, sample: int) -> tuple[list[Any], list[Any]]:
+        """Return the leaves of one sample that depend on its caption, and those of its images alone."""
+        leaves = self.leaves(conditioning, sample)
+        return (
+            [leaves[number] for number in self.names if number not in self.of_images],
+            [leaves[number] for number in self.names if number in self.of_images],
+        )
 
     def leaves(self, conditioning: Conditioning, sample: int) -> list[Any]:
         """Return the leaves that one sample's caption was encoded to, floating-point ones as float32."""

@@ -32,7 +32,7 @@ from simpletuner.models.folder.diffusers_io import cast_inputs
 from simpletuner.models.folder.weights import BASE_COMMIT, commit_of, repository_of
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.declared.sections import Model, Settings
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape, Shape
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -76,11 +76,11 @@ class ModelFamily(PipelineFolder, ABC):
     packing: ClassVar[int] = 1
     """The denoiser's input channels for each channel of the latents: 4 where it is given 2x2 patches."""
 
-    least_references: ClassVar[int] = 0
-    most_references: ClassVar[int] = 0
+    least_references: int = 0
+    most_references: int = 0
     """Number of reference images that the pipeline takes."""
 
-    encodes_first_frame: ClassVar[bool] = False
+    encodes_first_frame: bool = False
     """True if the denoiser gets the latents of a clip that is grey after its first frame, not that frame's.
     """
 
@@ -204,7 +204,7 @@ class ModelFamily(PipelineFolder, ABC):
         slope = (config["max_shift"] - config["base_shift"]) / (last - first)
         return config["base_shift"] + slope * (tokens - first)
 
-    def prove(self, shapes: list[Shape], device: torch.device, sampled: Sequence[Shape] = ()) -> None:
+    def prove(self, shapes: Sequence[Shape | SampleShape], device: torch.device, sampled: Sequence[Shape] = ()) -> None:
         """Check what has to be run to be known, before anything is encoded for samples of these shapes in px.
 
         `sampled` are the shapes of validation.
@@ -224,6 +224,11 @@ class ModelFamily(PipelineFolder, ABC):
     def reads_references(self) -> bool:
         """True if text encoders read the references: `encode_edits` then replaces `encode_prompts`."""
         return False
+
+    @property
+    def skips_first_frame(self) -> bool:
+        """True if the first latent frame of clips that continue it has no loss."""
+        return not self.encodes_first_frame
 
     @property
     def image_to_video(self) -> Literal["never", "optional", "always"]:

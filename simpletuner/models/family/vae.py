@@ -173,3 +173,10 @@ def cell_of(config: Mapping[str, Any]) -> Shape:
 def pixels_of(image: Image) -> Tensor:
     """Return an image in RGB as the VAE encodes it, (1, 3, H, W) in -1..1."""
     return torch.from_numpy(np.asarray(image, np.float32) / 127.5 - 1).permute(2, 0, 1)[None]
+
+
+def encode_first_frame(vae: Vae, pixels_BCFHW: Tensor) -> Tensor:
+    """Latents of clips with their first frame, and grey in place of the others."""
+    alone = torch.zeros_like(pixels_BCFHW[:, :3])
+    alone[:, :, 0] = pixels_BCFHW[:, :3, 0]
+    return vae.encode(alone)

@@ -1,0 +1,221 @@
+"""model_family=auto gives a denoiser references and first frames as the class of the same pipeline does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxKontextPipeline, QwenImageEditPipeline, WanImageToVideoPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from models.automatic.test_parity import SAME, automatic
+from models.automatic.test_refusals import ADVICE, opened_as, planted
+from models.test_flux2 import dev  # noqa: F401 (a fixture)
+from models.test_image_to_video import given_by as first_frame_of
+from models.test_image_to_video import save_ltx, save_wan
+from models.test_inputs import CPU, PROMPT, diffusers_denoiser, opened, recorded_call, same
+from models.test_references import FAMILIES, folders, images  # noqa: F401 (a fixture)
+from PIL.Image import Image
+from torch import Tensor
+
+from simpletuner.data.prefetch import named_references
+from simpletuner.errors import SettingsError
+from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
+from simpletuner.models.families import qwen_image
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.objectives import sample_losses
+from simpletuner.models.family.sampling import SamplingParams
+from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.models.family.vae import pixels_of
+from simpletuner.settings.values.shape import SampleShape, Shape
+from simpletuner.tools.plan.planner import flops_per_sample
+
+SHAPE, CLIP, AREA = Shape(1, 64, 96), Shape(9, 64, 96), "96 * 96"
+SIZES = {"edit": [(96, 96)], "plus": [(96, 96), (128, 64)], "klein": [(64, 96), (80, 64)], "dev": [(64, 96), (80, 64)]}
+"""Width and height in px of the references of each model; FLUX.1 Kontext has one of 64x96."""
+OF_CLIPS = {"2.1-14b": "wan", "2.2-14b": "wan", "2.2-5b": "wan", "ltx-0.9.0": "ltxvideo"}
+POSITIONS = {"num_frames", "height", "width", "rope_interpolation_scale", "video_coords"}
+"""Positions of LTX-Video, in one of two forms."""
+
+
+def encoded(family: ModelFamily, given: Sequence[Image], caption: str = PROMPT) -> Conditioning:
+    return family.text_encoder(CPU, torch.float32).encode([caption], given if family.reads_references else ())
+
+
+def cached(family: ModelFamily, given: Sequence[Image]) -> Conditioning:
+    """Return the latents of images as caches hold them."""
+    if family.image_to_video != "never":
+        return first_frame_of(family, given[0])
+    return named_references(family.vae(CPU).encode(pixels_of(each)) for each in given)
+
+
+def trained(
+    family: ModelFamily, denoiser: torch.nn.Module, conditioning: Conditioning, shape: Shape
+) -> tuple[dict[str, Any], Sequence[Tensor]]:
+    """Return what the denoiser is given; and the prediction, the loss and all gradients."""
+    pixels = torch.rand(1, 3, *shape.axes, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    clean = family.vae(CPU).encode(pixels)
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1))
+    noised = family.objective().add_noise(clean, noise, torch.tensor([0.4]))
+
+    def predict() -> Tensor:
+        return family.predict(denoiser, noised.x_t, noised.timesteps, conditioning)
+
+    inputs, prediction, mask = recorded_call(denoiser, predict), predict(), torch.ones_like(clean[:, :1])
+    if family.image_to_video != "never" and family.skips_first_frame:
+        mask[:, :, 0] = 0
+    losses = sample_losses(prediction, noised.target, noised.weights, mask)
+    denoiser.zero_grad()
+    losses.mean().backward()
+    grads = torch.cat([each.grad.flatten() for each in denoiser.parameters() if each.grad is not None])
+    return inputs, ((prediction * mask).detach(), losses.detach(), grads)
+
+
+def expect_parity(hand: ModelFamily, auto: AutomaticFamily, given: Sequence[Image], shape: Shape) -> None:
+    """Compare inputs, predictions, losses, gradients and samples with guidance."""
+    hand.settings = hand.settings.model_copy(update=SAME)
+    denoiser = diffusers_denoiser(hand)
+    texts = [encoded(each, given) for each in (auto, hand)]
+    (ours, found), (theirs, expected) = (
+        trained(each, denoiser, text | cached(each, given), shape)
+        for each, text in zip((auto, hand), texts, strict=True)
+    )
+    assert ours.keys() - POSITIONS == theirs.keys() - POSITIONS
+    for name in theirs.keys() - POSITIONS:
+        same(ours[name], theirs[name], name)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-6 * other.abs().max()
+    empty = [encoded(each, given, "") for each in (auto, hand)]
+    sampling = SamplingParams(shape, 2, 3.0, seed=7, references=tuple(given))
+    samples = [
+        each.sample(denoiser, each.vae(CPU), sampling, text, none)
+        for each, text, none in zip((auto, hand), texts, empty, strict=True)
+    ]
+    torch.testing.assert_close(samples[0].flatten(), samples[1].flatten(), atol=1e-4, rtol=1e-3)
+
+
+def of_references(key: str) -> SampleShape:
+    return SampleShape(SHAPE, tuple(Shape(1, height, width) for width, height in SIZES.get(key, [(64, 96)])))
+
+
+@pytest.mark.parametrize("key", ["kontext", "klein", "dev", "edit", "plus"])
+def test_references_train_and_sample_as_the_class_does(key, folders, monkeypatch):  # noqa: F811
+    folder, given = folders[key], images(SIZES.get(key, [(64, 96)]))
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 96 * 96)
+    auto, hand = automatic(folder, proven=False), opened(FAMILIES.get(key, "flux2"), folder)
+    if key == "edit":  # brings references to the area of 1024 x 1024 px, which takes minutes
+        monkeypatch.setattr(qwen_image, "AREA", 96 * 96)
+        small = planted(QwenImageEditPipeline, "1024 * 1024", AREA)
+        auto = opened_as(small, folder)
+        monkeypatch.setattr(type(hand), "pipeline_class", small)
+    auto.prove([of_references(key)], CPU)
+    assert auto.reads_references == (key in ("edit", "plus"))
+    expect_parity(hand, auto, given, SHAPE)
+    if auto.reads_references:  # texts of any length: a class counts 512 tokens
+        return
+    sample = of_references(key)
+    assert flops_per_sample(auto, sample) == pytest.approx(flops_per_sample(hand, sample), rel=0.02)
+
+
+@pytest.mark.parametrize("case", OF_CLIPS)
+def test_first_frames_train_and_sample_as_the_class_does(case, pipelines, tmp_path):
+    key, name = OF_CLIPS[case], "LTXImageToVideoPipeline" if "ltx" in case else "WanImageToVideoPipeline"
+    folder = (save_ltx if key == "ltxvideo" else save_wan)(pipelines(key), tmp_path / "class", case)
+    own = shutil.copytree(folder, tmp_path / "auto")
+    index = json.loads((own / "model_index.json").read_text())
+    (own / "model_index.json").write_text(json.dumps(index | {"_class_name": name}))
+    auto, clip = automatic(own, proven=False), Shape(1 + auto_step(key), 64, 64)
+    auto.prove([SampleShape(clip, (), True)], CPU)
+    hand = opened(key, folder)
+    assert auto.encodes_first_frame == hand.encodes_first_frame == (case in ("2.1-14b", "2.2-14b"))
+    assert auto.skips_first_frame == hand.skips_first_frame
+    assert auto.reads_references == hand.reads_references == (case == "2.1-14b")
+    assert auto.input_shapes(CLIP, (), True).keys() >= {"latents", "first_frame"}
+    expect_parity(hand, auto, images([(CLIP.width, CLIP.height)]), CLIP)
+
+
+def auto_step(key: str) -> int:
+    return 8 if key == "ltxvideo" else 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        (
+            "image_width // multiple_of * multiple_of",
+            "image_width // multiple_of * multiple_of * 2",
+            "it brings the image",
+        ),
+        (
+            "if image_ids is not None:\n",
+            "if image_ids is not None:\n        image_latents *= 0\n",
+            "depends on the image",
+        ),
+        (
+            "prompt=prompt,\n",
+            "prompt=prompt if image is None else [str(image.getpixel((0, 0)))],\n",
+            "its texts depend on",
+        ),
+        (
+            "self._current_timestep = t\n",
+            "self._current_timestep = t\n"
+            "            image_latents = latents if i > 1 and image_ids is not None else image_latents\n",
+            "step 3",
+        ),
+    ],
+)
+def test_a_fault_that_only_references_show_is_refused(old, new, sentence, folders):  # noqa: F811
+    family = opened_as(planted(FluxKontextPipeline, old, new), folders["kontext"])
+    with pytest.raises(SettingsError) as refusal:
+        family.prove([of_references("kontext")], CPU)
+    assert sentence in refusal.value.message and refusal.value.hint == ADVICE
+    family.prove([SMALLEST], CPU)  # from captions alone it trains
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        (
+            "image = self.video_processor",
+            "image = 0.5 * self.video_processor",
+            "differs between an image that it is given",
+        ),
+        (
+            "cat([latents, condition]",
+            "cat([latents, condition + latents.mean()]",
+            "elements of latents, of which there are",
+        ),
+        (
+            "latents, condition = latents_outputs",
+            "latents, condition = latents_outputs; condition *= 0",
+            "no input of its",
+        ),
+    ],
+)
+def test_a_fault_that_only_first_frames_show_is_refused(old, new, sentence, pipelines, tmp_path):
+    folder = save_wan(pipelines("wan"), tmp_path / "base", "2.2-14b")
+    family = opened_as(planted(WanImageToVideoPipeline, old, new), folder)
+    with pytest.raises(SettingsError) as refusal:
+        family.prove([SampleShape(Shape(5, 64, 64), (), True)], CPU)
+    assert sentence in refusal.value.message and refusal.value.hint == ADVICE
+
+
+def test_what_a_call_does_not_take_is_said(flux, folders, pipelines):  # noqa: F811
+    with pytest.raises(SettingsError, match="no input of its denoiser depends on the image that it is given: its call"):
+        automatic(flux, proven=False).prove([of_references("kontext")], CPU)
+    two = SampleShape(SHAPE, (SMALLEST, SMALLEST))
+    with pytest.raises(SettingsError, match="its VAE encodes 2 images at once, so they could not be cached"):
+        automatic(folders["kontext"], proven=False).prove([two], CPU)
+    with pytest.raises(SettingsError, match="its own call fails with AttributeError: 'NoneType' object"):
+        automatic(folders["edit"], proven=False).prove([SMALLEST], CPU)
+    with pytest.raises(SettingsError, match="it draws noise twice before the denoiser is called"):
+        automatic(pipelines("ltxvideo"), proven=False).prove([SampleShape(CLIP, (), True)], CPU)
+    small = opened_as(planted(QwenImageEditPipeline, "1024 * 1024", AREA), folders["edit"])
+    other = SampleShape(SHAPE, (Shape(1, 128, 160),))
+    with pytest.raises(
+        SettingsError, match="brings the image that it is given from 160x128 px to 96x96 px: train with"
+    ):
+        small.prove([of_references("edit"), other], CPU)
