@@ -188,6 +188,10 @@ def unsaid_of(
             continue
         given = theirs.pop(0)  # those of one folder stand in order
         wanted = {key: settings[key] for key in OF_DATA} | dict(entry)
+        if given.get("crop_aspect") == "closest" and is_off(wanted.get("crop")):
+            aspects = len(given.get("crop_aspect_buckets", ()))
+            unsaid.append(f"dataset `{name}`: buckets of any aspect: they would be the nearest of {aspects}")
+            wanted = {key: value for key, value in wanted.items() if not key.startswith("crop")}
         for key, value in wanted.items():
             there = given.get(key, settings_there.get(key))
             if key not in ("id", "type", "instance_data_dir") and there != value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path, PureWindowsPath
@@ -63,6 +63,24 @@ def size_of(resolution: object, is_bucketed: bool) -> dict[str, Any]:
             crop |= {"crop_aspect": "closest", "crop_aspect_buckets": [round(width / height, 4)]}
         resolution = math.isqrt(abs(width * height))
     return {"resolution": resolution, "resolution_type": "pixel_area", **crop}
+
+
+def closest(sizes: Iterable[tuple[float, float]]) -> dict[str, Any]:
+    """Return the keys of a dataset whose images take the nearest of these sizes, and are cropped in the centre.
+
+    Aspects beyond 10 are left out: no dataset here has such.
+    """
+    aspects = sorted({round(width / height, 4) for width, height in sizes if 0.1 < width / height < 10})
+    return {"crop": True, "crop_style": "center", "crop_aspect": "closest", "crop_aspect_buckets": aspects}
+
+
+def sizes_of_area(area: int, step: int, widths: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield the buckets of sd-scripts (model_util.py:1316) and musubi-tuner: widths with the height that fits, and both
+    turned."""
+    for width in widths:
+        height = area // width // step * step
+        if width > 0 < height:
+            yield from ((width, height), (height, width))
 
 
 def files_in(path: Any) -> list[Path]:
@@ -180,7 +198,7 @@ def put_around(found: Translation, key: str, before: str, behind: str = "") -> N
     found.put("caption_filter_list", key, rules + ([rule("$", behind)] if behind else []))
 
 
-NEAREST = "an image takes the size of the nearest w/h there, and here the one that crops least: a side may differ"
+NEAREST = "an image takes the size of the nearest w/h there, and of the nearest ratio here: one between two may differ"
 """A remark on buckets of sd-scripts and musubi-tuner."""
 
 FLAGS = {

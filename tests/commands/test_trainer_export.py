@@ -69,7 +69,7 @@ def exported(run, to: str, **settings: object) -> tuple[list[str], dict[str, obj
     ("to", "settings", "unsaid"),
     [
         ("ai-toolkit", {"aspect_bucket_alignment": 32, "gradient_accumulation_steps": 1}, ["allow_dataset_over"]),
-        ("kohya", {"max_grad_norm": 0.5}, ["dataset `photos`: caption_lines"]),
+        ("kohya", {"max_grad_norm": 0.5}, ["dataset `photos`: buckets of any", "dataset `photos`: caption_lines"]),
         ("diffusion-pipe", {"aspect_bucket_alignment": 16, "seed": 42}, ["dataset `photos`: skip_uncaptioned"]),
     ],
 )

@@ -26,8 +26,8 @@ ASPECTS = (0.5, 9 / 16, 2 / 3, 0.75, 0.8, 1.0, 1.25, 4 / 3, 1.5, 16 / 9, 2.0)
 
 def parse_aspects(value: object) -> Any:
     """Raises ValueError for what is not a list of aspects."""
-    if not isinstance(value, list | tuple) or not 1 <= len(value) <= 64:
-        raise ValueError("use a list of 1 to 64 aspects (width / height), such as [0.5, 1.0, 2.0]")
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= 256:
+        raise ValueError("use a list of 1 to 256 aspects (width / height), such as [0.5, 1.0, 2.0]")
     if not all(type(each) in (int, float) and 0.1 <= each <= 10 for each in value):
         raise ValueError("use numbers from 0.1 to 10 (width / height)")
     return tuple(sorted({float(each) for each in value}))

@@ -109,7 +109,10 @@ def sizes_of(found: Translation, size: object) -> None:
         found.defaults |= {"crop": True, "crop_style": "random", "crop_aspect": aspect}
         found.remark("random_crop", "drawn each time there, and once for each image here")
     found.drop(["buckets", "square_crop", "random_crop"], "it is crop here")
-    found.remark("resolution", "a smaller image is trained in its own size there, and enlarged here", size)
+    found.remark("resolution", SIZES, size)
+
+
+SIZES = "a smaller image is trained in its own size there, and enlarged here; a side may differ by a step of the model"
 
 
 def clips(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,15 +162,15 @@ def captions(run: Translation, found: Translation, path: object) -> None:
     if trigger and found.number("caption_dropout_rate", 0):
         found.remark("caption_dropout_rate", "a dropped caption is the trigger word there, and empty here")
     if found.is_on("shuffle_tokens"):
-        found.put("caption_shuffle", "shuffle_tokens", {"enable": True, "count": ORDERS})
-        found.remark("shuffle_tokens", f"each order is drawn anew there; here one of {ORDERS + 1} of each caption")
+        found.put("caption_shuffle", "shuffle_tokens", {"enable": True, "count": ORDERS, "include_original": False})
+        found.remark("shuffle_tokens", f"each order is drawn anew there; here one of {ORDERS} of each caption")
     elif run.defaults["model_family"] in BLANKS_MATTER:
         found.remark("caption_ext", "commas of a caption have two blanks behind them there, and one here", suffix)
     blanks(run, found, "caption_ext")
     found.drop(["caption_type", "caption_ext", "default_caption", "trigger_word", "shuffle_tokens"], "of the captions")
 
 
-ORDERS = 9
+ORDERS = 10
 
 
 def trigger_rules(trigger: str) -> list[str]:

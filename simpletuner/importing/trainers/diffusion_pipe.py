@@ -10,6 +10,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.importing.folders import (
     VIDEOS,
     blanks,
+    closest,
     condition,
     files_in,
     folder_entry,
@@ -300,6 +301,8 @@ def of_folder(run: Translation, given: Mapping[str, Any]) -> Iterator[Translatio
             # Images without a caption are left out there (dataset.py:484).
             found.defaults |= {"caption_lines": "one", "skip_uncaptioned": True}
             found.defaults |= size_of(edge_of(resolution), found.is_on("enable_ar_bucket")) | kind
+            if found.is_on("enable_ar_bucket"):
+                found.defaults |= nearest(run, given, edge_of(resolution))
             passes(found)
             if "dataset_type" not in kind:
                 beside(found, edge_of(resolution))
@@ -317,6 +320,29 @@ def edge_of(resolution: object) -> object:
     if isinstance(resolution, list) and len(resolution) == 2 and all(type(side) is int for side in resolution):
         return math.isqrt(abs(math.prod(resolution)))
     return resolution
+
+
+def nearest(run: Translation, given: Mapping[str, Any], edge: object) -> dict[str, Any]:
+    """Return the keys of a dataset with the aspects of a folder; none for what diffusion-pipe could not read."""
+    ratios, least, most, count = (given.get(name) for name in ("ar_buckets", "min_ar", "max_ar", "num_ar_buckets"))
+    step, pairs = run.of("aspect_bucket_alignment", 16), ratios if isinstance(ratios, list) else []
+    found = [each[0] / each[1] if isinstance(each, list) and len(each) == 2 and each[1] else each for each in pairs]
+    if not found and all(type(each) in (int, float) and each > 0 for each in (least, most, count)):
+        assert least is not None and most is not None and count is not None
+        found = [least * (most / least) ** (number / max(count - 1, 1)) for number in range(min(int(count), MOST))]
+    if (
+        not found
+        or type(edge) not in (int, float)
+        or any(type(each) not in (int, float) or each <= 0 for each in found)
+    ):
+        return {}
+    assert isinstance(edge, int | float)
+    sides = ((edge * math.sqrt(each), edge / math.sqrt(each)) for each in found)
+    return closest([tuple(max(step, round(side / step) * step) for side in pair) for pair in sides])  # type: ignore[misc]
+
+
+MOST = 1000
+"""Aspects of a folder that are taken."""
 
 
 def passes(found: Translation) -> None:
@@ -376,7 +402,7 @@ def remarks(found: Translation, given: Mapping[str, Any]) -> None:
         if not files or any(file.suffix.lower() in VIDEOS for file in files):
             reason = "clips are brought to the model's frames per second there: set video.fps, or they keep their own"
             found.remark("frame_buckets", reason)
-    if given.get("enable_ar_bucket"):
+    if given.get("enable_ar_bucket") and "crop_aspect" not in found.defaults:
         names = ("min_ar", "max_ar", "num_ar_buckets", "ar_buckets")
         sizes = {name: given[name] for name in names if name in given}
         reason = (

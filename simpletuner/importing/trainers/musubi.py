@@ -15,11 +15,13 @@ from simpletuner.importing.folders import (
     NEAREST,
     blanks,
     caches,
+    closest,
     condition,
     files_in,
     folder_entry,
     prompts_of_file,
     size_of,
+    sizes_of_area,
     subfolders,
 )
 from simpletuner.importing.foreign_trainer import (
@@ -34,6 +36,7 @@ from simpletuner.importing.foreign_trainer import (
 )
 from simpletuner.importing.trainers.sd_scripts import (
     FP8,
+    LARGEST,
     OPTIMIZER,
     SD_SCRIPTS,
     length,
@@ -298,6 +301,8 @@ DATASET = key_table(
         ),
     },
 )
+STEP = 16
+"""Sides of buckets are multiples of it, whatever the model."""
 LISTS = ("resolution", "target_frames", "control_resolution", "fp_1f_clean_indices")
 
 
@@ -338,6 +343,9 @@ def entry(run: Translation, found: Translation, frames: Any) -> Translation:
     is_bucketed = found.is_on("enable_bucket") or frames is not None
     captions = {} if has_table else {"caption_lines": "one", "skip_uncaptioned": True}
     found.defaults |= size_of(resolution, is_bucketed) | captions
+    edge = found.defaults["resolution"]
+    if is_bucketed and type(edge) is int and STEP <= edge < LARGEST:
+        found.defaults |= closest(sizes_of_area(edge**2, STEP, range(edge // 2 // STEP * STEP, edge + STEP, STEP)))
     if has_table:
         found.drop(["caption_extension"], "captions are those of the table")
     elif not found.get("caption_extension") and path:

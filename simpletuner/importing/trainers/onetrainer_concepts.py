@@ -10,6 +10,7 @@ from typing import Any
 
 from simpletuner.importing.folders import (
     captioned,
+    closest,
     files_in,
     folder_entry,
     has_several_lines,
@@ -128,9 +129,10 @@ def sizes(run: Translation, found: Translation) -> None:
     if run.only_datasets and not has_own:
         run.remark("resolution", "sizes are those of the configuration: import it, or set resolution", "")
     else:
-        found.defaults |= size_of(size, is_bucketed=False) | {"crop_style": place}
+        found.defaults |= size_of(size, is_bucketed=False)
         if run.is_on("aspect_ratio_bucketing", True) and isinstance(size, int):
-            found.defaults |= {"crop_aspect": "closest", "crop_aspect_buckets": aspects_of(size, run)}
+            found.defaults |= closest(buckets(size, run))
+        found.defaults |= {"crop_style": place}
     found.drop(["image_variations", *(f"image.{key}" for key in keys)], "it is crop_style or resolution here")
 
 
@@ -139,13 +141,12 @@ def found_edge(size: str) -> Any:
     return math.isqrt(math.prod(sides)) if len(sides) == 2 else size
 
 
-def aspects_of(edge: int, run: Translation) -> list[float]:
-    """Width by height of the buckets, whose sides are multiples of the model's step."""
+def buckets(edge: int, run: Translation) -> Iterator[tuple[int, int]]:
+    """Yield the sizes of buckets, whose sides are multiples of the model's step."""
     step = run.of("aspect_bucket_alignment", 64)
-    both = {aspect for each in ASPECTS for aspect in (each, 1 / each)}
-    sides = [(edge * math.sqrt(aspect), edge / math.sqrt(aspect)) for aspect in both]
-    sizes = {tuple(max(step, round(side / step) * step) for side in pair) for pair in sides}
-    return sorted(round(width / height, 4) for width, height in sizes)
+    for aspect in {aspect for each in ASPECTS for aspect in (each, 1 / each)}:
+        width, height = edge * math.sqrt(aspect), edge / math.sqrt(aspect)
+        yield max(step, round(width / step) * step), max(step, round(height / step) * step)
 
 
 SPLITS = {",": "comma", " ": "space", ".": "period"}

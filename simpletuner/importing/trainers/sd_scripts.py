@@ -14,6 +14,7 @@ from simpletuner.importing.folders import (
     IMAGES,
     NEAREST,
     choices_in,
+    closest,
     condition,
     elsewhere,
     files_in,
@@ -22,6 +23,7 @@ from simpletuner.importing.folders import (
     prompts_of_file,
     put_around,
     size_of,
+    sizes_of_area,
     subfolders,
 )
 from simpletuner.importing.foreign_trainer import (
@@ -60,6 +62,7 @@ OF_ALL = (
     *("enable_wildcard", "caption_prefix", "caption_suffix", "caption_dropout_every_n_epochs", "dataset_repeats"),
     *("caption_tag_dropout_rate", "token_warmup_min", "token_warmup_step", "color_aug", "flip_aug", "alpha_mask"),
     *("face_crop_aug_range", "random_crop", "conditioning_data_dir", "masked_loss", "resize_interpolation"),
+    "bucket_reso_steps",
 )
 """Names of a training file that hold for datasets which are silent about them (config_util.py, argparse_config)."""
 
@@ -340,7 +343,7 @@ def datasets_and_prompts(run: Translation) -> None:
             reason = "its folders named REPEATS_PHRASE, which say what is trained, are not here: run it where they are"
             run.remark("train_data_dir", reason, effect="lost")
             run.defaults["instance_data_dir"] = path
-    run.drop([*OF_ALL, "bucket_reso_steps"], "it holds for datasets that are silent about it")
+    run.drop(OF_ALL, "it holds for datasets that are silent about it")
     run.refuse(["reg_data_dir"], "images of the class are a dataset with is_regularisation_data here, and another loss")
     prompts_of_file(run, "sample_prompts")
 
@@ -436,7 +439,7 @@ def entry(found: Translation) -> Translation:
         resolution = resolution[0] if len(resolution) == 1 else resolution
     found.defaults |= size_of(resolution, is_bucketed)
     if is_bucketed:
-        bucket_limits(found, found.defaults["resolution"])
+        buckets(found, found.defaults["resolution"])
     found.drop(["min_bucket_reso", "max_bucket_reso"], "buckets have the area of resolution")
     captions(found, path)
     around(found, path)
@@ -513,15 +516,23 @@ LONG = math.sqrt(2)
 """Longer side of a bucket of 2:1 by the edge of its square; few pictures are longer."""
 
 
-def bucket_limits(found: Translation, edge: object) -> None:
-    """Name the limits that a bucket of 2:1 passes: sides within them are another set of sizes."""
+def buckets(found: Translation, edge: object) -> None:
+    """Take the sizes of buckets, and name the limits that one of 2:1 passes: sides within them have another area."""
     reason = "there no side of a bucket passes it; here buckets have the area of resolution, whatever their sides"
     most, least = found.get("max_bucket_reso", 1024), found.get("min_bucket_reso", 256)
-    if isinstance(edge, int) and isinstance(most, int) and isinstance(least, int):
-        if edge * LONG > most:
-            found.look("max_bucket_reso", reason, most)
-        if edge / LONG < least:
-            found.look("min_bucket_reso", reason, least)
+    step = found.get("bucket_reso_steps", 64)
+    if not all(type(each) is int and 0 < each < LARGEST for each in (edge, most, least, step)):
+        return
+    assert isinstance(edge, int)
+    if edge * LONG > most:
+        found.look("max_bucket_reso", reason, most)
+    if edge / LONG < least:
+        found.look("min_bucket_reso", reason, least)
+    if least <= edge / LONG and edge * LONG <= most and step >= LATENT_PX:
+        found.defaults |= closest(sizes_of_area(edge**2, step, range(least, most + 1, step)))
+
+
+LARGEST = 1 << 16
 
 
 PER_DATASET = (

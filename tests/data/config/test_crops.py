@@ -144,7 +144,7 @@ def test_a_random_aspect_depends_on_seed_and_name_alone(tmp_path):
         ({"max_upscale_threshold": -0.1}, "max_upscale_threshold = -0.1 (d, dataset `one`): use a number"),
         ({"crop_aspect_buckets": [1.0]}, "only crop_aspect closest and random choose from it, with crop true"),
         ({"crop": True, "crop_aspect": "random", "crop_aspect_buckets": ["x"]}, "use numbers from 0.1 to 10"),
-        ({"crop": True, "crop_aspect": "random", "crop_aspect_buckets": 1.5}, "use a list of 1 to 64 aspects"),
+        ({"crop": True, "crop_aspect": "random", "crop_aspect_buckets": 1.5}, "use a list of 1 to 256 aspects"),
         ({"max_num_samples": -1}, "max_num_samples = -1 (d, dataset `one`): use a whole number of at least 1"),
     ],
 )  # fmt: skip

@@ -89,7 +89,7 @@ def test_a_lora_of_z_image(imported):
     assert (made.training.train_batch_size, made.training.mixed_precision) == (3, "bf16")
     assert (made.data.aspect_bucket_alignment, made.data.caption_dropout_probability) == (16, 0)
     assert (data["repeats"], data["caption_lines"], data["skip_uncaptioned"]) == (1, "one", True)
-    assert "the published base of the family" in said and "crop" not in data
+    assert "the published base of the family" in said and data["crop_aspect"] == "closest"
     assert imported(RUN.replace("z_image_bf16", "z_image_turbo"))[0].model.model_flavour == "turbo"
 
 
@@ -170,7 +170,7 @@ def test_each_length_of_clips_is_a_dataset_of_its_own(imported):
     _, listed, said = imported(with_network("lora_wan", 'task = "t2v-1.3B"'), CLIPS)
     assert [each["video"] for each in listed] == [{"num_frames": frames, "fps": 16} for frames in (1, 25, 45)]
     assert {each["dataset_type"] for each in listed} == {"video"} and listed[0]["id"] == "clips-1"
-    assert listed[0]["resolution"] == 631 and "crop" not in listed[0] and "the rate in the header" in said
+    assert listed[0]["resolution"] == 631 and listed[0]["crop_aspect"] == "closest" and "the rate in the header" in said
     for line in ("frame_extraction = 'chunk'", "frame_sample = 4", "control_directory = 'before'"):
         with pytest.raises(SettingsError, match=line.partition(" ")[0]):
             imported(
