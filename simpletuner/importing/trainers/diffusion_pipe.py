@@ -324,25 +324,33 @@ def edge_of(resolution: object) -> object:
 
 def nearest(run: Translation, given: Mapping[str, Any], edge: object) -> dict[str, Any]:
     """Return the keys of a dataset with the aspects of a folder; none for what diffusion-pipe could not read."""
-    ratios, least, most, count = (given.get(name) for name in ("ar_buckets", "min_ar", "max_ar", "num_ar_buckets"))
-    step, pairs = run.of("aspect_bucket_alignment", 16), ratios if isinstance(ratios, list) else []
-    found = [each[0] / each[1] if isinstance(each, list) and len(each) == 2 and each[1] else each for each in pairs]
-    if not found and all(type(each) in (int, float) and each > 0 for each in (least, most, count)):
-        assert least is not None and most is not None and count is not None
-        found = [least * (most / least) ** (number / max(count - 1, 1)) for number in range(min(int(count), MOST))]
-    if (
-        not found
-        or type(edge) not in (int, float)
-        or any(type(each) not in (int, float) or each <= 0 for each in found)
-    ):
+    ratios = [ratio(each) for each in given["ar_buckets"]] if isinstance(given.get("ar_buckets"), list) else []
+    least, most, count = (positive(given.get(name)) for name in ("min_ar", "max_ar", "num_ar_buckets"))
+    if not ratios and least * most * count:
+        steps = min(int(count), MOST)
+        ratios = [least * (most / least) ** (number / max(steps - 1, 1)) for number in range(steps)]
+    area, step = positive(edge), run.of("aspect_bucket_alignment", 16)
+    if not all(ratios) or not ratios or not area:
         return {}
-    assert isinstance(edge, int | float)
-    sides = ((edge * math.sqrt(each), edge / math.sqrt(each)) for each in found)
-    return closest([tuple(max(step, round(side / step) * step) for side in pair) for pair in sides])  # type: ignore[misc]
+    sides = ((area * math.sqrt(each), area / math.sqrt(each)) for each in ratios)
+    return closest((max(step, round(w / step) * step), max(step, round(h / step) * step)) for w, h in sides)
 
 
-MOST = 1000
-"""Aspects of a folder that are taken."""
+MOST = 250
+"""Aspects of a folder that a dataset here has at most."""
+
+
+def positive(value: object) -> float:
+    """Return a number above 0; 0 for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0.0
+    return float(value) if 0 < value < math.inf else 0.0
+
+
+def ratio(value: object) -> float:
+    """Return an aspect, which may be written as width and height; 0 for what is none."""
+    width, height = value if isinstance(value, list) and len(value) == 2 else (value, 1)
+    return positive(width) / positive(height) if positive(height) else 0.0
 
 
 def passes(found: Translation) -> None:

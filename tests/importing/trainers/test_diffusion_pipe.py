@@ -131,6 +131,10 @@ def test_masks_references_and_shuffled_copies(imported):
     assert "the loss is over the mask" in said
     _, [images, references], _ = imported("qwen_image", data=f"{DATA}control_path = 'before'\n")
     assert (references["conditioning_type"], references["instance_data_dir"]) == ("reference_strict", "before")
+    for ratios in ('["a", "b"]', "[1, 0]", "[]", "-1", "1e400", "true", "[[1, 1], 2]"):
+        assert "crop_aspect" not in imported(data=DATA.replace("[[dir", f"ar_buckets = [{ratios}]\n[[dir"))[1][0]
+    _, [images], _ = imported(data=DATA.replace("[[dir", "ar_buckets = [0.5, [512, 512]]\n[[dir"))
+    assert images["crop_aspect_buckets"] == [0.5111, 1.0]  # 368 x 720
     _, [images], _ = imported(data=f"{DATA}caption_prefix = 'a/b, '\n")
     assert caption_variants("a cat", tuple(images["caption_filter_list"]), None) == ["a/b, a cat"]
     _, [images], _ = imported(data=f"{DATA}num_repeats = 2\ncache_shuffle_num = 3\n")
