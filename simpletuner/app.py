@@ -87,6 +87,7 @@ def build_app(only: str = "") -> typer.Typer:
         "nfs": lambda name: app.add_typer(build_nfs(), name=name),
         "status": lambda name: app.command(name)(status),
         "runs": lambda name: app.add_typer(build_runs(), name=name),
+        "sample": lambda name: app.command(name)(sample_command()),
         "lora": lambda name: app.add_typer(build_lora(), name=name),
         "net": lambda name: app.add_typer(build_net(), name=name),
         "completion": lambda name: app.command(name)(completion),
@@ -94,6 +95,12 @@ def build_app(only: str = "") -> typer.Typer:
     for name in [only] if only in commands else commands:
         commands[name](name)
     return app
+
+
+def sample_command() -> Callable[..., None]:
+    from simpletuner.commands import sample
+
+    return sample.sample
 
 
 def build_lora() -> typer.Typer:

@@ -39,6 +39,11 @@ NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
 SET_ASIDE = "set-aside"
 PAGE = "report.html"
+REQUESTS, REQUEST, TAKEN_REQUEST = "sample-requests", ".request", ".taken"
+"""Folder of requests for images (`training/validation/sample_requests.py`), and ends of their names."""
+REQUEST_NAME = re.compile(rf"(?P<id>[0-9a-f]{{24}})\{REQUEST}", re.ASCII)
+MOST_LISTED = 1000
+"""Names of that folder that a run looks at, so that a full one costs no time."""
 EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
 """Folders beside `checkpoints` to which a run exports, by model_type; of the average with `-ema`, of a
 checkpoint with its step."""

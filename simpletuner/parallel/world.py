@@ -123,6 +123,20 @@ class World:
         dist.all_gather_object(texts, text, group=self.group)
         return texts
 
+    def share_bytes(self, content: bytes) -> bytes:
+        """Return the bytes that rank 0 gives; those of other ranks are ignored. Collective."""
+        self.activity.advance()
+        if self.size == 1:
+            return content
+        size = torch.tensor([len(content)])
+        dist.broadcast(size, 0, group=self.group)
+        shared = torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.is_first and content else None
+        if shared is None:
+            shared = torch.empty(int(size.item()), dtype=torch.uint8)
+        if len(shared):
+            dist.broadcast(shared, 0, group=self.group)
+        return shared.numpy().tobytes()
+
     def from_first(self, place: str, make: Callable[[], str], stop: Callable[[], None]) -> str:
         """Text that rank 0 makes, however long that takes. Collective; no torch collective is held open."""
         if self.is_first:

@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,16 +157,26 @@ TAKEN = frozenset(
     }
 )
 """Facts of a run that an export needs; none can run code, reach the network or name a file."""
+SAMPLED = frozenset(
+    {
+        *("resolution", "resolution_type", "seed", "mixed_precision", "aspect_bucket_alignment", "framerate"),
+        *("validation_num_inference_steps", "validation_guidance", "validation_negative_prompt", "validation_seed"),
+        *("validation_resolution", "validation_num_video_frames"),
+    }
+)
+"""Facts of a run by which an image is sampled as in its validation."""
 NAMED: tuple[str, ...] = ("pretrained_model_name_or_path", "single_file_config", "revision", "model_families")
 """Modules to import, folders to read and repositories to download: the user names them, not the run's folder."""
 LONGEST_SHOWN = 300
 
 
-def recorded_settings(output: Path, named: Mapping[str, str]) -> Settings:
+def recorded_settings(
+    output: Path, named: Mapping[str, str], command: str = "runs export", more: Collection[str] = ()
+) -> Settings:
     """Return the settings that an export of a run needs, with its folder as it is called now.
 
-    `named` has the user's values of `NAMED`. Raises SettingsError where settings.json cannot be read, or has
-    a value of these that the user has not given.
+    `more` are further facts that a `command` needs. `named` has the user's values of `NAMED`. Raises
+    SettingsError where settings.json cannot be read, or has a value of these that the user has not given.
     """
     recorded = read_settings(output / SETTINGS)
     if recorded is None:
@@ -176,9 +186,11 @@ def recorded_settings(output: Path, named: Mapping[str, str]) -> Settings:
         raise SettingsError(
             f"{output / SETTINGS} names {' and '.join(missing)}, which an export does not take from there: the folder "
             "may be somebody else's",
-            f"where you know what it names: {shlex.join(['simpletuner', 'runs', 'export', str(output), *flags])}",
+            f"where you know what it names: {shlex.join(['simpletuner', *command.split(), str(output), *flags])}",
         )
-    values = [RawValue(name, recorded[name], f"{output / SETTINGS}") for name in sorted(TAKEN & recorded.keys())]
+    values = [
+        RawValue(name, recorded[name], f"{output / SETTINGS}") for name in sorted(TAKEN.union(more) & recorded.keys())
+    ]
     assistants = recorded.get("assistant_lora")
     if isinstance(assistants, list):  # a checkpoint is compared with their names; no such file is read
         values.append(RawValue("assistant_lora", [Path(str(each)).name for each in assistants], f"{output / SETTINGS}"))

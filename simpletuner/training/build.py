@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,12 +51,13 @@ from simpletuner.training.run_folder.resuming import (
     warn_of_changed_data,
     warn_of_other_rate,
 )
-from simpletuner.training.step_logger import StepLogger, StopVote
+from simpletuner.training.step_logger import RequestWatcher, StepLogger, StopVote
 from simpletuner.training.trainer import Evaluation, Trainer, Verdict
 
 if TYPE_CHECKING:
     from simpletuner.training.metrics.sample_losses import SampleLossLog
     from simpletuner.training.profiling import StepProfiler
+    from simpletuner.training.validation.requested_samples import RequestedSamples
 
 
 def open_state(
@@ -106,7 +107,8 @@ def build_trainer(
     durations = Durations(training.output_dir / DURATIONS if mesh.world.is_first else None)
     size_bytes = checkpoint_bytes(settings, trained_weights(family))
     checkpointer = Checkpointer(session, state, durations, size_bytes, best_chooser(session, prepared.plan))
-    stop_vote, verdict = StopVote(session.stop, lambda: checkpointer.has_failed), Verdict()
+    asked = RequestWatcher(training.output_dir).is_asked if mesh.world.is_first else bool
+    stop_vote, verdict = StopVote(session.stop, lambda: checkpointer.has_failed, asked), Verdict()
     return Trainer(
         engine=state.engine,
         family=family,
@@ -130,6 +132,7 @@ def build_trainer(
             at_round_ends(settings, [hook.evaluated for hook in hooks]),
         ],
         verdict=verdict,
+        answer_request=open_requests(session, family, state, prepared),
         device=mesh.world.device,
         activity=mesh.world.activity,
         stop=session.stop,
@@ -143,6 +146,23 @@ def build_trainer(
         profiler=open_profiler(session),
         durations=durations,
     )
+
+
+def open_requests(
+    session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared
+) -> Callable[[int, Callable[[int], None]], None]:
+    """Return what answers requests for images; nothing of it is imported before the first one."""
+
+    @cache
+    def answering() -> RequestedSamples:
+        from simpletuner.training.validation.requested_samples import RequestedSamples
+
+        return RequestedSamples(session, family, state, prepared)
+
+    def run(step: int, advance: Callable[[int], None]) -> None:
+        answering().run(step, advance)
+
+    return run
 
 
 def open_sample_losses(session: Session, step: int, plan: Plan) -> AbstractContextManager[SampleLossLog | None]:

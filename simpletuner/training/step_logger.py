@@ -6,15 +6,19 @@ A step's scalars are read one step late, when device and other ranks have long c
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from simpletuner.checkpoints.layout import MOST_LISTED, REQUEST_NAME, REQUESTS, TAKEN_REQUEST
 from simpletuner.data.prefetch import StepBatch
 from simpletuner.errors import TrainingError
 from simpletuner.parallel.mesh import Mesh
@@ -33,24 +37,65 @@ TRAINING = "training"
 """Title of the steps in the status line."""
 
 
-class StopVote:
-    """Let all ranks stop at the same step: each rank's vote travels with the loss, in the same all-reduce."""
+ASKED = 2.0**-10
+"""Vote of the first rank where an image is asked for: far below the 1 of any rank that has to stop."""
 
-    def __init__(self, request: StopRequest, has_failed: Callable[[], bool] = lambda: False) -> None:
-        """`has_failed`: a failure in this rank's background, which the others may not know."""
-        self.request, self.has_failed, self.passed = request, has_failed, False
+
+class RequestWatcher:
+    """Looks for requests for images in a run's folder: twice a second, since a network file system is asked, and
+    before each step while there are some."""
+
+    EVERY_SECONDS = 0.5
+
+    def __init__(self, output: Path) -> None:
+        self.folder, self.looked, self.found = output / REQUESTS, -math.inf, False
+
+    def is_asked(self) -> bool:
+        """True if a request waits; at the first look, also if an earlier start has taken one and not answered."""
+        is_first, now = self.looked < 0, time.monotonic()
+        if not self.found and now - self.looked < self.EVERY_SECONDS:
+            return False
+        self.looked = now
+        try:
+            with os.scandir(self.folder) as entries:
+                names = [entry.name for entry in islice(entries, MOST_LISTED)]
+        except OSError:
+            names = []
+        self.found = any(REQUEST_NAME.fullmatch(name) or (is_first and name.endswith(TAKEN_REQUEST)) for name in names)
+        return self.found
+
+
+class StopVote:
+    """Let all ranks stop, or sample what is asked for, at the same step.
+
+    Each rank's vote travels with the loss, in the same all-reduce.
+    """
+
+    def __init__(
+        self,
+        request: StopRequest,
+        has_failed: Callable[[], bool] = lambda: False,
+        is_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`has_failed`: a failure in this rank's background, which the others may not know; `is_asked`, on the
+        first rank: a request for an image."""
+        self.request, self.has_failed, self.is_asked = request, has_failed, is_asked
+        self.passed = self.asked = False
 
     def local_vote(self, device: torch.device) -> Tensor:
-        """Return 1 where this rank has to stop, else 0; shape ()."""
+        """Return 1 where this rank has to stop, ASKED where an image is asked for, else 0; shape ()."""
+        stops = bool(self.request.signal_number) or self.has_failed()
         # not torch.tensor, which copies from pageable memory, so that each step would wait for the one before
-        return torch.full((), float(bool(self.request.signal_number) or self.has_failed()), device=device)
+        return torch.full((), 1.0 if stops else ASKED * self.is_asked(), device=device)
 
-    def count(self, mean: float) -> None:
-        self.passed = self.passed or mean > 0
+    def count(self, mean: float, ranks: int) -> None:
+        """Count the mean of the votes of so many ranks."""
+        self.passed = self.passed or mean * ranks > 0.5
+        self.asked = self.asked or 0 < mean * ranks <= 0.5
 
     def poll(self, world: World) -> bool:
         """Vote now, where no step is under way, and return whether to stop. Collective."""
-        self.count(world.all_mean(self.local_vote(torch.device("cpu"))).item())
+        self.count(world.all_mean(self.local_vote(torch.device("cpu"))).item(), world.size)
         return self.passed
 
 
@@ -205,7 +250,7 @@ class StepLogger:
         pending, self.pending = self.pending, None
         loss, stop_share, grad_norm, *sample_losses = pending.scalars.read()
         step, seconds = pending.row["step"], pending.scalars.computed.seconds_since(pending.began)
-        self.stop_vote.count(stop_share)
+        self.stop_vote.count(stop_share, self.mesh.world.size)
         # Both are of all ranks together, so all of them raise, or none.
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise TrainingError(

@@ -95,6 +95,8 @@ class Trainer:
     evaluations: Sequence[Evaluation]
     """Those whose verdict the others depend on come first."""
     verdict: Verdict = field(default_factory=Verdict)
+    answer_request: Callable[[int, Callable[[int], None]], None]
+    """Samples, at a step, what was asked for meanwhile. Collective."""
     device: torch.device
     activity: Activity
     stop: StopRequest
@@ -217,7 +219,7 @@ class Trainer:
         is_last = self.step == self.max_steps
         saved = is_last or self.step % self.checkpoint_every == 0 or self.stop_vote.passed
         due = [each.title for each in self.evaluations if self.is_due(each)]
-        if not (saved or due):
+        if not (saved or due or self.stop_vote.asked):
             return
         # The time left counts what is due now, though it has not run.
         self.pace.expect([SAVING] * saved + due)
@@ -230,6 +232,8 @@ class Trainer:
             if (self.end_early() or self.verdict.save_at == self.step) and not saved:
                 self.save(batch)
                 saved = True
+        if self.stop_vote.asked and self.step < self.max_steps and not self.stop_vote.passed:
+            self.sample_on_request(unsaved=0 if saved else self.step)
         self.durations.write()
         if self.stop_vote.passed:
             if not saved:
@@ -245,6 +249,14 @@ class Trainer:
             self.max_steps = self.step
             self.logger.status.train(self.step, self.step)
         return self.verdict.ends
+
+    def sample_on_request(self, unsaved: int) -> None:
+        """Answer one request for an image: the next one waits for the next step. Collective."""
+        title = f"sampling what was asked for at step {self.step}"
+        self.activity.begin(title, unsaved=unsaved, watched=False)
+        with suppress(EvaluationStopped), self.report.progress(title, 1) as progress:
+            self.answer_request(self.step, partial(self.advance, progress))
+        self.stop_vote.asked = False
 
     def save(self, batch: StepBatch) -> None:
         self.activity.begin(f"saving step {self.step}", unsaved=self.step, watched=False)

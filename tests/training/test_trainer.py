@@ -140,6 +140,7 @@ def build(world, tmp_path):
             "stop_vote": stop_vote,
             "checkpointer": noted,
             "evaluations": [noted],
+            "answer_request": lambda step, advance: calls.append(f"answer {step}"),
             "device": world.device,
             "activity": world.activity,
             "stop": stop,
@@ -251,6 +252,19 @@ def test_a_run_that_is_asked_to_stop_saves_first(build, tmp_path):
         trainer.train()  # the wish is read one step late, as the loss is
     assert trainer.calls[-2:] == ["save 2", "wait"], "it ends when the checkpoint is written"
     assert [row["step"] for row in rows_in(tmp_path)] == [1, 2]
+
+
+def test_an_image_that_is_asked_for_is_sampled_between_steps_unless_the_run_is_to_stop(build):
+    trainer = build(checkpoint_every=100, max_steps=6, losses=(1.0,) * 6)
+    votes = iter((False, True, False, False, False, False))
+    trainer.stop_vote.is_asked = lambda: next(votes)
+    trainer.train()
+    assert [call for call in trainer.calls if call.startswith("answer")] == ["answer 3"]
+    trainer = build(stop=(stop := StopRequest()), checkpoint_every=100, max_steps=6, losses=(1.0,) * 6)
+    trainer.stop_vote.is_asked, stop.signal_number = lambda: True, signal.SIGTERM
+    with pytest.raises(Stopped):
+        trainer.train()
+    assert not [call for call in trainer.calls if call.startswith("answer")]
 
 
 def test_a_stop_that_is_asked_for_during_an_evaluation_does_not_wait_for_its_end(build):

@@ -97,7 +97,7 @@ def average_checkpoints(
     if ema and (bare := next((each for each in chosen if each.state["ema_updates"] is None), None)):
         raise SettingsError(f"{bare.folder} has no EMA", "average the trained weights, without --ema")
     shares = shares_of(weights, len(chosen))
-    settings = recorded_settings(output, named)
+    settings = recorded_settings(output, named, "lora average")
     with libraries_silenced(), joined_world({}, use_cpu=True) as world:
         family = load_family(settings, world, StopRequest().check, skips_checked=True)
         check_export(family, [target])

@@ -140,11 +140,9 @@ class Validator:
         folder = round_folder(self.folder, step)
         folder.mkdir(parents=True, exist_ok=True)
         for equal in self._to_sample(step):
-            with self._weights(equal[0]), self.vae.on(self.mesh.world.device):
-                for planned, latents in self._samples(advance):
-                    pixels = self.vae.decode(latents)
-                    for variant in equal:
-                        write_sample(self._path(folder, variant, planned), pixels, self._info(planned, variant, step))
+            for planned, pixels in self.pixels(equal[0], advance):
+                for variant in equal:
+                    write_sample(self._path(folder, variant, planned), pixels, self._info(planned, variant, step))
         self.mesh.world.barrier()
         if self.mesh.world.is_first:
             for _, path, image, info in self._references(step):
@@ -152,6 +150,12 @@ class Validator:
             write_png(self._grid(step), grid(self._columns(step)), {})
             if self.metrics is not None:
                 self.metrics.add_image(self._grid(step), step)
+
+    def pixels(self, variant: str, advance: Callable[[int], None]) -> Iterator[tuple[PlannedImage, Tensor]]:
+        """Yield this rank's images of a set of weights, decoded. Collective."""
+        with self._weights(variant), self.vae.on(self.mesh.world.device):
+            for planned, latents in self._samples(advance):
+                yield planned, self.vae.decode(latents)
 
     def is_complete(self, step: int) -> bool:
         """True if the grid of a step, which is written last, is there. Collective."""

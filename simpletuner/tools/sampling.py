@@ -1,0 +1,258 @@
+"""`simpletuner sample`: an image of a prompt by a run's weights: asked of a run that trains, or sampled here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from accelerate.utils import set_module_tensor_to_device
+from torch import Tensor, nn
+
+from simpletuner.caches.sources import without_caption
+from simpletuner.caches.texts import without_padding
+from simpletuner.checkpoints.layout import EXPORTS, Checkpoint, list_checkpoints
+from simpletuner.checkpoints.verification import Verification
+from simpletuner.errors import SettingsError
+from simpletuner.models.catalog.support import unfit_shapes
+from simpletuner.models.family.adapter import (
+    adapter_parameters,
+    allocate_on_cpu,
+    is_kept_in_float32,
+)
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.models.folder.diffusers_io import libraries_silenced
+from simpletuner.models.folder.weights import weights_files
+from simpletuner.models.opening.loading import load_family
+from simpletuner.models.opening.lora_file import load_lora, lora_file
+from simpletuner.parallel.engine import compute_dtype
+from simpletuner.parallel.world import World, joined_world
+from simpletuner.report import Report
+from simpletuner.runs.images import write_sample
+from simpletuner.runs.settings_record import SAMPLED, recorded_settings
+from simpletuner.settings import Settings
+from simpletuner.settings.values.shape import Shape, parse_shapes
+from simpletuner.system.processes.signals import StopRequest
+from simpletuner.tools.checkpoint_export import StoredWeights, find_checkpoint
+from simpletuner.tools.lora.base_model import StoredTensors, denoiser_weights
+from simpletuner.training.run_folder.resuming import check_fits
+from simpletuner.training.validation.requested_samples import planned, refuse_references, scaled
+from simpletuner.training.validation.sample_requests import (
+    IN_METADATA,
+    SampleAnswer,
+    SampleRequest,
+    ask,
+    read_answer,
+    withdraw,
+)
+
+LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Options of the command; what is None or empty is as in the run's validation."""
+
+    prompt: str
+    negative_prompt: str | None = None
+    seed: int | None = None
+    size: str = ""
+    steps: int | None = None
+    guidance: float | None = None
+    strength: float = 1.0
+    weights: tuple[str, ...] = ("trained",)
+    checkpoint: str = ""
+    named: Mapping[str, str] = field(default_factory=dict)
+    """The user's values of settings that a run's folder may not name."""
+    use_cpu: bool = False
+
+
+def open_run_family(output: Path, options: SampleOptions, world: World) -> ModelFamily:
+    settings = recorded_settings(output, options.named, "sample", SAMPLED)
+    family = load_family(settings, world, StopRequest().check, skips_checked=True)
+    try:
+        refuse_references(family)
+    except ValueError as error:
+        raise SettingsError(str(error), "set validation_images in the run") from None
+    return family
+
+
+def request_of(settings: Settings, family: ModelFamily, options: SampleOptions) -> SampleRequest:
+    """Fill in what the options leave open. Raises SettingsError for what the model cannot sample."""
+    validation = settings.validation
+    shape = shape_of(settings, options.size)
+    seed = settings.training.seed if validation.validation_seed is None else validation.validation_seed
+    negative = options.negative_prompt
+    if options.strength != 1 and (not family.adapter or family.adapter.kind == "oft"):
+        raise SettingsError("--strength is for a LoRA, and this run has none to scale", "leave it out")
+    try:
+        return SampleRequest(
+            prompt=options.prompt,
+            negative_prompt=validation.validation_negative_prompt if negative is None else negative,
+            seed=seed if options.seed is None else options.seed,
+            steps=options.steps or validation.validation_num_inference_steps,
+            guidance=float(validation.validation_guidance if options.guidance is None else options.guidance),
+            width=shape.width,
+            height=shape.height,
+            frames=shape.frames,
+            fps=float(validation.framerate or family.frame_rate),
+            strength=float(options.strength),
+            weights=options.weights,  # pyright: ignore[reportArgumentType]
+        )
+    except ValueError as error:
+        raise SettingsError(f"{str(error).splitlines()[1]}: {str(error).splitlines()[2].strip()}") from None
+
+
+def shape_of(settings: Settings, size: str) -> Shape:
+    """Return the shape that --size names, else the first of the run's validation, else its training square."""
+    validation = settings.validation
+    try:
+        shape = [*parse_shapes(size or validation.validation_resolution), settings.data.square][0]
+    except ValueError as error:
+        raise SettingsError(f"--size={size}: {error}", "write 1024, 1024x768, or 832x480@81 for a clip") from None
+    if shape.frames == 1 and validation.validation_num_video_frames:
+        shape = shape._replace(frames=validation.validation_num_video_frames)
+    if mistakes := [*unfit_shapes("--size", str(shape), "validation_resolution", settings.model)]:
+        raise SettingsError(mistakes=mistakes)
+    return shape
+
+
+def encode(
+    family: ModelFamily, request: SampleRequest, device: torch.device, dtype: torch.dtype
+) -> dict[str, Conditioning]:
+    """Encode both prompts, as a run's cache has them: without a batch axis."""
+    encoder = family.text_encoder(device, dtype)
+
+    def read(text: str) -> Conditioning:
+        return {name: each[0] for name, each in without_padding(family, encoder.encode([text])).items()}
+
+    negative = read(request.negative_prompt)
+    return {
+        "positive": read(request.prompt),
+        "negative": negative if request.negative_prompt else without_caption(family, negative),
+    }
+
+
+def ask_run(output: Path, options: SampleOptions, report: Report, is_over: Callable[[], bool]) -> SampleAnswer | None:
+    """Ask the run that trains in a folder, and wait for its answer; None where it ends without one.
+
+    Prompts are encoded here, on the CPU: the run loads no text encoder beside its training. Raises
+    SettingsError for what the run refuses.
+    """
+    with libraries_silenced(), joined_world({}, use_cpu=True) as world:
+        family = open_run_family(output, options, world)
+        request = request_of(family.settings, family, options)
+        with report.phase("encoding the prompt"):
+            tensors = encode(family, request, torch.device("cpu"), compute_dtype(family.settings))
+    named = {f"{sign}.{name}": each.contiguous().clone() for sign, own in tensors.items() for name, each in own.items()}
+    name = ask(output, safetensors.torch.save(named, {IN_METADATA: request.model_dump_json()}))
+    try:
+        with report.phase("waiting for the run's next step"):
+            while (found := read_answer(output, name)) is None:
+                if is_over():
+                    return read_answer(output, name)
+                time.sleep(LOOK_SECONDS)
+    finally:
+        withdraw(output, name)
+    if found.refused:
+        raise SettingsError(f"the run answers: {found.refused}", found.hint)
+    return found
+
+
+def sample_here(output: Path, options: SampleOptions, folder: Path, report: Report) -> list[Path]:
+    """Sample by the weights in a run's folder, in this process; return the images.
+
+    Raises SettingsError where there are no such weights, EnvironmentNotReady where they are damaged.
+    """
+    with libraries_silenced(), joined_world({}, use_cpu=options.use_cpu) as world, torch.no_grad():
+        family = open_run_family(output, options, world)
+        request, device, dtype = (
+            request_of(family.settings, family, options),
+            world.device,
+            compute_dtype(family.settings),
+        )
+        sources = {each: open_weights(output, options.checkpoint, each, family, world) for each in request.weights}
+        with report.phase("encoding the prompt"):
+            image = planned(request, encode(family, request, device, dtype))
+        vae, written = family.vae(device), list[Path]()
+        folder.mkdir(parents=True, exist_ok=True)
+        for weights, (step, read) in sources.items():
+            with report.phase(f"sampling with the {weights} weights"):
+                model = build_denoiser(family, read, device, dtype)
+                with scaled(model, request.strength):
+                    batch = [as_batch(each, device, dtype) for each in (image.prompt.positive, image.prompt.negative)]
+                    latents = family.sample(model, vae, image.sampling, *batch)
+                del model  # before the next set of weights, and the VAE's activations
+            path = free_name(folder, f"step-{step:06d}-{weights}-{request.seed}")
+            write_sample(path, vae.decode(latents), image.info(weights, step))
+            written.append(path)
+    return written
+
+
+def as_batch(conditioning: Conditioning, device: torch.device, dtype: torch.dtype) -> Conditioning:
+    return {
+        name: each[None].to(device, dtype if each.is_floating_point() else None) for name, each in conditioning.items()
+    }
+
+
+def free_name(folder: Path, stem: str) -> Path:
+    """Return the first name of a PNG that is not taken; two commands at once may still take one."""
+    names = (f"{stem}{f'-{number}' if number else ''}.png" for number in range(10_000))
+    return next(path for name in names if not (path := folder / name).exists())
+
+
+Read = Callable[[str], Tensor]
+
+
+def open_weights(
+    output: Path, checkpoint: str, weights: str, family: ModelFamily, world: World
+) -> tuple[int, Read | None]:
+    """Return the step, and what reads trained weights by name: None for the base model's own.
+
+    Of the checkpoint that is named, else the newest, else of what the run has exported.
+    """
+    if weights == "base":
+        return 0, None
+    name = f"checkpoint-{int(checkpoint):06d}" if checkpoint.isdecimal() else checkpoint
+    if name or list_checkpoints(output / "checkpoints"):
+        found = find_checkpoint(output, name)
+        return int(found.step), verified(found, weights, family, world)
+    exported = output / (EXPORTS[family.settings.model.model_type] + ("-ema" if weights == "ema" else ""))
+    if not exported.is_dir():
+        raise SettingsError(f"{output} has neither a checkpoint nor {exported.name}", "name a run that has trained")
+    if family.adapter is None:
+        return 0, StoredTensors(weights_files(exported / family.denoiser_name)).read
+    tensors = {name: torch.zeros(shape) for name, shape in family.trained_shapes().items()}
+    load_lora(lora_file(exported), family, tensors)
+    return 0, tensors.__getitem__
+
+
+def verified(checkpoint: Checkpoint, weights: str, family: ModelFamily, world: World) -> Read:
+    if weights == "ema" and checkpoint.state["ema_updates"] is None:
+        raise SettingsError(f"{checkpoint.folder} has no EMA", "leave --ema out")
+    verification = Verification(checkpoint, world)
+    check_fits(checkpoint, family, world, verification)
+    verification.wait()
+    return StoredWeights(checkpoint, family, "ema" if weights == "ema" else "model").read
+
+
+def build_denoiser(family: ModelFamily, read: Read | None, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Build the denoiser on a device with a set of weights, each read and cast by itself; None: the base's."""
+    model = family.denoiser()
+    base = denoiser_weights(family)
+    own = read if read is not None and family.adapter is None else base.read
+    for name in [*model.state_dict()]:
+        value = own(name)
+        if value.is_floating_point():
+            value = value.to(torch.float32 if is_kept_in_float32(model, name) else dtype)
+        set_module_tensor_to_device(model, name, device, value, value.dtype)
+    if family.adapter is not None and read is not None:
+        family.adapter.attach(model)
+        allocate_on_cpu(model)
+        for name, parameter in adapter_parameters(model).items():
+            parameter.data.copy_(read(name))
+    return model.to(device).eval()
