@@ -55,6 +55,9 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     """Datasets of type conditioning that have a mask or a reference of each image, under the same name."""
     source_dataset_id: str | None = None
     """For a dataset of type conditioning: id of its images' dataset, instead of `conditioning_data` there."""
+    name_ending: str = ""
+    """For a dataset of type conditioning: end of its files' names, such as `-masklabel` of NAME-masklabel.png, the mask
+    of NAME.png. Datasets of images that name it leave such files out."""
     video: VideoSettings | None = None
     text_embeds: str | None = None
     image_embeds: str | None = None
@@ -133,6 +136,11 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
         """True if the model is given the first frame of each clip; known once the model is."""
         return self.clips is not None and bool(self.clips.is_i2v)
 
+    def has_file(self, stem: str) -> bool:
+        """Return whether a file of this name, without its suffix, is of this dataset or of masks beside its images."""
+        others = tuple(each.name_ending for each in self.conditioning if each.name_ending)
+        return stem.endswith(self.name_ending) and not (others and stem.endswith(others))
+
     @property
     def noun(self) -> str:
         return "video" if self.clips else "image"
@@ -146,6 +154,8 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
             raise PydanticCustomError("dataset_type", "masks and references are of type local, aws, gcs or azure")
         if self.conditioning_data and (self.clips or self.dataset_type == "conditioning"):
             raise PydanticCustomError("conditioning_data", "it is for images, which have masks and references")
+        if self.name_ending and (self.dataset_type != "conditioning" or "/" in self.name_ending):
+            raise PydanticCustomError("name_ending", "it is the end of the names of masks or references")
         if self.source_dataset_id is not None and self.dataset_type != "conditioning":
             raise PydanticCustomError("source_dataset_id", "it is for dataset_type conditioning")
         return self

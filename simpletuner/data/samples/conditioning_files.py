@@ -60,7 +60,8 @@ class ConditioningFiles:
         """Find the files of images by their names, whatever the suffixes; a readable one of two."""
         table = scan.table
         order = np.argsort(pc.equal(table["problem"], "").to_numpy(zero_copy_only=False), kind="stable")
-        by_stem = {stem(table["name"][row].as_py()): row for row in order.tolist()}
+        ending = scan.dataset.name_ending
+        by_stem = {stem(table["name"][row].as_py()).removesuffix(ending): row for row in order.tolist()}
         rows = [by_stem.get(stem(name), -1) for name in names.to_pylist()]
         return cls(scan, np.asarray(rows, np.int32), sizes)
 
@@ -91,7 +92,7 @@ class ConditioningFiles:
 
     def add_to(self, digest: xxhash.xxh3_128) -> None:
         if self.dataset.are_references:
-            digest.update(self.dataset.model_dump_json().encode())
+            digest.update(self.dataset.model_dump_json(exclude={"name_ending"}).encode())
         for column in ("name", "version"):
             hash_texts(digest, self.scan.table[column])
         digest.update(self.rows.data)

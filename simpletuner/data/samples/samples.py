@@ -175,7 +175,8 @@ class DatasetSamples(Sequence[Sample]):
     def checksum(self, *columns: str) -> str:
         """Checksum of all that these samples and their geometry are made of, and of columns of their scan."""
         # Without what masks and references brought, so that the digests of caches from before them stay.
-        dumped = self.dataset.model_dump_json(exclude={"conditioning_type", "conditioning_data", "source_dataset_id"})
+        brought = {"conditioning_type", "conditioning_data", "source_dataset_id", "name_ending"}
+        dumped = self.dataset.model_dump_json(exclude=brought)
         digest = xxhash.xxh3_128(f"{self.seed} {dumped}".encode())
         for each in self.conditioning:
             each.add_to(digest)

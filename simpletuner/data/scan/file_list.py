@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -177,6 +177,7 @@ def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None
     table = table_of(dataset, storage)
     others, images, captions = OtherFiles(table=table.version() if table else ""), [], []
     beside, tables = [], []
+    by_ending = any(each.name_ending for each in (dataset, *dataset.conditioning))
     files = iter(listing.files)
     if has_folders := bool(dataset.clips and dataset.clips.frame_folders_fps):
         files = with_folder_rows(files, partial(others.note, storage=storage))
@@ -185,6 +186,8 @@ def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None
         left = [file for file in block if file.suffix in unread]
         others.note([file for file in left if not (table and table.is_file(file.name))], storage)
         found = [file for file in block if file.suffix in read or (has_folders and is_frame_folder(file.name))]
+        if by_ending:
+            found = [file for file in found if dataset.has_file(PurePosixPath(file.name).stem)]
         images.append(batch_of(decodable(found, others.undecodable)))
         captions.append(batch_of(decodable([file for file in block if file.suffix in own], [])))
         beside.append(batch_of(decodable([file for file in block if file.suffix in near], []))["name"])

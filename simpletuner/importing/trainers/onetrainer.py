@@ -103,7 +103,6 @@ RUN = key_table(
         CACHES: "clear_cache_before_training latent_caching only_cache",
         "used only with what is refused": (
             "learning_rate_cycles huber_delta preserve_embedding_norm embedding_learning_rate embeddings "
-            "masked_prior_preservation_weight unmasked_probability unmasked_weight normalize_masked_area_loss "
             "custom_learning_rate_scheduler scheduler_params lora_decompose_norm_epsilon lokr_dora_on_output "
             "noising_bias noising_weight validate_after validate_after_unit generalized_offset_noise frames"
         ),
@@ -125,7 +124,6 @@ RUN = key_table(
             "max_noising_strength=1 mae_strength log_cosh_strength huber_strength text_encoder_layer_skip "
             "text_encoder_2_layer_skip text_encoder_3_layer_skip text_encoder_4_layer_skip"
         ),
-        "masks are a dataset of their own here: put NAME-masklabel.png into a folder as NAME.png": "masked_training",
     },
 )
 
@@ -537,6 +535,14 @@ def shift_levels(run: Translation, kind: Kind) -> None:
 
 
 def weigh(run: Translation) -> None:
+    if run.is_on("masked_training"):
+        if (rest := run.number("unmasked_weight", 0.1)) != 0:
+            run.lose("unmasked_weight", f"what is outside of a mask counts {rest:g} there, and nothing here", rest)
+        elif not run.is_on("normalize_masked_area_loss"):
+            run.remark("masked_training", "the loss is over the mask alone here, and over the whole image there")
+        if run.number("masked_prior_preservation_weight", 0):
+            run.lose("masked_prior_preservation_weight", "it has no place here")
+    run.drop(["masked_training", *OF_MASKS], "masks are a dataset of their own here, or there are none")
     if run.word("loss_weight_fn", "constant") == "min_snr_gamma":
         run.rename("snr_gamma", "loss_weight_strength", 5.0)
     elif run.word("loss_weight_fn", "constant") != "constant":
@@ -544,6 +550,9 @@ def weigh(run: Translation) -> None:
     if run.number("mse_strength", 1) != 1:
         run.lose("mse_strength", "the loss is the mean squared error here")
     run.drop(["loss_weight_fn", "loss_weight_strength", "mse_strength"], "the loss is the mean squared error")
+
+
+OF_MASKS = ("unmasked_weight", "unmasked_probability", "normalize_masked_area_loss", "masked_prior_preservation_weight")
 
 
 def average(run: Translation) -> None:

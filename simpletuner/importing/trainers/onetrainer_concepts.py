@@ -11,6 +11,7 @@ from typing import Any
 from simpletuner.importing.folders import (
     captioned,
     closest,
+    condition,
     files_in,
     folder_entry,
     has_several_lines,
@@ -52,7 +53,8 @@ CONCEPT = key_table(
 )
 ASPECTS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0)
 """Aspects of buckets there, each in both directions (mgds AspectBucketing.py:16)."""
-LABELS = ("-masklabel.png", "-condlabel.png")
+MASK = "-masklabel"
+LABELS = (f"{MASK}.png", "-condlabel.png")
 
 
 def list_of_file(run: Translation, name: object) -> list[Any] | None:
@@ -101,12 +103,26 @@ def concept(run: Translation, found: Translation, kind: str) -> Translation:
     sizes(run, found)
     captions(run, found)
     labels = [file for file in files_in(found.defaults["instance_data_dir"]) if file.name.endswith(LABELS)]
-    if labels:
+    if run.is_on("masked_training"):
+        masks(run, found)
+    elif labels:
         found.remark(
             "path", f"masks beside images, such as {labels[0]}, are not trained there, but here", effect="lost"
         )
     found.answer(CONCEPT)
     return found
+
+
+def masks(run: Translation, found: Translation) -> None:
+    """Masks beside the images, NAME-masklabel.png."""
+    path = found.defaults["instance_data_dir"]
+    stems = {file.name for file in files_in(path)}
+    images = [file for file in images_of(files_in(path)) if not file.name.endswith(LABELS)]
+    condition(found, path, "mask", name_ending=MASK)
+    if bare := next((image for image in images if f"{image.stem}{MASK}.png" not in stems), None):
+        found.remark("path", f"an image without a mask, such as {bare}, is trained whole there, and ends the run here")
+    if other := next((name for name in sorted(stems) if name.endswith(LABELS[1])), ""):
+        found.remark("path", f"{other} is no image there: move it out of the folder", effect="lost")
 
 
 def sizes(run: Translation, found: Translation) -> None:

@@ -154,3 +154,27 @@ def test_pairs_that_do_not_fit_together_are_refused(tmp_path):
         "no dataset of images has this id",
     ):
         assert part in said, part
+
+
+def test_masks_and_references_may_be_beside_their_images_with_an_ending(tmp_path):
+    images = tmp_path / "images"
+    for name in ("a", "b", "a-mask", "b-mask", "a.before", "b.before"):
+        add(images, f"{name}.png", (64, 64), "a caption")
+    add(images / "in", "c.png", (64, 64), "c")
+    add(images / "in", "c-mask.jpg", (64, 64))
+    add(images / "in", "c.before.jpg", (64, 64))
+    both = [
+        {**reference(images, "mask", name_ending="-mask"), "id": "masks"},
+        {**reference(images, name_ending=".before"), "id": "before"},
+    ]
+    discovery = found([entry(images, conditioning_data=["masks", "before"]), *both], tmp_path)
+    discovery.check()
+    paired = {sample.name: (sample.mask.name, sample.references[0].id) for sample in discovery.samples}
+    assert paired == {
+        "a.png": ("a-mask.png", "before/a.before.png"),
+        "b.png": ("b-mask.png", "before/b.before.png"),
+        "in/c.png": ("in/c-mask.jpg", "before/in/c.before.jpg"),
+    }
+    for wrong in (entry(images, name_ending="-mask"), reference(images, "mask", name_ending="/a")):
+        with pytest.raises(SettingsError, match="it is the end of the names of masks or references"):
+            load_datasets(data_of([{**wrong, "id": "x"}], tmp_path))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scanning
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy import array
@@ -17,7 +18,7 @@ from trainer_files import put, value_of, vocabulary
 from simpletuner.commands.config_import import foreign_file, import_files
 from simpletuner.data.config.dataset_file import DatasetEntry
 from simpletuner.data.config.dataset_types import ImageDataset
-from simpletuner.data.config.datasets import parse_datasets
+from simpletuner.data.config.datasets import load_datasets, parse_datasets
 from simpletuner.data.images.geometry import bucket_sizes
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
@@ -218,7 +219,7 @@ def test_what_a_key_means_there_is_what_is_written(changes, expected):
         ({"loss_weight_fn": "P2"}, "Min-SNR or not at all"),
         ({"mae_strength": 0.5, "mse_strength": 0.5}, "the mean squared error"),
         ({"offset_noise_weight": 0.05}, "offset_noise_weight = 0.05"),
-        ({"masked_training": True}, "NAME-masklabel.png"),
+        ({"masked_training": True}, "outside of a mask counts 0.1 there"),
         ({"lora_decompose": True}, "lengths of columns"),
         ({"layer_filter": "attn[0-9]", "layer_filter_regex": True}, "regular expressions"),
         ({"training_method": "FINE_TUNE", "layer_filter": "attn"}, "all weights are trained"),
@@ -337,6 +338,29 @@ def test_concepts_and_samples_are_files_or_inside():
     assert "resolution" not in json.loads(Path("alone.json").read_text())[0]
     with pytest.raises(SettingsError, match="names datasets in gone.json"):
         imported({"concepts": None, "concept_file_name": "gone.json"})
+
+
+def test_masks_beside_images_are_a_dataset_of_their_own():
+    Path("img").mkdir()
+    for name in ("a", "a-masklabel", "b"):
+        Image.new("L", (64, 64)).save(f"img/{name}.png")
+        Path(f"img/{name}.txt").write_text("a caption")
+    given = {"masked_training": True, "unmasked_weight": 0}
+    made, [images, masks], text = imported(given)
+    assert (masks["conditioning_type"], masks["name_ending"], masks["instance_data_dir"]) == (
+        "mask",
+        "-masklabel",
+        "img",
+    )
+    assert images["conditioning_data"] == [masks["id"]] and "such as img/b.png, is trained whole there" in text
+    assert "the loss is over the mask alone here" in text
+    Path("img/b.png").unlink()
+    assert "img/b.png" not in imported({**given, "normalize_masked_area_loss": True})[2]
+    [dataset] = load_datasets(made.data)[0]
+    assert [sample.name for sample in scanning.found([dataset]).samples] == ["a.png"]
+    Path("img/a-condlabel.png").touch()
+    with pytest.raises(SettingsError, match="a-condlabel.png is no image there"):
+        imported(given)
 
 
 def test_caches_are_made_again():
