@@ -22,9 +22,11 @@ from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun
 
 if TYPE_CHECKING:
+    from simpletuner.runs.condition import Condition
     from simpletuner.runs.health.best_step import BestStep
     from simpletuner.runs.listing import Summary
     from simpletuner.runs.sample_loss_scores import SampleScore
+    from simpletuner.system.processes.run_status import RunStatus
 
 
 def compare(
@@ -174,7 +176,7 @@ def status(
         }
         report.json({**as_row(summary), "best": of_best})
     else:
-        rows = [row for row in rows_of(summary, best) if row[1]]
+        rows = [row for row in rows_of(summary.status, summary.condition, age_of(summary), best) if row[1]]
         report.data_table(f"{summary.run.name}: {summary.condition.state}", rows, ())
     if summary.condition.state in (RunState.FAILED, RunState.KILLED, RunState.STUCK):
         raise typer.Exit(int(ExitCode.TRAINING))
@@ -215,20 +217,22 @@ def age_of(summary: Summary) -> float:
     return time.time() - summary.written
 
 
-def rows_of(summary: Summary, best: BestStep | None) -> Iterator[tuple[str, str]]:
+def rows_of(
+    status: RunStatus, condition: Condition, age_seconds: float, best: BestStep | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield names and values, empty for those that are not known."""
-    status, condition = summary.status, summary.condition
     yield "reason" if condition.has_ended else "doing", condition.sentence
     yield "hint", condition.hint
     if status.max_steps:
         yield "step", f"{status.step:,} of {status.max_steps:,} ({status.step / status.max_steps:.0%})"
     yield "loss", "" if status.loss is None else f"{status.loss:.4f}"
+    yield from (("alarm", each) for each in status.alarms)
     yield "best step", best.describe() if best is not None else ""
     if status.seconds_left is not None and not condition.has_ended:
         yield "left", format_seconds(status.seconds_left)
     yield "process", f"{status.pid} on {status.host}" if status.pid else ""
     yield "bucket", status.mirror
-    yield "written", f"{format_seconds(age_of(summary))} ago"
+    yield "written", f"{format_seconds(age_seconds)} ago"
 
 
 def build_runs() -> typer.Typer:

@@ -55,17 +55,37 @@ def driver_version() -> str:
 
 def power_limit_watts(device: torch.device) -> float:
     """Power limit of a GPU, on which its board's mean power is held; 0 where the driver does not say."""
-    if device.type != "cuda":
-        return 0.0
-    query = ("--query-gpu=power.limit", "--format=csv,noheader,nounits")
-    name = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
     try:
-        said = subprocess.run(
-            ["nvidia-smi", name, *query], capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL
-        )
-        return float(said.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired):  # not there, or it says [N/A]
+        return float(ask_driver(device, "--query-gpu=power.limit"))
+    except ValueError:  # [N/A]
         return 0.0
+
+
+def ask_driver(device: torch.device, query: str) -> str:
+    """Return what nvidia-smi says of a GPU, as CSV without units; empty where it is not there or says nothing."""
+    if device.type != "cuda":
+        return ""
+    name, form = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}", "--format=csv,noheader,nounits"
+    command = ["nvidia-smi", name, query, form]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def slowed_by(device: torch.device, own_pid: int) -> list[str]:
+    """Return what the driver says against a GPU's speed: a low clock, and other processes on it."""
+    found = []
+    match ask_driver(device, "--query-gpu=clocks.sm,clocks.max.sm,temperature.gpu").split(", "):
+        case [clock, most, degrees] if clock.isdigit() and most.isdigit() and int(clock) < 0.8 * int(most):
+            found.append(f"the GPU's clock is {clock} of {most} MHz, at {degrees} degrees")
+    pids = ask_driver(device, "--query-compute-apps=pid").split()
+    others = [pid for pid in pids if pid != str(own_pid)]
+    # In a container the driver may name processes by the numbers of its host.
+    if others and str(own_pid) in pids:
+        found.append(f"processes {', '.join(others)} use the same GPU")
+    return found
 
 
 def set_float32_precision(allow_tf32: bool) -> None:

@@ -55,6 +55,7 @@ from simpletuner.training.step_logger import RequestWatcher, StepLogger, StopVot
 from simpletuner.training.trainer import Evaluation, Trainer, Verdict
 
 if TYPE_CHECKING:
+    from simpletuner.training.alarms import RunAlarms
     from simpletuner.training.metrics.sample_losses import SampleLossLog
     from simpletuner.training.profiling import StepProfiler
     from simpletuner.training.validation.requested_samples import RequestedSamples
@@ -109,6 +110,7 @@ def build_trainer(
     checkpointer = Checkpointer(session, state, durations, size_bytes, best_chooser(session, prepared.plan))
     asked = RequestWatcher(training.output_dir).is_asked if mesh.world.is_first else bool
     stop_vote, verdict = StopVote(session.stop, lambda: checkpointer.has_failed, asked), Verdict()
+    alarms = cache(partial(open_alarms, session, hooks, state, prepared.plan))
     return Trainer(
         engine=state.engine,
         family=family,
@@ -124,11 +126,12 @@ def build_trainer(
             settings.effective_batch_size,
             session.status,
             sample_losses,
+            alarms,
         ),
         stop_vote=stop_vote,
         checkpointer=checkpointer,
         evaluations=[
-            *open_evaluations(session, family, state, prepared, metrics, verdict),
+            *open_evaluations(session, family, state, prepared, metrics, verdict, alarms),
             at_round_ends(settings, [hook.evaluated for hook in hooks]),
         ],
         verdict=verdict,
@@ -174,6 +177,13 @@ def open_sample_losses(session: Session, step: int, plan: Plan) -> AbstractConte
     return closing(SampleLossLog(session.mesh, session.settings.training.output_dir, step, plan.samples))
 
 
+def open_alarms(session: Session, hooks: Sequence[RunHook], state: TrainingState, plan: Plan) -> RunAlarms:
+    """Open the alarms of a run, on rank 0; they are imported after the first step."""
+    from simpletuner.training.alarms import RunAlarms
+
+    return RunAlarms(session, hooks, state.engine.module, plan, state.schedule.max_steps)
+
+
 def best_chooser(session: Session, plan: Plan) -> ChooseStep:
     """Return the function that names the best of some checkpoints of a run, which has one with a held-out loss."""
     if not len(plan.held_out):
@@ -201,13 +211,14 @@ def open_evaluations(
     prepared: Prepared,
     metrics: Metrics | None,
     verdict: Verdict,
+    alarms: Callable[[], RunAlarms],
 ) -> list[Evaluation]:
     """Return the evaluations that settings and data ask for: held-out loss, validation images, or none."""
     opened: list[Evaluation] = []
     if len(prepared.plan.held_out):
         from simpletuner.training.validation.held_out import open_held_out_loss
 
-        opened.append(open_held_out_loss(session, family, state, prepared, metrics, verdict))
+        opened.append(open_held_out_loss(session, family, state, prepared, metrics, verdict, alarms))
     if prepared.validation:
         from simpletuner.training.validation.validator import open_validator
 

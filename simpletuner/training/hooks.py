@@ -48,6 +48,9 @@ class RunHook:
     def started(self, step: int, durations: Durations) -> None:
         """Watch the training, which goes on after `step`."""
 
+    def alarmed(self, sentence: str) -> None:
+        """Tell of a fault that does not end the run."""
+
     def evaluated(self, step: int) -> None:
         """Show a round of evaluations; the next step waits for this to return."""
 

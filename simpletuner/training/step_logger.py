@@ -31,6 +31,7 @@ from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.metrics.speed import Durations, Pace, Throughput, format_throughput
 
 if TYPE_CHECKING:
+    from simpletuner.training.alarms import RunAlarms
     from simpletuner.training.metrics.sample_losses import SampleLossLog
 
 TRAINING = "training"
@@ -181,6 +182,8 @@ class PendingStep:
     flops: float | None
     samples: Sequence[int]
     """Numbers of the samples of the global batch."""
+    shape: torch.Size
+    """Of the latents of a micro batch: steps of equal shapes have as much to compute."""
 
 
 class StepLogger:
@@ -195,8 +198,10 @@ class StepLogger:
         batch_size: int,
         status: StatusWriter | None = None,
         sample_losses: SampleLossLog | None = None,
+        alarms: Callable[[], RunAlarms] | None = None,
     ) -> None:
-        self.sample_losses = sample_losses
+        """`alarms` opens what looks at each row, once there is one: a start need not wait for it."""
+        self.sample_losses, self.alarms = sample_losses, alarms
         self.status = status or StatusWriter()
         self.mesh, self.stop_vote, self.metrics, self.batch_size = mesh, stop_vote, metrics, batch_size
         self.throughput = throughput
@@ -231,7 +236,8 @@ class StepLogger:
         row = {"step": step, "epoch": batch.next_state.epoch, "learning_rate": output.learning_rate}
         sample_ids = [sample for each in batch.micro_batches for sample in each.ids]
         row["data_seconds"] = data_seconds
-        self.pending = PendingStep(row, self.clock, scalars, sample_ids, flops, batch.samples)
+        shape = batch.micro_batches[0].latents.shape
+        self.pending = PendingStep(row, self.clock, scalars, sample_ids, flops, batch.samples, shape)
         # From event to event: the host runs ahead of a GPU, so its own clock would measure the time to queue
         # a step.
         self.clock = scalars.computed
@@ -266,7 +272,10 @@ class StepLogger:
             self.status.count(step, loss, self.shown.ends)
         self.mesh.world.lease.check_recent()
         if self.metrics is not None:
-            self.metrics.write({**pending.row, "loss": loss, "grad_norm": grad_norm, **speed, **measured})
+            row = {**pending.row, "loss": loss, "grad_norm": grad_norm, **speed, **measured}
+            self.metrics.write(row)
+            if self.alarms is not None:
+                self.alarms().add(row, pending.shape)
         if self.sample_losses is not None:
             self.sample_losses.write(step, pending.samples, sample_losses)
 

@@ -41,8 +41,12 @@ def answer(capsys):
 
 
 def test_the_status_of_a_run_is_a_table_json_and_an_exit_code(answer, tmp_path):
-    code, out, _ = answer("status", run_folder(tmp_path / "a", mirror="s3://b/a has checkpoint-000003"))
+    code, out, _ = answer(
+        "status",
+        run_folder(tmp_path / "a", mirror="s3://b/a has checkpoint-000003", alarms=["steps take 2 times as long"]),
+    )
     assert code == 0 and re.search(r"step +3 of 4 \(75%\)", out) and "process   7 on elsewhere" in out
+    assert re.search(r"alarm +steps take 2 times as long", out)
     assert "finished" in out and "s3://b/a has checkpoint-000003" in out
     failed = run_folder(tmp_path / "b", "failed", reason="dataset `d`: no usable image is left", hint="look there")
     code, out, _ = answer("status", failed, "--json")

@@ -100,6 +100,12 @@ def test_each_round_and_each_way_to_end_is_one_post(tmp_path):
     first = receiver.got[0]
     assert {name: first[name] for name in ("step", "loss", "epoch")} == {"step": 7, "loss": 0.25, "epoch": 1}
     assert first["text"] == first["content"] == f"{tmp_path.name}: step 7, loss 0.2500 at step 7"
+    with receiving() as receiver, notifier_to(receiver.url, tmp_path) as sent:
+        sent.alarmed("steps take 2 times as long")
+    assert [(each["event"], each["message"]) for each in receiver.got] == [
+        ("alarm", "steps take 2 times as long"),
+        ("finished", "finished"),
+    ]
 
 
 def round_of(folder, step: int) -> None:

@@ -347,7 +347,7 @@ class Logging(Section):
     profile_steps: Annotated[str, AfterValidator(normalize_step_range)] = knob("", "Optimizer steps FIRST:LAST to trace on rank 0 with torch.profiler, into output_dir/profile.")
     log_sample_losses: bool = knob(False, "Write each sample's loss and timestep to output_dir/sample_losses.jsonl, for `simpletuner runs losses`.")
     notify_format: Literal["auto", "json", "discord", "ntfy"] = knob("auto", "Message format: JSON, Discord or ntfy (both with a validation image); auto: from the address.", when="notify_url")
-    notify_url: SecretUrl = knob(SecretStr(""), "Secret URL for a message after each validation and at the run's end or failure; `{env:NAME}` is expanded.")
+    notify_url: SecretUrl = knob(SecretStr(""), "Secret URL for a message after each validation, for each alarm and at the run's end or failure; `{env:NAME}` is expanded.")
 
 
 class Hub(Section):

@@ -73,6 +73,8 @@ class RunStatus:
     """0 while it is not known."""
     loss: float | None = None
     seconds_left: float | None = None
+    alarms: tuple[str, ...] = ()
+    """Faults of this start that do not end it, as sentences."""
     mirror: str = ""
     """State of the bucket of mirror_output, as a sentence."""
     host: str = ""
@@ -181,6 +183,10 @@ class StatusWriter:
     def mirrored(self, sentence: str) -> None:
         """Record the state of mirror_output's bucket, or its fault."""
         self._change(mirror=sentence)
+
+    def alarm(self, sentence: str) -> None:
+        """Add a fault that does not end the run."""
+        self._change(alarms=(*self.status.alarms, sentence))
 
     def show(self, doing: str, done: int, total: int) -> None:
         """Write a changed phase, every two seconds at most; called by the thread of the status line."""

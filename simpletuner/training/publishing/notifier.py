@@ -1,4 +1,4 @@
-"""Messages to an address: after each round of validation, with images if the service takes them, and at the end.
+"""Messages to an address: after each round of validation, with images if the service takes them, alarms, and the end.
 
 Formats: JSON alone, or with an image as Discord and ntfy take it. Discord: multipart/form-data of
 `payload_json` and `files[0]` (docs.discord.com, "Execute Webhook" and "Uploading Files"). ntfy: the image as
@@ -120,6 +120,9 @@ class Notifier(RunHook):
         # A server that does not answer must not queue up messages; the newest round is told by the next one.
         if self.worker.is_idle:
             self._send("round", f"step {step:,}", step)
+
+    def alarmed(self, sentence: str) -> None:
+        self._send("alarm", sentence)
 
     def finished(self) -> None:
         self._send("finished", "finished")

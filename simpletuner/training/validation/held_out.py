@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -20,7 +21,8 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.preparation.plan import Plan
 from simpletuner.preparation.prepare import Prepared
 from simpletuner.report import Report
-from simpletuner.runs.health.best_step import PARTS, PARTS_OF, SET, BestStep, find_best_of
+from simpletuner.runs.health.alarms import Alarm, find_unchanged
+from simpletuner.runs.health.best_step import PARTS, PARTS_OF, SET, BestStep, find_best, read_measured
 from simpletuner.runs.metrics import HELD_OUT, LEVEL_OF, LEVELS
 from simpletuner.session import Session
 from simpletuner.settings import Settings
@@ -29,6 +31,9 @@ from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.ema import EMA, evaluated_variants, weights_of
 from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.trainer import Verdict
+
+if TYPE_CHECKING:
+    from simpletuner.training.alarms import RunAlarms
 
 NAMES: Mapping[str, str] = dict(zip(("trained", "ema"), HELD_OUT, strict=True))
 """Names of a loss in the metrics, by the weights that it is measured with."""
@@ -50,15 +55,23 @@ class BestWatch:
     images: int
     """Number of images that are trained on."""
     samples_per_step: int
+    max_steps: int
+    alarms: Callable[[], RunAlarms]
+    """Of rank 0."""
     said_of: int = -1
     """The best step of which it was said that the loss has risen since."""
+    said_unchanged: bool = False
 
     def judge(self, step: int, metrics: Metrics | None, mesh: Mesh) -> None:
         """Set the verdict on the evaluation of a step. Collective where it has consequences."""
-        found = find_best_of(metrics.path.parent) if metrics is not None else None
+        measured = read_measured(metrics.path.parent) if metrics is not None else []
+        found = find_best(measured)
         if found is not None and found.has_risen and found.best.step != self.said_of:
             self.said_of = found.best.step
-            self.report.warn(*self.rise(found))
+            self.alarms().tell(self.rise(found))
+        if not self.said_unchanged and (unchanged := find_unchanged(measured, self.max_steps)) is not None:
+            self.said_unchanged = True
+            self.alarms().tell(unchanged)
         if not (self.saves_best or self.patience):
             return
         ends = found is not None and 0 < self.patience <= found.above
@@ -70,13 +83,14 @@ class BestWatch:
             evaluations = count_noun(found.above, "evaluation")
             self.report.say(f"training ends at step {step:,}, after {evaluations} in a row above the best one")
 
-    def rise(self, found: BestStep) -> tuple[str, str]:
-        """Return the sentence about a loss that has risen since the best step, and what to do."""
+    def rise(self, found: BestStep) -> Alarm:
+        """Return the alarm of a loss that has risen since the best step."""
         last, most, above = found.since[-1], found.most_overfitted(), count_noun(found.above, "evaluation")
         best = f"the best was step {found.best.step:,}" if found.best.step else "no step was better than the base model"
         where = f", most {most}" if most else ""
         seen = last.step * self.samples_per_step / max(1, self.images)
-        return (
+        return Alarm(
+            "held-out loss",
             f"the held-out loss rises: {best} ({found.best.loss:.4f}), and the last {above} "
             f"are above it, step {last.step:,} by {last.difference_to(found.best)}{where}; "
             f"{count_noun(self.images, 'image')} have been seen {seen:.0f} times each",
@@ -189,8 +203,9 @@ def open_held_out_loss(
     prepared: Prepared,
     metrics: Metrics | None,
     verdict: Verdict,
+    alarms: Callable[[], RunAlarms],
 ) -> HeldOutLoss:
-    """Build what measures the loss on held-out images; `verdict` is told of each evaluation."""
+    """Build what measures the loss on held-out images; `verdict` and `alarms` are told of each evaluation."""
     settings, validation, plan = session.settings, session.settings.validation, prepared.plan
     held_out = plan.held_out.tolist()
     watch = BestWatch(
@@ -200,6 +215,8 @@ def open_held_out_loss(
         patience=validation.early_stopping_patience,
         images=len(plan.samples) - len(held_out),
         samples_per_step=settings.effective_batch_size,
+        max_steps=state.schedule.max_steps,
+        alarms=alarms,
     )
     return HeldOutLoss(
         family=family,

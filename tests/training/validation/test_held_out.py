@@ -112,7 +112,10 @@ def test_a_run_that_overfits_keeps_and_exports_its_best_step_and_ends_early(sdxl
     assert (steps_in(best), steps_in(last)) == (3, 6) and (last / "model_index.json").is_file()
     assert "the step with the lowest loss on held-out images, 3" in (best / "README.md").read_text()
     status = starter.start(ranks.command_line, 1, ["status", str(run.output), "--json"])
-    assert status.wait() == [0] and json.loads(status.said)["best"] == {
+    assert status.wait() == [0]
+    said = json.loads(status.said)
+    assert any(each.startswith("the held-out loss rises: the best was step 3 (") for each in said["alarms"])
+    assert said["best"] == {
         "step": 3,
         "loss": pytest.approx(measured(run)[3]["eval_loss"]),
         "weights": "trained",
