@@ -51,13 +51,14 @@ class LatentsSource(RecordSource[Sample, Tensor | str]):
         writers: ExitStack,
         mirror: Mirror | None = None,
     ) -> None:
-        dataset, self.vae = samples.dataset, vae
+        dataset, self.vae, self.family = samples.dataset, vae, family
         # By content, not by path: a base model that was moved or downloaded again leaves the cache valid.
         fingerprint, dtype = folder_fingerprint([family.folder / "vae"]), latents_dtype(family.settings)
         facts = dict(family.cache_facts)
         self.encodes_first_frame = family.encodes_first_frame and dataset.is_i2v
+        self.is_alone = family.encodes_frame_alone if self.encodes_first_frame else False
         if self.encodes_first_frame:
-            facts["first frame"] = "encoded once more, before grey ones"
+            facts["first frame"] = "encoded once more, " + ("alone" if self.is_alone else "before grey ones")
         self.stored_dtype = DTYPES[family.settings.data.vae_cache_dtype]
         self.doubtful: dict[str, str] = {}
         """Remarks on the colours of samples that this rank has decoded, by their names."""
@@ -111,7 +112,9 @@ class LatentsSource(RecordSource[Sample, Tensor | str]):
     def read_first_frame(self, sample: Sample) -> Tensor:
         """Encoded first frame of a clip (C, F, H, W), float32, with one latent frame: F = 1."""
         record = self.record(sample)
-        return (record["first_frame"] if self.encodes_first_frame else record["latents"][:, :1]).float()
+        if self.encodes_first_frame:
+            return record["first_frame"].float()
+        return self.family.first_latent_frame(record["latents"]).float()
 
     def _encode(self, decoded: Sequence[Tensor | str]) -> list[Made]:
         good = [pixels for pixels in decoded if isinstance(pixels, Tensor)]
@@ -120,7 +123,8 @@ class LatentsSource(RecordSource[Sample, Tensor | str]):
             with self.vae.use() as vae:
                 # All of one size: a request names its target as the group.
                 latents, masks = encode(vae, torch.stack(good))
-                first = encode_first_frame(vae, torch.stack(good)) if self.encodes_first_frame else None
+                again = self.encodes_first_frame
+                first = encode_first_frame(vae, torch.stack(good), self.is_alone) if again else None
             found = {"latents": latents.to(self.stored_dtype)} | ({} if masks is None else {"mask": masks.cpu()})
             if first is not None:
                 found["first_frame"] = first.to(self.stored_dtype)

@@ -20,7 +20,7 @@ from simpletuner.models.folder.diffusers_io import libraries_silenced
 from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import joined_world
 from simpletuner.settings.declared.sections import Model, Settings
-from simpletuner.settings.values.shape import Shape
+from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.system.processes.signals import StopRequest
 
 CHECKED = "checked"
@@ -61,15 +61,13 @@ def check_model_folder(name: str, class_path: str) -> CheckedModel:
         auto = load_family(Settings(model=model), world, StopRequest().check)
         assert isinstance(auto, AutomaticFamily)
         by_class, shape = class_for(auto, class_path), SMALLEST
-        try:
-            auto.prove([SMALLEST], world.device)
-        except SettingsError as error:
-            refusal = error
-        checks = [*auto.checks]
+        refusal, checks = prove_captions_and_images(auto, world.device)
+        is_given = auto.smallest_sample().is_given or (refusal is None and auto.found.images is not None)
         if refusal is None:
-            shape, checks = prove_clips(auto, checks, world.device)
+            if not is_given:
+                shape, checks = prove_clips(auto, checks, world.device)
             facts |= auto.facts()
-            if by_class is not None:
+            if by_class is not None and not auto.smallest_sample().is_given:  # on captions alone
                 checks += compare_class(by_class, auto, shape, world.device)
                 refusal = difference(by_class, checks)
     return CheckedModel(name, str(auto.index.get("_class_name")), tuple(checks), facts, refusal)
@@ -85,6 +83,32 @@ def prove_clips(auto: AutomaticFamily, checks: list[Check], device: torch.device
     except SettingsError as error:  # images can be trained
         return SMALLEST, [*checks, Check("clips", f"not trained: {error.message.partition(f'{REFUSED}: ')[2]}")]
     return clip, [*auto.checks]
+
+
+def prove_captions_and_images(auto: AutomaticFamily, device: torch.device) -> tuple[SettingsError | None, list[Check]]:
+    """Prove a pipeline on captions alone, and where its call may be given an image, on that as well.
+
+    Returns why neither is trained, and the checks.
+    """
+    smallest = auto.smallest_sample()
+    refusal = refusal_of(auto, [smallest], device)
+    checks = [*auto.checks]
+    if smallest.is_given or auto.image_parameter is None:
+        return refusal, checks
+    without = [] if refusal else [smallest]
+    why = refusal_of(auto, [auto.sample_with_image(), *without], device)
+    if why is None:
+        return None, [*auto.checks]
+    said = "image", f"not trained: {why.message.partition(f'{REFUSED}: ')[2]}"
+    return refusal, [*checks, Check(*said)]
+
+
+def refusal_of(auto: AutomaticFamily, samples: list[SampleShape], device: torch.device) -> SettingsError | None:
+    try:
+        auto.prove(samples, device)
+    except SettingsError as error:
+        return error
+    return None
 
 
 def difference(by_class: ModelFamily, checks: Sequence[Check]) -> SettingsError | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 
 import pytest
 from foreign import build_foreign
+from models.test_image_to_video import save_wan
 from modular import as_modular
 
 from simpletuner.app import main
@@ -85,3 +87,16 @@ def test_a_pipeline_that_cannot_be_proven_is_refused_after_what_could_be(checked
     assert found["refusal"] in said and "do not lead its own loop to known latents" in said
     assert "nothing is no folder" in checked("--check", str(tmp_path / "nothing"), code=2)[1]
     assert "--class is for --check" in checked("--class=a:B", code=2)[1]
+
+
+def test_pipelines_that_are_given_images_are_proven_with_them(flux, pipelines, checked, tmp_path):
+    kontext = shutil.copytree(flux, tmp_path / "kontext")
+    index = json.loads((kontext / "model_index.json").read_text())
+    (kontext / "model_index.json").write_text(json.dumps(index | {"_class_name": "FluxKontextPipeline"}))
+    found = json.loads(checked("--check", str(kontext), "--json")[0])
+    assert found["passed"] and found["proven"]["given"] == "references by hidden_states"
+    shown = [check["finding"] for check in found["checks"] if check["name"] == "references"]
+    assert [each.startswith("reach the denoiser by") for each in shown] == [True, False]
+    continued = save_wan(pipelines("wan"), tmp_path / "wan", "2.2-14b")
+    found = json.loads(checked("--check", str(continued), "--json")[0])
+    assert found["passed"] and found["proven"]["given"] == "first frame by hidden_states"

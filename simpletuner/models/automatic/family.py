@@ -111,9 +111,14 @@ class AutomaticFamily(ModelFamily):
 
     def smallest_sample(self) -> SampleShape:
         """Return what is studied where no data are known, with the image that the call must be given, if any."""
-        if self.image_to_video == "always":
-            return SampleShape(SMALLEST._replace(frames=1 + self.cell.frames), (), True)
-        return SampleShape(SMALLEST, (SMALLEST,) * self.least_references)
+        is_given = self.image_to_video == "always" or self.least_references
+        return self.sample_with_image() if is_given else SampleShape(SMALLEST)
+
+    def sample_with_image(self) -> SampleShape:
+        """Return the smallest clip with its first frame, or the smallest image with a reference."""
+        if self.image_to_video == "never":
+            return SampleShape(SMALLEST, (SMALLEST,))
+        return SampleShape(SMALLEST._replace(frames=1 + self.cell.frames), (), True)
 
     def prove(self, shapes: Sequence[Shape | SampleShape], device: torch.device, sampled: Sequence[Shape] = ()) -> None:
         """Study the pipeline at the smallest of these shapes in px, and prove what was found; `sampled` are
@@ -140,9 +145,8 @@ class AutomaticFamily(ModelFamily):
         found = proof.prove()
         for each in others:
             found = Proof(replace(study, shape=each.target).given_images(each), found, vae).confirm()
-        self._found = found
         self._predictors.clear()
-        proof.check_training(self.predictor(device))
+        proof.check_training(Predictor(open_pipeline(self, device, None, None), found))
         module.requires_grad_(True)
         unused = proof.unused_parameters(lambda: module.named_parameters(remove_duplicate=False))
         for each in samples:
@@ -275,7 +279,16 @@ class AutomaticFamily(ModelFamily):
 
     @property
     def encodes_first_frame(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.image_to_video != "never" and self.found.images is not None and self.found.images.frames > 1
+        if self.image_to_video == "never" or self.found.images is None:
+            return False
+        return self.found.images.frames > 1 or self.found.images.is_alone
+
+    @property
+    def encodes_frame_alone(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.encodes_first_frame and self.found.images is not None and self.found.images.is_alone
+
+    def first_latent_frame(self, latents_CFHW: Tensor) -> Tensor:
+        return self.found.layout.first_frame(latents_CFHW)
 
     @property
     def skips_first_frame(self) -> bool:
@@ -302,7 +315,8 @@ class AutomaticFamily(ModelFamily):
         latents, *others = (self.found.layout.axes_for(each) for each in (target, *references))
         if not has_first_frame:
             return {"latents": latents, **self.conditioning_shapes(), **named_references(others)}
-        alone = target if self.encodes_first_frame else target._replace(frames=1)
+        is_whole = self.encodes_first_frame and not self.encodes_frame_alone
+        alone = target if is_whole else target._replace(frames=1)
         return {"latents": latents, **self.conditioning_shapes(), FIRST_FRAME: self.found.layout.axes_for(alone)}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -42,6 +42,11 @@ class Layout:
             axes[self.frames] = cells.frames
         return tuple(axes)
 
+    def first_frame(self, latents: Tensor) -> Tensor:
+        """Return the first latent frame of clips, whose last axes are those of this layout."""
+        assert self.frames is not None
+        return latents.narrow(self.frames - len(self.shape), 0, 1)
+
     def axes_for(self, shape: Shape) -> tuple[int, ...]:
         return self.axes(shape.in_cells(self.cell))
 
@@ -57,6 +62,8 @@ class GivenImages:
     is_first_frame: bool = False
     frames: int = 1
     """Frames that the VAE is given of a first frame: 1, or as many as the clip has, grey after the first."""
+    is_alone: bool = False
+    """True if the latents of a whole clip do not begin with those of its first frame."""
     replaces_noise: bool = False
     """True if the first latent frame is that of the image, not of the noise."""
 

@@ -111,6 +111,7 @@ class HookedPipeline:
         given |= {"num_inference_steps": 4, **ALWAYS, **arguments}
         assert not self.running, "a hook called the pipeline again"
         self.current, self.running = run, True
+        run.has_images = IMAGE in arguments
         # Not by setattr, which would look up each component's class for the pipeline's config.
         own = {**self.stand_ins, "scheduler": self._scheduler(run)}
         before = {name: self.pipeline.__dict__[name] for name in own}
@@ -188,7 +189,8 @@ class HookedPipeline:
         if tuple(run.noise.shape) != tuple(shape):
             wanted = tuple(run.noise.shape)
             raise refused(self.cls.__name__, f"it draws noise of shape {tuple(shape)} where {wanted} was expected")
-        return run.noise
+        # Kandinsky 5 and SANA-Video write the image into it.
+        return run.noise.clone() if run.has_images else run.noise
 
     def _call_denoiser(self, *args: object, **kwargs: object) -> Any:
         given = dict(zip(self.names, args, strict=False)) | kwargs

@@ -63,6 +63,7 @@ class PipelineRun:
     `encodes` says."""
     encodes: Literal["zeros", "mean", "drawn"] = "zeros"
     """Result of the VAE's `encode`: zeros, the mean of the posterior, or what the pipeline draws from it."""
+    has_images: bool = False
     stop_at_noise: bool = False
     encoded: list[Any] = field(default_factory=list)
     drawn: list[tuple[int, ...]] = field(default_factory=list)

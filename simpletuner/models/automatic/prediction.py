@@ -53,7 +53,7 @@ class Predictor:
     hooked: HookedPipeline
     found: Findings
     images: dict[Shape, Image.Image] = field(default_factory=dict)
-    orders: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    orders: dict[tuple[int, ...], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
 
     def predict(
@@ -115,22 +115,42 @@ class Predictor:
         """Reorder what the scheduler's `step` gets (B, ...) as the noise is drawn; a first frame that it does
         not get is zero.
         """
-        where = self.order(shape, values.device)
+        taken, where = self.order(shape, values.device)
         flat, count = values.reshape(len(values), -1), math.prod(shape)
+        flat = flat if taken is None else flat[:, taken]
         empty = flat.new_zeros if count > flat.shape[1] else flat.new_empty
         return empty(len(flat), count).index_copy(1, where, flat).view(-1, *shape)
 
     def to_step(self, latents: Tensor, like: Tensor) -> Tensor:
-        where = self.order(tuple(latents.shape[1:]), like.device)
-        return latents.flatten(1).to(like.device)[:, where].view(like.shape)
+        """Reorder latents as the scheduler's `step` gets them; a first frame that is given is that of `like`."""
+        taken, where = self.order(tuple(latents.shape[1:]), like.device)
+        values = latents.flatten(1).to(like.device)[:, where]
+        if taken is None:
+            return values.view(like.shape)
+        return like.flatten(1).to(values.dtype).index_copy(1, taken, values).view(like.shape)
 
-    def order(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Permutation from elements of the noise to elements that the scheduler's `step` gets."""
+    def order(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor]:
+        """Return places in the noise of the elements that the scheduler's `step` gets, and before them which of
+        these are of the noise; None for all.
+        """
         if shape not in self.orders:
-            low, high = (self._blank(noise).handed for noise in digits(shape, device))
-            assert low is not None and high is not None
-            self.orders[shape] = self._checked(places_of(low[1], high[1]).flatten(), shape)
-        return self.orders[shape].to(device)
+            low, high = (self._stepped(noise) for noise in digits(shape, device))
+            taken = None
+            if self.found.images is not None and self.found.images.replaces_noise:
+                changed = self._stepped(torch.ones(1, *shape, device=device)) != self._stepped(
+                    torch.zeros(1, *shape, device=device)
+                )
+                taken = None if changed.all() else changed.nonzero().flatten()
+            where = places_of(*(each if taken is None else each[taken] for each in (low, high)))
+            self.orders[shape] = taken, self._checked(where, shape)
+        taken, where = self.orders[shape]
+        return None if taken is None else taken.to(device), where.to(device)
+
+    def _stepped(self, noise: Tensor) -> Tensor:
+        """Return the latents that the scheduler's `step` gets for noise (1, ...), flat."""
+        handed = self._blank(noise).handed
+        assert handed is not None
+        return handed[1].flatten()
 
     def vae_map(self, shape: Shape) -> VaeMap:
         """Map from latents to the VAE's input, for an image of a shape in px."""

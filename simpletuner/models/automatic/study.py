@@ -156,8 +156,6 @@ class Study:
         frames = run.shown[0][2] if len(run.shown[0]) == 5 else 1
         if frames not in ({1, self.shape.frames} if self.is_first_frame else {1}):
             raise self.refused(f"its VAE encodes a clip of {frames} frames of the image that it is given")
-        if self.is_first_frame and layout.frames != 1:
-            raise self.refused("the latents of its clips have no axis of frames after that of channels")
         shapes = tuple(Shape(1, each.height, each.width) for each in self.images)
         return GivenImages(shapes, inputs, self.is_first_frame, frames)
 
@@ -203,6 +201,8 @@ class Study:
         count = sum(int((given[name] != changed[name]).sum()) for name in names)
         cells = layout.shape[layout.frames] if layout.frames is not None else 1
         if images is not None and images.is_first_frame and count == noise.numel() // cells * (cells - 1):
+            if layout.frames != 1:  # of channels, frames, rows and columns: the loss leaves out the first frame
+                raise self.refused("a given first frame takes the place of noise whose first axis is not of channels")
             return kinds.pop(), replace(images, replaces_noise=True)
         if count != noise.numel():
             raise self.refused(f"its denoiser is given {count} elements of latents, of which there are {noise.numel()}")

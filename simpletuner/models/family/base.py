@@ -84,6 +84,9 @@ class ModelFamily(PipelineFolder, ABC):
     """True if the denoiser gets the latents of a clip that is grey after its first frame, not that frame's.
     """
 
+    encodes_frame_alone: bool = False
+    """True if that clip ends with its first frame: the latents of a whole clip begin with others (CogVideoX)."""
+
     frame_rate: ClassVar[float] = 24
     """Frames per second of the clips that its published models generate."""
     fuses_qkv: ClassVar[bool] = False
@@ -224,6 +227,10 @@ class ModelFamily(PipelineFolder, ABC):
     def reads_references(self) -> bool:
         """True if text encoders read the references: `encode_edits` then replaces `encode_prompts`."""
         return False
+
+    def first_latent_frame(self, latents_CFHW: Tensor) -> Tensor:
+        """Return the first latent frame of a clip, with an axis of one frame."""
+        return latents_CFHW[:, :1]
 
     @property
     def skips_first_frame(self) -> bool:

@@ -175,8 +175,10 @@ def pixels_of(image: Image) -> Tensor:
     return torch.from_numpy(np.asarray(image, np.float32) / 127.5 - 1).permute(2, 0, 1)[None]
 
 
-def encode_first_frame(vae: Vae, pixels_BCFHW: Tensor) -> Tensor:
-    """Latents of clips with their first frame, and grey in place of the others."""
+def encode_first_frame(vae: Vae, pixels_BCFHW: Tensor, is_alone: bool = False) -> Tensor:
+    """Latents of the first frame of clips alone, or with grey in place of the others."""
+    if is_alone:
+        return vae.encode(pixels_BCFHW[:, :3, :1])
     alone = torch.zeros_like(pixels_BCFHW[:, :3])
     alone[:, :, 0] = pixels_BCFHW[:, :3, 0]
     return vae.encode(alone)

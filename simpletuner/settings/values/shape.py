@@ -75,6 +75,11 @@ class SampleShape(NamedTuple):
         return "+".join([*map(str, (self.target, *self.references)), *given])
 
     @property
+    def is_given(self) -> bool:
+        """True of a sample with images beside its caption."""
+        return bool(self.references or self.has_first_frame)
+
+    @property
     def pixels(self) -> int:
         return self.target.pixels + sum(each.pixels for each in self.references)
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from diffusers import FluxKontextPipeline, QwenImageEditPipeline, WanImageToVideoPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from foreign import build_foreign
 from models.automatic.test_parity import SAME, automatic
 from models.automatic.test_refusals import ADVICE, opened_as, planted
 from models.test_flux2 import dev  # noqa: F401 (a fixture)
 from models.test_image_to_video import given_by as first_frame_of
 from models.test_image_to_video import save_ltx, save_wan
-from models.test_inputs import CPU, PROMPT, diffusers_denoiser, opened, recorded_call, same
+from models.test_inputs import CPU, PROMPT, diffusers_denoiser, diffusers_pipeline, opened, recorded_call, same
 from models.test_references import FAMILIES, folders, images  # noqa: F401 (a fixture)
 from PIL.Image import Image
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 from simpletuner.data.prefetch import named_references
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
+from simpletuner.models.automatic.hooks import ALWAYS, FRAMES
 from simpletuner.models.families import qwen_image
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import sample_losses
@@ -203,7 +205,12 @@ def test_a_fault_that_only_first_frames_show_is_refused(old, new, sentence, pipe
     assert sentence in refusal.value.message and refusal.value.hint == ADVICE
 
 
-def test_what_a_call_does_not_take_is_said(flux, folders, pipelines):  # noqa: F811
+def test_what_a_call_does_not_take_is_said(flux, folders, pipelines, tmp_path):  # noqa: F811
+    kandinsky = build_foreign("Kandinsky5T2VPipeline", tmp_path / "base")
+    index = json.loads((kandinsky / "model_index.json").read_text())
+    (kandinsky / "model_index.json").write_text(json.dumps(index | {"_class_name": "Kandinsky5I2VPipeline"}))
+    with pytest.raises(SettingsError, match="takes the place of noise whose first axis is not of channels"):
+        automatic(kandinsky, proven=False).prove([SampleShape(Shape(5, 64, 64), (), True)], CPU)
     with pytest.raises(SettingsError, match="no input of its denoiser depends on the image that it is given: its call"):
         automatic(flux, proven=False).prove([of_references("kontext")], CPU)
     two = SampleShape(SHAPE, (SMALLEST, SMALLEST))
@@ -219,3 +226,25 @@ def test_what_a_call_does_not_take_is_said(flux, folders, pipelines):  # noqa: F
         SettingsError, match="brings the image that it is given from 160x128 px to 96x96 px: train with"
     ):
         small.prove([of_references("edit"), other], CPU)
+
+
+@pytest.mark.parametrize(("name", "of_captions", "frames"), [("CogVideoX", "CogVideoX", 9), ("Sana", "SanaVideo", 5)])
+def test_a_pipeline_without_a_class_samples_from_a_first_frame_what_diffusers_does(name, of_captions, frames, tmp_path):
+    wider = {"transformer": {"in_channels": 8}} if name == "CogVideoX" else {}
+    folder, clip = build_foreign(f"{of_captions}Pipeline", tmp_path / "base", **wider), Shape(frames, 64, 64)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": f"{name}ImageToVideoPipeline"}))
+    family, given = automatic(folder, proven=False), images([(64, 64)])
+    family.prove([SampleShape(clip, (), True)], CPU)
+    # The VAE of CogVideoX normalizes over frames, so that a clip's latents do not begin with those of its first frame.
+    assert (
+        family.encodes_frame_alone == family.encodes_first_frame == (not family.skips_first_frame) == (name != "Sana")
+    )
+    vae, pipeline, text = family.vae(CPU), diffusers_pipeline(family), encoded(family, given)
+    sampling = SamplingParams(clip, 2, 1.0, seed=7, references=given)
+    ours = vae.decode(family.sample(pipeline.transformer, vae, sampling, text, text)) / 2 + 0.5
+    known = dict.fromkeys(FRAMES, frames) | {"width": 64, "height": 64, "num_inference_steps": 2} | ALWAYS
+    known |= family.found.arguments | {"generator": torch.Generator().manual_seed(7), "image": given[0]}
+    taken = family.predictor(CPU).hooked.parameters
+    theirs = pipeline(prompt=PROMPT, output_type="pt", **{key: each for key, each in known.items() if key in taken})[0]
+    torch.testing.assert_close(ours, theirs.float().transpose(1, 2), atol=1e-3, rtol=0)
