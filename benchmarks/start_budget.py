@@ -79,6 +79,7 @@ def starts(folder: Path, python: str) -> dict[str, Start]:
     return {
         "new run": new_run(folder, python),
         "resume": start(folder, python, steps=2),
+        "new run, LoRA": new_run(folder, python, "--model_type=lora"),
         "new run, FSDP2 on 2 ranks": new_run(folder, python, *SHARDED),
     }
 
