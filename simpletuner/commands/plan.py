@@ -70,6 +70,9 @@ def plan(
     report = Report()
     with report.phase("importing torch"), no_collection():  # after what can be refused without it
         if not measure and "diffusers" not in sys.modules:  # who has imported it may need all of it
+            from simpletuner.private_api.of_torch import leave_out_compiler
+
+            leave_out_compiler()
             from simpletuner.models.opening.unused_packages import leave_out_unused
 
             leave_out_unused(loaded.settings, only_counts=True)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -23,6 +23,8 @@ from torch.autograd import Function
 from simpletuner.counting.step_counter import Execution, StepCounter, Work
 from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.private_api.of_torch import FakeTensor, run_backward, tree_flatten, tree_unflatten
+
+T = TypeVar("T")
 
 CHECKPOINT = "_gradient_checkpointing_func"
 """Attribute of diffusers' modules: the function that calls a block whose activations are recomputed."""
@@ -209,6 +211,11 @@ class Recorder:
         self.counter = StepCounter.of(execution, iter(present))
         self.recording, self.base = Recording(), 0
 
+    def learn(self) -> None:
+        """Run the call uncounted, which shows a SelectiveRecomputation what there is to keep."""
+        with self.counter.casts(), self.counter.forward():
+            self.call.call(self.new_inputs())
+
     def record(self) -> Recording | None:
         """Return what the call takes; None where outputs are views of inputs, or no tensors."""
         counter, recording = self.counter, self.recording
@@ -326,6 +333,8 @@ class BlockReplays:
     counter: StepCounter
     anchor: Tensor
     """Fake, and requires a gradient: also a block whose inputs have none is part of the graph."""
+    learns: bool = False
+    """See `Recorder.learn`: before each call that is run."""
     recordings: dict[object, Recording | None] = field(default_factory=dict)
 
     @contextmanager
@@ -346,7 +355,11 @@ class BlockReplays:
 
         def checkpointed(checkpoint: Callable[..., Any], block: Any, *args: object, **kwargs: object) -> Any:
             call = partial(checkpoint, block)
-            return self.run(block, *blocks[block], call, args, kwargs) if block in blocks else call(*args, **kwargs)
+            if block in blocks:
+                return self.run(block, *blocks[block], call, args, kwargs)
+            if self.learns:
+                self.learn(BlockCall.of(block, None, call, args, kwargs, self.anchor.detach()))
+            return call(*args, **kwargs)
 
         def forward(block: nn.Module, own: Callable[..., Any], *args: object, **kwargs: object) -> Any:
             return (
@@ -369,6 +382,8 @@ class BlockReplays:
         call = BlockCall.of(block, kind, own, args, kwargs, self.anchor.detach())
         recording = None if any(each.requires_grad for each in call.constants) else self.recording_of(call)
         if recording is None:
+            if self.learns:
+                self.learn(call)
             return own(*args, **kwargs)
         inputs = fake_tensors(tree_flatten((args, kwargs))[0])
         anchor = self.anchor if recording.outputs.have_gradient else call.anchor
@@ -383,16 +398,24 @@ class BlockReplays:
             self.recordings[key] = self.recorded(call, unused)
         return self.recordings[key]
 
+    def learn(self, call: BlockCall) -> None:
+        self.aside(Recorder(self.counter.execution, call, ()).learn)
+
     def recorded(self, call: BlockCall, unused: tuple[int, ...]) -> Recording | None:
-        """Count a call, in a thread without the modes of this one."""
-        recorder, before = Recorder(self.counter.execution, call, unused), self.counter.memory.live
+        if self.learns:
+            self.learn(call)
+        return self.aside(Recorder(self.counter.execution, call, unused).record)
+
+    def aside(self, function: Callable[[], T]) -> T:
+        """Call a function in a thread without the modes of this one."""
+        before = self.counter.memory.live
         self.counter.is_paused = True
         try:
             with ThreadPoolExecutor(max_workers=1) as thread:
-                return thread.submit(recorder.record).result()
+                return thread.submit(function).result()
         finally:
             self.counter.is_paused = False
-            # Autocast has one cache for all threads, which the end of the recorded forward pass has cleared.
+            # Autocast has one cache for all threads, which the end of the function's forward pass has cleared.
             self.counter.cast_weights.append(new_storage(self.anchor, before - self.counter.memory.live))
 
 

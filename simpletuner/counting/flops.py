@@ -8,7 +8,7 @@ Kernels and casts of CUDA are replaced by fakes, so that a machine without a GPU
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+from torch.utils.flop_counter import conv_flop_count, flop_registry, shape_wrapper
 
 from simpletuner.models.family.adapter import freeze
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.model.blocks import recommended_blocks
-from simpletuner.private_api.of_torch import tree_flatten, tree_map_only
+from simpletuner.private_api.of_torch import TorchDispatchMode, tree_flatten, tree_map_only
 
 META = torch.device("meta")
 
@@ -37,21 +37,22 @@ def shapes_of(latents_BCHW: Tensor, conditioning: Mapping[str, Tensor]) -> Shape
     return tuple((name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items())
 
 
-class WholeModel(nullcontext[None]):
-    """Replacement of FlopCounterMode's ModuleTracker, for a count without names of modules. Its hooks run in
-    all modules of the process, and other threads may be encoding.
+class FlopCounterMode(TorchDispatchMode):
+    """Count all products, convolutions and attention of this thread, by the formulas of torch's own mode.
 
-    Its hooks run in all modules of the process, and other threads may be encoding.
+    That one registers hooks in all modules of the process, where other threads may be encoding, and asks of every
+    operator what it decomposes into: nothing, since below autograd all are decomposed.
     """
 
-    parents = frozenset({"Global"})
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
 
-
-def flop_counter() -> FlopCounterMode:
-    """Return a counter of all products, convolutions and attention of this thread."""
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: convolution_backward})
-    counter.mod_tracker = WholeModel()
-    return counter
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if (formula := FORMULAS.get(func.overloadpacket)) is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=outputs)
+        return outputs
 
 
 def convolution_backward(
@@ -63,6 +64,18 @@ def convolution_backward(
     return conv_flop_count(input_shape, weight_shape, output_shape, is_transposed) * sum(is_wanted[:2])
 
 
+FORMULAS = {**flop_registry, torch.ops.aten.convolution_backward: shape_wrapper(convolution_backward)}
+
+
+def tensors_among(arguments: Iterable[object]) -> Iterator[Tensor]:
+    """Yield the tensors among arguments of an operator, in lists, too; torch's trees take ten times as long."""
+    for each in arguments:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from tensors_among(each)
+
+
 class HostTensorsMoved(TorchFunctionMode):
     """Move CPU tensors to the meta device where they meet tensors there.
 
@@ -71,7 +84,7 @@ class HostTensorsMoved(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: object = None) -> Any:
         given = (args, kwargs or {})
-        tensors = [each for each in tree_flatten(given)[0] if isinstance(each, Tensor)]
+        tensors = list(tensors_among([*args, *given[1].values()]))
         if any(each.is_meta for each in tensors) and not all(each.is_meta or each.ndim == 0 for each in tensors):
             if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
                 given = ((args[0], args[1].nonzero(as_tuple=True)), {})  # how many are chosen is known here alone
@@ -132,12 +145,12 @@ def count_flops(family: ModelFamily, model: nn.Module, shapes: Shapes) -> int:
     latents, timesteps = inputs.pop("latents"), torch.empty(1, device=META)
     blocks, unused = RepeatedBlocks(), family.unused_parameters()
     try:
-        with flop_counter() as counter, HostTensorsMoved(), blocks.run_once_each(model, unused):
+        with FlopCounterMode() as counter, HostTensorsMoved(), blocks.run_once_each(model, unused):
             prediction = family.predict(model, latents, timesteps, inputs)
             backward([prediction, *blocks.entered])
     finally:
         model.zero_grad()
-    return counter.get_total_flops() + blocks.skipped_flops
+    return counter.flops + blocks.skipped_flops
 
 
 def meta_input(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -195,9 +208,9 @@ class RepeatedBlocks:
                 outputs, flops = self.known[key]
                 self.skipped_flops += flops
             else:
-                with flop_counter() as counter:
+                with FlopCounterMode() as counter:
                     outputs = run_alone(forward, args, kwargs)
-                self.known[key] = outputs, counter.get_total_flops()
+                self.known[key] = outputs, counter.flops
             return tree_map_only(Tensor, cut_off, outputs)
 
         return run

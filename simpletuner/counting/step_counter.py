@@ -5,16 +5,16 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-from simpletuner.counting.flops import CudaAutocast, convolution_backward
+from simpletuner.counting.flops import FORMULAS, CudaAutocast
 from simpletuner.parallel.model.activations import CastParameter, HostMemory
 from simpletuner.private_api.of_torch import FakeTensor, TorchDispatchMode, device_of, tree_iter
 
@@ -137,7 +137,7 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(attention_backward),
 }
 KEEPS_KEY_AND_VALUE = {aten._scaled_dot_product_flash_attention_for_cpu}
-FLOPS = {**flop_registry, aten.convolution_backward: shape_wrapper(convolution_backward), **ATTENTION}
+FLOPS = FORMULAS | ATTENTION
 """FLOPs of those operators whose time is that of their arithmetic."""
 
 
@@ -189,8 +189,11 @@ class StepCounter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        with self.memory, CudaAutocast() if self.execution.on_gpu else nullcontext():
+        with self.memory, self.casts():
             yield
+
+    def casts(self) -> AbstractContextManager[object]:
+        return CudaAutocast() if self.execution.on_gpu else nullcontext()
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -145,6 +145,8 @@ def operator_build_folder(name: str) -> str:
 
 
 COMPILER, KERNELS = "torch._dynamo", "torch._inductor"
+SOURCE = f"{COMPILER}.source"
+"""Names where a tensor comes from; a fake one of a real one is given such a name."""
 ALONE = [f"{COMPILER}.config", f"{COMPILER}._trace_wrapped_higher_order_op"]
 """Modules of it that do without the others. Recomputation reads the first, transformers imports the second."""
 
@@ -162,6 +164,12 @@ class ModuleStub(ModuleType):
             raise AttributeError(f"module {self.__name__} has no {name}")
         load_compiler()
         return getattr(import_module(self.__name__), name)
+
+
+class UnnamedSource:
+    """Stand-in for where a tensor comes from, which only a compiler asks for."""
+
+    def __init__(self, *_: object) -> None: ...
 
 
 class LoadsCompiler:
@@ -199,7 +207,8 @@ def load_compiler() -> None:
     if not isinstance(sys.modules.get(COMPILER), ModuleStub):
         return
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, LoadsCompiler)]
-    del sys.modules[COMPILER]
+    for name in (COMPILER, SOURCE):
+        del sys.modules[name]
     compiler = import_module(COMPILER)
     for name in ALONE:  # one that was imported before is no attribute of it yet
         setattr(compiler, name.rpartition(".")[2], import_module(name))
@@ -221,6 +230,8 @@ def leave_out_compiler() -> None:
     answers["trace_rules"] = ModuleStub(f"{COMPILER}.trace_rules", {"clear_lru_cache": same})
     answers["utils"] = ModuleStub(f"{COMPILER}.utils", {"get_optimize_ddp_mode": lambda: "ddp_optimizer"})
     answers["eval_frame"] = ModuleStub(f"{COMPILER}.eval_frame", {"OptimizedModule": type("OptimizedModule", (), {})})
+    names = ("ConstantSource", "AttrSource", "RandomValueSource")
+    answers["source"] = sys.modules[SOURCE] = ModuleStub(SOURCE, dict.fromkeys(names, UnnamedSource))
     answers |= {"__spec__": find_spec(COMPILER), "__path__": []}
     sys.modules[COMPILER] = torch._dynamo = ModuleStub(COMPILER, answers)
     sys.meta_path.insert(0, LoadsCompiler())

@@ -14,9 +14,10 @@ from models.test_inputs import BY_CLASS, opened
 from torch import nn
 
 from simpletuner.counting import block_replay
-from simpletuner.counting.step_counter import Execution
+from simpletuner.counting.step_counter import Execution, MetaMemory
 from simpletuner.counting.step_trace import NUMBERS, new_mode, trace_step, with_fake_parameters
 from simpletuner.models.family.base import ModelFamily, family_class
+from simpletuner.parallel.model.activations import recompute_within
 from simpletuner.private_api.of_torch import FakeTensorMode
 from simpletuner.settings.declared.sections import Data, Lora, Model, Settings
 from simpletuner.settings.values.shape import Shape
@@ -41,14 +42,19 @@ def deep(family: str, folder: Path, target: Path, layers: Mapping[str, int], **m
     return opened, with_fake_parameters(denoiser.train(), mode), mode
 
 
-def compare(family: ModelFamily, model: nn.Module, mode: FakeTensorMode, **how: bool) -> None:
-    """Trace a model in which all blocks run, and with replays."""
+def compare(
+    family: ModelFamily, model: nn.Module, mode: FakeTensorMode, share: float | None = None, **how: bool
+) -> None:
+    """Trace a model in which all blocks run, and with replays; of its activations a `share` may be kept."""
     execution = Execution(torch.bfloat16, autocast=True, on_gpu=True, **how)
+    traces = []
     # The first trace of a model makes tables of positions, which its later ones find.
-    _, whole, found = (
-        trace_step(family, model, mode, family.input_shapes(SHAPE), 2, execution, replays)
-        for replays in (True, False, True)
-    )
+    for replays in (True, False, True):
+        if share is not None:
+            recompute_within(model, share, MetaMemory("meta") if execution.offloads else None)
+        shapes = family.input_shapes(SHAPE)
+        traces.append(trace_step(family, model, mode, shapes, 2, execution, replays, learns=share is not None))
+    _, whole, found = traces
     assert found.released == whole.released
     peak = whole.peak_bytes(0)
     for name in NUMBERS:
@@ -99,23 +105,25 @@ def test_what_one_block_takes_is_what_each_of_its_kind_takes(key, pipelines, rec
 
 
 @pytest.mark.parametrize(
-    ("family", "model_type", "recomputes", "offloads"),
+    ("family", "model_type", "recomputes", "offloads", "share"),
     [
-        ("flux", "lora", True, False),
-        ("flux", "lora", False, True),
-        ("pixart_sigma", "full", False, True),
-        ("chroma", "full", True, False),  # whose blocks are called with a mask of each call
+        ("flux", "lora", True, False, None),
+        ("flux", "lora", False, True, None),
+        ("flux", "lora", True, False, 0.5),
+        ("pixart_sigma", "full", False, True, None),
+        ("qwen_image", "full", True, True, 0.5),  # whose last block is like no other
+        ("chroma", "full", True, False, None),  # whose blocks are called with a mask of each call
     ],
 )
-def test_the_same_with_a_lora_and_with_offloaded_activations(
-    family, model_type, recomputes, offloads, pipelines, tmp_path
+def test_the_same_with_a_lora_and_with_offloaded_or_some_kept_activations(
+    family, model_type, recomputes, offloads, share, pipelines, tmp_path
 ):
     layers = dict.fromkeys(
         ("num_layers", "num_single_layers") if family in ("flux", "chroma") else ("num_layers",), BLOCKS
     )
     found, model, mode = deep(family, pipelines(family), tmp_path / "base", layers, model_type=model_type)
     model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
-    compare(found, model, mode, offloads=offloads)
+    compare(found, model, mode, share, offloads=offloads)
 
 
 def test_blocks_that_differ_all_run_and_models_are_left_as_they_were(pipelines, tmp_path, recorded):
