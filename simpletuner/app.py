@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,23 +16,8 @@ from typer.exceptions import TyperException
 from typer.main import get_command
 
 from simpletuner import __version__
-from simpletuner.commands.cache import build_cache
-from simpletuner.commands.config import build_config
-from simpletuner.commands.dataset import build_dataset
-from simpletuner.commands.deepspeed import build_deepspeed
-from simpletuner.commands.detect_blocks import SHOWN, detect_blocks
-from simpletuner.commands.help import SettingsCommand
-from simpletuner.commands.models import models
-from simpletuner.commands.net import build_net
-from simpletuner.commands.nfs import build_nfs
-from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, outranked_flags, with_settings
-from simpletuner.commands.page import page
-from simpletuner.commands.plan import plan
-from simpletuner.commands.recipes import recipes
-from simpletuner.commands.runs import build_runs, status
-from simpletuner.commands.shell.completions import completion, print_completions, words_of
+from simpletuner.commands.listing import COMMANDS
 from simpletuner.commands.shell.scripts import LINE, PROGRAMS
-from simpletuner.commands.train import train
 from simpletuner.errors import (
     SIGNAL_CODES,
     ExitCode,
@@ -49,6 +34,8 @@ from simpletuner.system.processes.console import lasting, open_standard_streams
 
 DEBUG = "SIMPLETUNER_DEBUG"
 """Set it, or pass --debug, to see the whole traceback of an error."""
+LISTS = ("--help", "-h", "--version")
+"""First words for which the names of all commands are enough."""
 
 
 def show_version(wanted: bool) -> None:
@@ -60,7 +47,8 @@ def show_version(wanted: bool) -> None:
 def build_app(only: str = "") -> typer.Typer:
     """Assemble the command line: one short file per subcommand in `commands/`.
 
-    With `only` the name of a command, just that one: the settings of all of them take Typer 80 ms.
+    With `only` the name of a command, just that one: the settings of all of them take Typer 80 ms. With one of LISTS
+    all commands, but nothing of them that runs.
     """
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, add_completion=False)
 
@@ -72,41 +60,9 @@ def build_app(only: str = "") -> typer.Typer:
         debug: bool = typer.Option(False, "--debug", help="Show the whole traceback of an error; after any command."),
     ) -> None: ...
 
-    settings = {"cls": SettingsCommand, "context_settings": UNKNOWN_FLAGS}
-    commands: dict[str, Callable[[str], object]] = {
-        "train": lambda name: app.command(name, **settings)(with_settings(train)),
-        "detect-blocks": lambda name: app.command(name, **settings)(with_settings(detect_blocks, SHOWN)),
-        "plan": lambda name: app.command(name, **settings)(with_settings(plan)),
-        "models": lambda name: app.command(name)(models),
-        "recipes": lambda name: app.command(name)(recipes),
-        "page": lambda name: app.command(name)(page),
-        "config": lambda name: app.add_typer(build_config(), name=name),
-        "dataset": lambda name: app.add_typer(build_dataset(), name=name),
-        "deepspeed": lambda name: app.add_typer(build_deepspeed(), name=name),
-        "cache": lambda name: app.add_typer(build_cache(), name=name),
-        "nfs": lambda name: app.add_typer(build_nfs(), name=name),
-        "status": lambda name: app.command(name)(status),
-        "runs": lambda name: app.add_typer(build_runs(), name=name),
-        "sample": lambda name: app.command(name)(sample_command()),
-        "lora": lambda name: app.add_typer(build_lora(), name=name),
-        "net": lambda name: app.add_typer(build_net(), name=name),
-        "completion": lambda name: app.command(name)(completion),
-    }
-    for name in [only] if only in commands else commands:
-        commands[name](name)
+    for name in [only] if only in COMMANDS else COMMANDS:
+        (COMMANDS[name].list_in if only in LISTS else COMMANDS[name].add)(app, name)
     return app
-
-
-def sample_command() -> Callable[..., None]:
-    from simpletuner.commands import sample
-
-    return sample.sample
-
-
-def build_lora() -> typer.Typer:
-    from simpletuner.commands import lora  # not of a start: tests/end_to_end/test_start_budget.py
-
-    return lora.build_lora()
 
 
 @cache
@@ -130,10 +86,12 @@ def run(program: str, arguments: Sequence[str]) -> None:
     Raises SettingsError for a command line that Typer does not understand.
     """
     if line := os.environ.get(LINE):  # not a command: a shell asks for completions
+        from simpletuner.commands.shell.completions import print_completions, words_of
+
         words = words_of(line, PROGRAMS)
-        print_completions(command_of(program, words[0] if len(words) > 1 else ""), line)
+        print_completions(command_of(program, words[0] if len(words) > 1 else LISTS[0]), line)
         raise SystemExit(int(ExitCode.OK))
-    command = command_of(program, next(iter(arguments), ""))
+    command = command_of(program, next(iter(arguments), LISTS[0]))
     try:
         code = command(arguments, prog_name=program, standalone_mode=False, help_option_names=["-h", "--help"])
     except typer.Abort:
@@ -184,11 +142,10 @@ def run_safely(given: Sequence[str], program: str, debug: bool) -> None:
             arguments = [argument for argument in given if argument != "--debug"]
             if home := ensure_home(os.environ):
                 Report().warn(f"there is no HOME, and user {os.getuid()} has no name: {home} is used; set HOME")
-            if os.environ.get("RANK", "0") == "0":  # each rank has the same command line
-                Report().warn_all(outranked_flags(arguments))
-                if LINE not in os.environ and (warning := check_installation(Path(__file__).parent)):
-                    Report().warn(warning)
-            run(program, normalize_argv(arguments))
+            is_asked = LINE in os.environ or os.environ.get("RANK", "0") != "0"  # by a shell, or by the launcher
+            if not is_asked and (warning := check_installation(Path(__file__).parent)):
+                Report().warn(warning)
+            run(program, spelled(program, arguments))
     except SimpleTunerError as error:
         print_error(error)
         if debug:
@@ -207,6 +164,17 @@ def run_safely(given: Sequence[str], program: str, debug: bool) -> None:
         raise SystemExit(int(ExitCode.BUG)) from None
     finally:
         stop_run_log()
+
+
+def spelled(program: str, arguments: list[str]) -> list[str]:
+    """Return the arguments with flags of settings as these are declared; warn of those that are given twice."""
+    if program == "simpletuner" and (not arguments or arguments[0] in LISTS):
+        return arguments
+    from simpletuner.commands.options import normalize_argv, outranked_flags
+
+    if os.environ.get("RANK", "0") == "0":  # each rank has the same command line
+        Report().warn_all(outranked_flags(arguments))
+    return normalize_argv(arguments)
 
 
 def print_error(error: SimpleTunerError) -> None:

@@ -7,7 +7,7 @@ import io
 import os
 from pathlib import Path
 
-from simpletuner.app import main
+from simpletuner.app import LISTS, command_of, main
 
 GOLDEN = Path(__file__).with_name("help.txt")
 COMMANDS = (
@@ -52,6 +52,14 @@ def render_all() -> str:
         os.environ.pop("COLUMNS")
         if columns is not None:
             os.environ["COLUMNS"] = columns
+
+
+def test_what_is_listed_without_its_module_is_what_the_command_says():
+    listed, whole = (
+        {name: each.get_short_help_str(1000) for name, each in command_of("simpletuner", word).commands.items()}
+        for word in (LISTS[0], "")
+    )
+    assert listed == whole and list(listed) == list(whole)
 
 
 def test_help_is_the_reviewed_one():

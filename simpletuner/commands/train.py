@@ -26,14 +26,16 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again to resume."""
-    from simpletuner.launch.plan import is_rank
-    from simpletuner.launch.started_tasks import rank_variables
-    from simpletuner.launch.supervisor import launch_ranks
-    from simpletuner.models.catalog.support import check_runnable
     from simpletuner.settings.resolving.sources import collect_sources
     from simpletuner.tools.run_check import check_run, load_run
 
     loaded = load_run(collect_sources(flags, config, os.environ))
+    # after what a mistake ends, which takes half as long without them
+    from simpletuner.launch.plan import is_rank
+    from simpletuner.launch.started_tasks import rank_variables
+    from simpletuner.launch.supervisor import launch_ranks
+    from simpletuner.models.catalog.support import check_runnable
+
     if not dry_run and (variables := rank_variables(loaded.settings.launch, os.environ)):
         os.environ.update(variables)
         loaded = load_run(collect_sources(flags, config, os.environ))  # num_processes is what was started

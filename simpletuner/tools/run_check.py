@@ -40,16 +40,17 @@ def load_run(sources: Iterable[Source], complete: bool = True) -> Loaded:
 
 def errors_around(error: InvalidSettings) -> list[SimpleTunerError]:
     """Add to the mistakes of settings what is wrong with the model and the files that they name."""
-    from simpletuner.data.config.datasets import load_datasets
-    from simpletuner.models.catalog.support import check_with_model
-
     model, data = error.settings.model, error.settings.data
     before: list[SimpleTunerError] = []
     after: list[SimpleTunerError] = []
     if model.model_family and error.invalid.isdisjoint(MODEL_SETTINGS):
+        from simpletuner.models.catalog.support import check_with_model
+
         with collect_error(before):
             check_with_model(error.settings, error.origins)
     if data.data_backend_config is not None:
+        from simpletuner.data.config.datasets import load_datasets
+
         with collect_error(after), naming_places(error.origins, "data_backend_config"):
             load_datasets(data, model.model_type)
     collect_named_files(error.settings, error.origins, after)
@@ -111,22 +112,25 @@ def warnings_about_data(loaded: Loaded, datasets: Sequence[ImageDataset]) -> Ite
 def collect_named_files(settings: Settings, origins: Mapping[str, Origin], errors: list[SimpleTunerError]) -> None:
     """Add an error for each secret, checkpoint, file of prompts and the like that cannot be used."""
     from simpletuner.checkpoints.layout import NAME, find_resume_folders
-    from simpletuner.data.config.places import mirror_place
-    from simpletuner.data.config.validation_prompts import load_prompts
-    from simpletuner.data.storage.storage import check_obstore
     from simpletuner.launch.store import message_signer
-    from simpletuner.models.catalog.support import check_prompt_sizes
 
     with collect_error(errors), naming_places(origins, "report_to"):
         check_installed(settings.logging.report_to)
     with collect_error(errors), naming_places(origins, "run_secret_file"):
         message_signer(settings.launch.run_secret_file)
-    with collect_error(errors), naming_places(origins, "validation_prompt_file"):
-        check_prompt_sizes(settings, load_prompts(settings.validation))
+    if settings.validation.samples_images or settings.validation.validation_images:
+        from simpletuner.data.config.validation_prompts import load_prompts
+        from simpletuner.models.catalog.support import check_prompt_sizes
+
+        with collect_error(errors), naming_places(origins, "validation_prompt_file"):
+            check_prompt_sizes(settings, load_prompts(settings.validation))
     with collect_error(errors), naming_places(origins, "push_to_hub"):
         check_hub_token(settings)
     root, wanted = settings.training.output_dir / "checkpoints", settings.checkpoints
     if wanted.mirror_output:
+        from simpletuner.data.config.places import mirror_place
+        from simpletuner.data.storage.storage import check_obstore
+
         with collect_error(errors), naming_places(origins, "mirror_output"):
             check_obstore(mirror_place(wanted.mirror_output))
         if NAME.fullmatch(wanted.resume_from_checkpoint):

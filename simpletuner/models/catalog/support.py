@@ -6,10 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from simpletuner.data.config.dataset_types import ImageDataset
-from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.errors import BrokenRule, SettingsError, SimpleTunerError, collect_error, join_errors
 from simpletuner.models.catalog.architecture import architecture_in_folder, is_path
 from simpletuner.models.catalog.preset import Preset
@@ -32,6 +30,10 @@ from simpletuner.settings.declared.sections import SECTION_OF, Model, Settings, 
 from simpletuner.settings.resolving.places import naming_places, with_places
 from simpletuner.settings.values.parsed import DIFFUSERS
 from simpletuner.settings.values.shape import Shape, parse_shapes
+
+if TYPE_CHECKING:
+    from simpletuner.data.config.dataset_types import ImageDataset
+    from simpletuner.data.config.validation_prompts import ValidationPrompt
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, JsonValue, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, SecretStr, model_validator
 from pydantic.fields import FieldInfo
 
 from simpletuner.settings.declared.knob import Section, knob, with_own_defaults
@@ -361,20 +361,20 @@ class Hub(Section):
 class Settings(Section):
     """All sections of a run; each part of the program is given only the ones it needs."""
 
-    model: Model = Model()
-    lora: Lora = Lora()
-    data: Data = Data()
-    training: Training = Training()
-    optimizer: Optimizer = Optimizer()
-    objective: ObjectiveSettings = ObjectiveSettings()
-    ema: Ema = Ema()
-    parallel: Parallel = Parallel()
-    launch: Launch = Launch()
-    compile: Compile = Compile()
-    checkpoints: Checkpoints = Checkpoints()
-    validation: Validation = Validation()
-    logging: Logging = Logging()
-    hub: Hub = Hub()
+    model: Model = Field(default_factory=Model)
+    lora: Lora = Field(default_factory=Lora)
+    data: Data = Field(default_factory=Data)
+    training: Training = Field(default_factory=Training)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    objective: ObjectiveSettings = Field(default_factory=ObjectiveSettings)
+    ema: Ema = Field(default_factory=Ema)
+    parallel: Parallel = Field(default_factory=Parallel)
+    launch: Launch = Field(default_factory=Launch)
+    compile: Compile = Field(default_factory=Compile)
+    checkpoints: Checkpoints = Field(default_factory=Checkpoints)
+    validation: Validation = Field(default_factory=Validation)
+    logging: Logging = Field(default_factory=Logging)
+    hub: Hub = Field(default_factory=Hub)
 
     @property
     def effective_batch_size(self) -> int:

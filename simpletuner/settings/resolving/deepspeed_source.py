@@ -36,19 +36,21 @@ def apply_deepspeed_config(merged: MergedValues) -> list[str]:
 
     A setting that another source gives with another value is a mistake that names both.
     """
+    if (given := merged.values.get(NAME)) is None:
+        return []
     try:
-        config = validate_value(NAME, merged.values.get(NAME))
+        config = validate_value(NAME, given)
     except ValidationError:
         return []  # validation says so
     if config is None:
         return []
     parsed = parse(config, merged)
     origin = merged.origins[NAME]
-    for given in parsed.settings:
+    for setting in parsed.settings:
         # Two names of one schedule do not contradict each other.
-        same = given.name == "lr_scheduler" and given.value in CONSTANT and merged.value(given.name) in CONSTANT
+        same = setting.name == "lr_scheduler" and setting.value in CONSTANT and merged.value(setting.name) in CONSTANT
         if not same:
-            merged.require_equal(given, origin.source)
+            merged.require_equal(setting, origin.source)
     split_batch(parsed, merged, origin.source)
     if merged.value("zero_stage") is None and not parsed.mistakes:
         message = f"{NAME} ({origin}) names no ZeRO stage: set zero_stage, or leave it out"
