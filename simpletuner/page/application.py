@@ -64,7 +64,7 @@ def build_application(
     application.state.decoding = threading.BoundedSemaphore(2)
     application.state.watched, application.state.rows = Watched(), KeptRows()
     application.state.planning = Planning(commands)
-    application.state.exporting = Exporting(commands)
+    application.state.exporting, application.state.sampling = Exporting(commands), Exporting(commands, "sampled")
     application.state.processes = processes = Processes()
     application.state.runs = runs_in_folders = RunList(folders, processes)
     application.state.queue = RunQueue(folders, processes, runs_in_folders, application.state.saving)

@@ -14,12 +14,13 @@ from simpletuner.page.configurations import list_files
 from simpletuner.page.queue import waiting as queue
 from simpletuner.page.queue.waiting import MachineBusy, queue_fragment, queue_of
 from simpletuner.page.rendering import field, folders_of, render, respond, respond_error, toast
-from simpletuner.page.runs import results, watching
+from simpletuner.page.runs import results, samples, watching
 from simpletuner.page.runs.fragments import Fragment, KeptRows, fragments_of, view_of, watched_of
 from simpletuner.page.runs.processes import leave_run, stop_run
 from simpletuner.runs.folder import open_run
 from simpletuner.runs.gallery import FILE
 from simpletuner.runs.listing import RunList
+from simpletuner.runs.settings_record import SETTINGS, base_of, read_settings
 
 STOP_POLLING = 286
 """HTTP status by which htmx ends a poll."""
@@ -51,9 +52,17 @@ def show_run(request: Request) -> Response:
     names = [run.name for run in runs]
     others = [run.name for run in run_list(request).runs() if run.name not in names]
     query = urlencode({"run": names[0], "with": names[1:], "smoothing": smoothing}, doseq=True)
-    values = {"names": names, "others": others, "smoothings": tuple(watching.SMOOTHING), "smoothing": smoothing}
+    values = {
+        "names": names,
+        "others": others,
+        "smoothings": tuple(watching.SMOOTHING),
+        "smoothing": smoothing,
+    }
     fragments = {each.name: each for each in fragments_of(request, runs, smoothing)}
-    return respond(request, "runs/run", title=names[0], query=query, fragments=fragments, **values)
+    settings = read_settings(runs[0].path / SETTINGS) if runs[0].file(SETTINGS) is not None else None
+    base, is_lora = base_of(settings or {}), (settings or {}).get("model_type") == "lora"
+    shown = {"fragments": fragments, "base": base, "is_lora": is_lora}
+    return respond(request, "runs/run", title=names[0], query=query, **shown, **values)
 
 
 def poll_run(request: Request) -> Response:
@@ -128,4 +137,5 @@ ROUTES = [
     *queue.ROUTES,
     *results.CHECKPOINT_ROUTES,
     *results.ROUTES,
+    *samples.ROUTES,
 ]

@@ -14,6 +14,7 @@ from simpletuner.page.rendering import field, folders_of, render
 from simpletuner.page.runs import watching
 from simpletuner.page.runs.processes import processes_of
 from simpletuner.page.runs.results import Exporting, list_results
+from simpletuner.page.runs.samples import tried_images
 from simpletuner.page.runs.watching import Watched
 from simpletuner.runs.charts import STYLES
 from simpletuner.runs.checkpoints import list_rows
@@ -70,6 +71,7 @@ def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) ->
             partial(draw, watched, list(runs), smoothing),
         ),
         made("images", run=run, prompts=prompts, note=note, version=round(known.started)),
+        made("tried", run=run, tried=tried_images(run), job=request.app.state.sampling.jobs.get(run.path)),
         made(
             "checkpoints",
             run=run,

@@ -152,9 +152,10 @@ class ExportJob:
 
 @dataclass
 class Exporting:
-    """The exports that this page was asked for, the last one of each run."""
+    """The exports, or samples, that this page was asked for, the last one of each run."""
 
     commands: AwaitedCommands
+    participle: str = "exported"
     jobs: dict[Path, ExportJob] = dataclass_field(default_factory=dict)
 
     def begin(self, run: RunFolder, checkpoint: str, command: Sequence[str]) -> None:
@@ -163,7 +164,9 @@ class Exporting:
             raise SettingsError(f"{checkpoint} of {run.name}: NUL characters are no part of a name", "remove them")
         job = self.jobs.get(run.path)
         if job is not None and job.is_running:
-            raise EnvironmentNotReady(f"{job.checkpoint} of {run.name} is being exported", "wait until it is written")
+            raise EnvironmentNotReady(
+                f"{job.checkpoint} of {run.name} is being {self.participle}", "wait until it is written"
+            )
         self.jobs[run.path] = job = ExportJob(checkpoint, command, time.time())
         threading.Thread(target=self.export, args=(job,), name="export", daemon=True).start()
 

@@ -1,0 +1,112 @@
+"""Prompts that are tried on a run from its page: `simpletuner sample` in a process of its own, and its images."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from simpletuner.errors import SettingsError
+from simpletuner.page.rendering import field, folders_of
+from simpletuner.page.runs.results import Exporting
+from simpletuner.page.runs.watching import Watched
+from simpletuner.runs.folder import RunFolder, open_run
+from simpletuner.runs.gallery import WEIGHTS
+from simpletuner.runs.images import ImageInfo, read_info
+from simpletuner.settings.declared.errors import shorten
+from simpletuner.training.validation.sample_requests import SAMPLES
+
+FILE = re.compile(
+    rf"(step-\d{{6,12}}-({'|'.join(WEIGHTS)})-\d{{1,20}}(-\d{{1,5}})?|[0-9a-f]{{24}}-({'|'.join(WEIGHTS)}))\.png"
+)
+"""Names that `simpletuner sample` gives."""
+MOST_FILES, MOST_SHOWN = 2000, 12
+EDGES_PX = ("160", "512")
+OPTIONS = ("seed", "size", "strength", "checkpoint", "steps", "guidance")
+LONGEST = 2000
+
+
+@dataclass(frozen=True)
+class TriedImage:
+    """An image that was asked for: its name, how it was made, and when, which its address has."""
+
+    name: str
+    info: ImageInfo
+    written: int
+
+    @property
+    def label(self) -> str:
+        return "base" if self.info.weights == "base" else f"{self.info.weights}, step {self.info.step:,}"
+
+
+def tried_images(run: RunFolder) -> list[list[TriedImage]]:
+    """Return the images of the folder, the newest first: those of one prompt, seed and size beside one another."""
+    if not run.holds_folder(SAMPLES):
+        return []
+    with os.scandir(run.path / SAMPLES) as entries:
+        named = [each for each in islice(entries, MOST_FILES) if FILE.fullmatch(each.name)]
+    files = [each for each in named if each.is_file(follow_symlinks=False)]
+    found = [(each.stat(follow_symlinks=False).st_mtime_ns, each.name) for each in files]
+    groups: dict[tuple[object, ...], list[TriedImage]] = {}
+    for written, name in sorted(found, reverse=True)[:MOST_SHOWN]:
+        if (info := info_of(run.path / SAMPLES / name)) is not None:
+            key = (info.prompt, info.negative_prompt, info.seed, info.size, info.guidance, info.num_inference_steps)
+            groups.setdefault(key, []).append(TriedImage(name, info, written))
+    return [sorted(each, key=lambda image: (image.info.weights != "base", -image.written)) for each in groups.values()]
+
+
+def info_of(path: Path) -> ImageInfo | None:
+    try:
+        return read_info(path)[1]
+    except OSError:  # damaged, or removed meanwhile
+        return None
+
+
+def try_prompt(request: Request) -> Response:
+    """Begin to sample a prompt; the page of the run shows the images."""
+    run = open_run(folders_of(request), field(request, "run"))
+    prompt = field(request, "prompt").strip()
+    if not prompt:
+        raise SettingsError("which prompt?", "write what the image should show")
+    sampling: Exporting = request.app.state.sampling
+    sampling.begin(run, shorten(prompt), ["sample", str(run.path), *arguments(request, prompt)])
+    return HTMLResponse(headers={"HX-Trigger": json.dumps({"attend": {"id": "tried-title"}})})
+
+
+def arguments(request: Request, prompt: str) -> Sequence[str]:
+    """Return the command's options, each with its value in one word: none is taken for another option."""
+    given = {name: field(request, name).strip() for name in OPTIONS}
+    flags = [f"--{name}={value}" for name, value in given.items() if value]
+    if base := field(request, "base"):  # as the user was shown it, and agreed
+        flags.append(f"--pretrained_model_name_or_path={base}")
+    if longest := next((each for each in (prompt, *flags) if len(each) > LONGEST), ""):
+        raise SettingsError(f"{shorten(longest)} has {len(longest):,} letters", f"up to {LONGEST:,} are taken here")
+    return [f"--prompt={prompt}", *flags, *["--with_base"] * (field(request, "with_base") == "on")]
+
+
+def show_image(request: Request) -> Response:
+    """Send an image as WebP. Its place is put together here, from a name that cannot lead elsewhere."""
+    run = open_run(folders_of(request), field(request, "run"))
+    name, edge = field(request, "name"), field(request, "edge")
+    path = run.file(f"{SAMPLES}/{name}") if FILE.fullmatch(name) and edge in EDGES_PX else None
+    if path is None:
+        raise SettingsError("there is no such image", "the page of the run shows those there are")
+    watched: Watched = request.app.state.watched
+    known = watched.of(run)
+    with known.lock:
+        content = known.gallery.thumbnail(path, int(edge))
+    return Response(content, media_type="image/webp", headers={"Cache-Control": "private, max-age=3600"})
+
+
+ROUTES = [
+    Route("/runs/sample", try_prompt, methods=["POST"]),
+    Route("/runs/sample/image", show_image),
+]
