@@ -95,3 +95,10 @@ def test_listings_end_quietly_where_their_reader_has_read_enough():
     command = f'"{sys.executable}" -m simpletuner models | head -1; echo "${{PIPESTATUS[*]}}"'
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100)
     assert done.stdout.endswith(" 0\n") and done.stdout.count("\n") == 2 and done.stderr == ""
+
+
+@pytest.mark.parametrize("command", [[], ["config"]])
+def test_a_command_without_its_subcommand_prints_its_help_as_an_error(command):
+    done = subprocess.run([sys.executable, "-m", "simpletuner", *command], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("Usage: simpletuner") and "Commands:" in done.stderr
