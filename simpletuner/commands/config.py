@@ -41,11 +41,12 @@ class Format(StrEnum):
     DSTACK = "dstack"
     AI_TOOLKIT = "ai-toolkit"
     KOHYA = "kohya"
+    MUSUBI = "musubi"
     DIFFUSION_PIPE = "diffusion-pipe"
     ONETRAINER = "onetrainer"
 
 
-OF_TRAINERS = (Format.AI_TOOLKIT, Format.KOHYA, Format.DIFFUSION_PIPE, Format.ONETRAINER)
+OF_TRAINERS = (Format.AI_TOOLKIT, Format.KOHYA, Format.MUSUBI, Format.DIFFUSION_PIPE, Format.ONETRAINER)
 """Formats of other trainers."""
 
 

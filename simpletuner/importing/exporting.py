@@ -58,12 +58,12 @@ class Writer:
     """Makes what the table of keys cannot: model, network, noise levels, folders."""
     suffix: str
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys of settings that functions of meaning read."""
+    """Keys of settings that functions of meaning read; empty for those of which the trainer has none."""
 
     def key_of(self, setting: str) -> str:
         rules = self.trainer.table.rules.items()
         named = (key for key, rule in rules if isinstance(rule, Maps) and rule.setting == setting)
-        return self.keys.get(setting) or next(named, "")
+        return self.keys[setting] if setting in self.keys else next(named, "")
 
 
 def foreign_run(writer: Writer, loaded: Loaded, entries: Sequence[Mapping[str, Any]]) -> ForeignRun:
@@ -77,9 +77,9 @@ def foreign_run(writer: Writer, loaded: Loaded, entries: Sequence[Mapping[str, A
             put(run.keys, key, ours[name])
     theirs, found = read_back(writer, run, ours)
     wrong = [name for name in differing(ours, theirs) if name not in run.said]
-    run.unsaid = [f"{name} = {json.dumps(ours[name])}: it would be {json.dumps(theirs[name])}" for name in wrong]
-    if repository_named(loaded.settings.model) != theirs["pretrained_model_name_or_path"]:
-        run.unsaid.append(f"the base model: it would be {theirs['pretrained_model_name_or_path']}")
+    run.unsaid += [f"{name} = {json.dumps(ours[name])}: it would be {json.dumps(theirs[name])}" for name in wrong]
+    if (base := theirs["pretrained_model_name_or_path"]) and base != repository_named(loaded.settings.model):
+        run.unsaid.append(f"the base model: it would be {base}")
     run.unsaid += [*unsaid_of(entries, found, ours, theirs), *others]
     return run
 

@@ -11,9 +11,11 @@ from simpletuner.importing.exporting import OTHER_PROGRAM, ForeignRun, Values, W
 from simpletuner.importing.trainers.ai_toolkit import AI_TOOLKIT
 from simpletuner.importing.trainers.ai_toolkit_models import ARCHS
 from simpletuner.importing.trainers.diffusion_pipe import DIFFUSION_PIPE, FAMILIES
+from simpletuner.importing.trainers.musubi import FLAVOURS, MUSUBI_TUNER, NETWORKS, SHIFTS
+from simpletuner.importing.trainers.musubi import KINDS as KINDS_OF_NETWORKS
 from simpletuner.importing.trainers.onetrainer import KINDS, ONE_TRAINER
 from simpletuner.importing.trainers.sd_scripts import SD_SCRIPTS
-from simpletuner.models.catalog.registry import repository_named
+from simpletuner.models.catalog.registry import preset_of, repository_named
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.values.spelling import normalize_name
 
@@ -80,6 +82,66 @@ def of_folder(entry: Mapping[str, Any], settings: Settings) -> Values:
     }
 
 
+def musubi(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> ForeignRun:
+    model, own = settings.model, settings.lora
+    module = next((name for name, family in NETWORKS.items() if family == model.model_family), "")
+    preset = preset_of(model)
+    version = "task" if model.model_family in ("wan", "hunyuanvideo") else "model_version"
+    flavour = next((word for word, ours in FLAVOURS.items() if ours == model.model_flavour), None)
+    has_kind = own.lora_type == "lora" or (own.lora_type in KINDS_OF_NETWORKS and flavour is not None)
+    is_there = module and (model.model_family != "flux" or model.model_flavour == "kontext")
+    if not is_there or preset is None or model.model_type != "lora" or not has_kind:
+        kind = own.lora_type if model.model_type == "lora" else "a whole model"
+        message = f"musubi-tuner has no word for {kind} of {model.model_family}: its files are those of LoRAs"
+        raise SettingsError(message, OTHER_PROGRAM)
+    name = own.lora_type if own.lora_type in KINDS_OF_NETWORKS else module
+    values: Values = {
+        "dit": "",  # of its own layout, to be named
+        "network_module": f"networks.{name}",
+        "network_alpha": own.lora_alpha or own.lora_rank,
+        **({"network_args": [f"factor={own.lokr_factor}"]} if own.lora_type == "lokr" else {}),
+        "optimizer_type": CLASSES.get(settings.optimizer.optimizer, settings.optimizer.optimizer),
+        "optimizer_args": optimizer_arguments(settings),
+        "mixed_precision": "bf16",
+        "timestep_sampling": timestep_sampling(settings),
+        "discrete_flow_shift": settings.objective.flow_schedule_shift or 1.0,
+        "sigmoid_scale": settings.objective.flow_sigmoid_scale,
+        **({version: flavour} if flavour else {}),
+    }
+    if settings.objective.flow_use_uniform_schedule:
+        values["timestep_sampling"] = "uniform"  # with sigma, its default, no shift has an effect
+    if values["timestep_sampling"] == "flux_shift":
+        values["timestep_sampling"] = SHIFTS.get(model.model_family, "shift")
+    general = {"caption_extension": ".txt", "enable_bucket": True, "batch_size": settings.training.train_batch_size}
+    given = [(entry, of_folder(entry, settings)) for entry in entries]
+    datasets = [
+        {"image_directory": entry["instance_data_dir"], **{name: each[name] for name in ("resolution", "num_repeats")}}
+        for entry, each in given
+    ]
+    unsaid = [f"the files of the base: name those of {repository_named(model)} as dit, vae and its text encoders"]
+    if "kohya" in preset.lora_formats:
+        unsaid.append("its layout of LoRAs: export_format=kohya writes those of this run in it")
+    return ForeignRun(values, values, {"general": general, "datasets": datasets}, unsaid=unsaid)
+
+
+CLASSES = {
+    "lion": "lion_pytorch.Lion",
+    "prodigy": "prodigyopt.Prodigy",
+    "adamw_schedulefree": "schedulefree.AdamWScheduleFree",
+}
+"""Optimizers of packages as musubi-tuner names them."""
+
+
+def optimizer_arguments(settings: Settings) -> list[str]:
+    own = settings.optimizer
+    given = {
+        "weight_decay": own.adam_weight_decay,
+        "betas": f"{own.adam_beta1},{own.adam_beta2}",
+        "eps": own.adam_epsilon,
+    }
+    return [f"{name}={value}" for name, value in given.items()]
+
+
 def sd_scripts(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> ForeignRun:
     model = settings.model
     module = {**dict.fromkeys(("sd1x", "sd2x", "sdxl"), "networks.lora"), **MODULES}.get(model.model_family, "")
@@ -93,13 +155,7 @@ def sd_scripts(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> Fore
         "network_train_unet_only": True,
         "network_alpha": settings.lora.lora_alpha or settings.lora.lora_rank,
     }
-    own = settings.optimizer
-    given = {
-        "weight_decay": own.adam_weight_decay,
-        "betas": f"{own.adam_beta1},{own.adam_beta2}",
-        "eps": own.adam_epsilon,
-    }
-    values["optimizer_args"] = [f"{name}={value}" for name, value in given.items()]
+    values["optimizer_args"] = optimizer_arguments(settings)
     values |= {"v2": True} if model.model_family == "sd2x" else {}
     if model.model_family in MODULES:
         values |= {"model_prediction_type": "raw", "timestep_sampling": timestep_sampling(settings)}
@@ -237,6 +293,9 @@ WRITERS = {
         sd_scripts,
         ".toml",
         {"learning_rate": "learning_rate", "lora_rank": "network_dim", "optimizer": "optimizer_type"},
+    ),
+    "musubi": Writer(
+        MUSUBI_TUNER, musubi, ".toml", {"learning_rate": "learning_rate", "lora_rank": "network_dim", "snr_gamma": ""}
     ),
     "diffusion-pipe": Writer(DIFFUSION_PIPE, diffusion_pipe, ".toml"),
     "onetrainer": Writer(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from simpletuner.app import main
 from simpletuner.errors import SettingsError
 from simpletuner.importing.exporting import comparable, differing
+from simpletuner.importing.trainers.musubi import LAYERS
 from simpletuner.settings import load, settings_as_json
 
 RUN = {
@@ -29,7 +30,13 @@ RUN = {
     "gradient_accumulation_steps": 2,
 }
 ALL_LAYERS = "transformer_blocks.*,single_transformer_blocks.*"
-FILES = {"ai-toolkit": "job.yaml", "kohya": "train.toml", "diffusion-pipe": "main.toml", "onetrainer": "run.json"}
+FILES = {
+    "ai-toolkit": "job.yaml",
+    "kohya": "train.toml",
+    "musubi": "musubi.toml",
+    "diffusion-pipe": "main.toml",
+    "onetrainer": "run.json",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +86,39 @@ def test_a_run_that_another_trainer_can_have_comes_back_as_it_was(run, to, setti
     assert [each[: len(start)] for each, start in zip(found, unsaid, strict=True)] == unsaid, found
     assert {name: made[name] for name in given} == given
     assert (data["instance_data_dir"], data["resolution"], data["repeats"]) == ("photos", 512, 3)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "written"),
+    [
+        ("wan", {"model_flavour": "t2v-480p-1.3b-2.1", "optimizer": "lion", "adam_beta2": 0.98}, "lion_pytorch.Lion"),
+        ("qwen_image", {"flow_schedule_auto_shift": True, "flow_schedule_shift": None}, "qwen_shift"),
+        ("z_image", {"model_flavour": "base", "flow_use_uniform_schedule": True, "flow_schedule_shift": 1}, "uniform"),
+        ("flux2", {"model_flavour": "klein-4b", "lr_scheduler": "cosine", "lr_warmup_steps": 0.1}, "klein-base-4b"),
+        ("flux", {"model_flavour": "kontext"}, "networks.lora_flux"),
+        ("wan", {"model_flavour": "i2v-14b-2.1", "lora_type": "lokr", "lokr_factor": 8}, "networks.lokr"),
+    ],
+)
+def test_a_lora_comes_back_from_musubi_tuner_as_it_was(run, family, changes, written):
+    layers = ",".join(LAYERS[family])
+    given = {**RUN, "model_family": family, "lora_target_modules": layers, "aspect_bucket_alignment": 16, **changes}
+    found, made, [data] = exported(run, "musubi", **given, caption_dropout_probability=0.0)
+    assert {name: made[name] for name in given} == given and written in Path("musubi.toml").read_text()
+    starts = ["the files of the base: name those of ", "its layout of LoRAs: export_format=kohya"]
+    starts += ["dataset `photos`: buckets of any", "dataset `photos`: skip_uncaptioned"]
+    assert [each[: len(start)] for each, start in zip(found, starts, strict=True)] == starts, found
+    assert (data["instance_data_dir"], data["resolution"], data["repeats"]) == ("photos", 512, 3)
+
+
+def test_what_musubi_tuner_does_not_train_is_refused(run):
+    kontext = {"model_family": "flux", "model_flavour": "kontext", "lora_type": "lokr"}  # which its file would not say
+    whole = {"model_family": "wan", "model_type": "full"}
+    for settings in ({"model_family": "sdxl"}, {"model_family": "flux"}, whole, kontext):
+        code, err = run(
+            *("config", "export", "--to=musubi", "--instance_data_dir=photos"),
+            *(f"--{name}={value}" for name, value in {"model_type": "lora", **settings}.items()),
+        )
+        assert code == 2 and "musubi-tuner has no word for" in err
 
 
 @pytest.mark.parametrize(("length", "epochs"), [({"max_train_steps": 9}, 1_000_000), ({"num_train_epochs": 7}, 7)])
@@ -171,7 +211,9 @@ GENERATED = st.fixed_dictionaries(
 @given(generated=GENERATED)
 def test_every_difference_that_is_not_said_is_none(run, to, generated):
     """What the import makes of the file equals the run, but for what was said and for what trains nothing else."""
-    Path("given.json").write_text(json.dumps({"instance_data_dir": "photos", "model_type": "lora", **generated}))
+    family = {"model_family": "z_image"} if to == "musubi" else {}
+    given = {"instance_data_dir": "photos", "model_type": "lora", **generated, **family}
+    Path("given.json").write_text(json.dumps(given))
     try:
         loaded = load({}, Path("given.json"), environment={})
     except SettingsError:
@@ -202,7 +244,8 @@ def test_what_is_no_folder_of_images_is_not_trained_there(run, to):
         {"id": "bucket", "type": "aws", "aws_bucket_name": "b", "aws_secret_access_key": "unseen7"},
     ]
     Path("data.json").write_text(json.dumps(entries))
-    run_of = ("--model_family=flux", "--model_type=lora", "--data_backend_config=data.json")
+    family = "z_image" if to == "musubi" else "flux"
+    run_of = (f"--model_family={family}", "--model_type=lora", "--data_backend_config=data.json")
     code, err = run("config", "export", f"--to={to}", f"--output={FILES[to]}", *run_of)
     assert code == 0, err
     for name, kind in (("masks", "conditioning"), ("held", "eval"), ("bucket", "no folder")):
@@ -210,6 +253,7 @@ def test_what_is_no_folder_of_images_is_not_trained_there(run, to):
     assert "`off`" not in err and "repeats" not in err, "the second one's are its own"
     assert not [path for path in Path().glob("*.*") if "unseen7" in path.read_text() and path.name != "data.json"]
     code, err = run("config", "import", FILES[to], "--output=back.toml")
+    assert code == 0, err
     made = json.loads(Path("back.datasets.json").read_text())
     assert [(each["resolution"], each.get("repeats", 0)) for each in made] == [(1000, 0), (512, 2)]
     Path("data.json").write_text(json.dumps(entries[-1:]))
