@@ -38,11 +38,19 @@ Flavour = Annotated[
 
 def merge(
     base: Annotated[str, typer.Argument(help="Pipeline: a folder in diffusers format, or a hub id.")],
-    loras: Annotated[list[Path], path_argument("LoRAs of any program, merged in this order.")],
     output: Result,
+    loras: Annotated[list[Path] | None, path_argument("LoRAs of any program, merged in this order.")] = None,
     strength: Annotated[
         list[float] | None, typer.Option("--strength", help="Strength of all, or of each in order. Default: 1.")
     ] = None,
+    export_precision: Annotated[
+        str,
+        typer.Option(
+            "--export_precision",
+            metavar="PRECISION",
+            help="float8 (e4m3, no scales): linear layers of the denoiser's blocks. Default: as they are.",
+        ),
+    ] = "",
     revision: Revision = "",
     variant: Variant = "",
     flavour: Flavour = "",
@@ -53,17 +61,24 @@ def merge(
     Takes LoRA, DoRA, LoHa, LoKr and OFT, of text encoders too (LoRA alone). Sums are made in float32 and rounded once;
     one weight is in memory at a time. A strength other than 1 scales what an adapter adds.
     """
+    loras, report = loras or [], Report()
     strengths = strengths_for(loras, strength or [1.0])
-    report = Report()
+    if export_precision not in ("", "float8"):
+        raise SettingsError(f"--export_precision={export_precision} is not known", "write float8, or leave it out")
+    if not (loras or export_precision):
+        raise SettingsError("which LoRA?", "name one or more, or an --export_precision")
     with report.phase("importing torch"), no_collection():
         from simpletuner.tools.lora.base_model import NamedModel
         from simpletuner.tools.lora.merging import merge_loras
 
     named = NamedModel(base, revision, variant, flavour)
-    rounding = merge_loras(named, [*zip(loras, strengths, strict=True)], output, force, report)
+    chosen = [*zip(loras, strengths, strict=True)]
+    rounding = merge_loras(named, chosen, output, force, report, export_precision == "float8")
     if rounding.share > 0.001:
         kinds = ", ".join(sorted(str(each).removeprefix("torch.") for each in rounding.dtypes))
         report.say(f"{kinds} rounds {rounding.share:.1%} of what the LoRA adds")
+    if rounding.in_eight_bits:
+        report.say(f"float8 rounds {rounding.share_of_eight_bits:.1%} of the weights of linear layers")
     report.text(f"{output}\n")
 
 

@@ -135,6 +135,31 @@ def test_a_merge_is_the_sum_in_float64_rounded_once_and_what_diffusers_fuses(key
     assert "own, strength 0.5" in (tmp_path / "merged" / "README.md").read_text()
 
 
+def test_a_merge_in_float8_is_rounded_once_and_opened_by_diffusers(flux, own, tmp_path, lora):
+    assert "float8 rounds" in lora("merge", flux, own, "--output=eight", "--export_precision=float8")
+    made = {name.removeprefix("transformer."): each for name, each in load_file(own).items()}
+    before, after = weights_of(flux, "transformer"), weights_of(tmp_path / "eight", "transformer")
+    family = opened("flux", flux)
+    eight = {name for name, each in after.items() if each.dtype == torch.float8_e4m3fn}
+    assert eight and all(name.startswith(("transformer_blocks", "single_transformer")) for name in eight)
+    assert not any(
+        "norm" in name.rpartition(".linear")[0][-5:] for name in after.keys() - eight if "blocks" not in name
+    )
+    for name, weight in before.items():
+        exact = weight.double()
+        if f"{name.removesuffix('.weight')}.lora_A.weight" in made:
+            exact = exact + delta(made, name.removesuffix(".weight"))
+        expected = exact.float().to(torch.float8_e4m3fn).float() if name in eight else exact.float()
+        close = (after[name].float() - expected).abs() <= (2**-3 * expected.abs() if name in eight else 1e-6)
+        assert (after[name].float() == expected).double().mean() > (0.99 if name in eight else 0) and close.all(), name
+    model = family.pipeline_class.from_pretrained(tmp_path / "eight", dtype=torch.bfloat16).transformer
+    name = min(eight)
+    assert torch.equal(model.get_parameter(name), after[name].bfloat16())
+    assert "is not known" in lora("merge", flux, own, "--output=x", "--export_precision=int3", code=2)
+    assert "which LoRA" in lora("merge", flux, "--output=x", code=2)
+    lora("merge", flux, "--output=alone", "--export_precision=float8")
+
+
 KINDS = {
     "dora": LoraConfig(r=RANK, lora_alpha=6, use_dora=True, target_modules=["to_q", "to_out.0"]),
     "bias": LoraConfig(r=RANK, lora_alpha=6, lora_bias=True, use_rslora=True, target_modules=["to_q"]),
