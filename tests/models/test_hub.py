@@ -14,6 +14,7 @@ import ranks
 from conftest import ROOT, SMALL
 from hub import COMMIT, Hub, serving
 from modular import as_modular
+from safetensors import safe_open
 
 NAME = "somebody/tiny-flux"
 DECOYS = ("flux1-dev.safetensors", "transformer/model.fp16.safetensors", "text_encoders/clip.safetensors", "demo.png")
@@ -63,6 +64,20 @@ def test_a_pipeline_is_fetched_without_what_nobody_needs_and_found_again_offline
     hub.fetched.clear()
     fetch("again", NAME, HF_HUB_OFFLINE="1")
     assert hub.fetched == []
+
+
+def test_a_base_of_the_hub_is_named_in_the_card_and_the_header_of_what_is_merged(hub, flux, starter, tmp_path):
+    for words, code in ((["--output=merged"], 0), (["--output=other", "--revision=none"], 3)):
+        words[0] = f"--output={tmp_path / words[0].partition('=')[2]}"
+        arguments = ["lora", "merge", NAME if code == 0 else "nobody/nothing", "--export_precision=float8", *words]
+        run = starter.start(ranks.command_line_at_hub, 1, variables(hub, tmp_path), arguments)
+        assert run.wait() == [code], run.said
+    assert "cannot fetch nobody/nothing" in run.said and not (tmp_path / "other").exists()
+    assert set(hub.fetched) == {str(path.relative_to(flux)) for path in flux.rglob("*") if path.is_file()}
+    assert f"base_model: {NAME}" in (tmp_path / "merged" / "README.md").read_text()
+    [file] = (tmp_path / "merged" / "transformer").glob("*.safetensors")
+    with safe_open(file, "pt") as header:
+        assert header.metadata()["base_model"] == NAME
 
 
 def test_a_modular_pipeline_is_fetched_with_its_own_index(hub, flux, fetch, tmp_path):
