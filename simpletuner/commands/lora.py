@@ -163,7 +163,7 @@ def resize(
 
 
 def say_ranks(report: Report, found: Resized) -> None:
-    before, after = (describe_range(*each) for each in (found.before, found.after))
+    before, after = (describe_range(min(each), max(each)) for each in (found.before, found.after))
     report.say(f"rank {before} -> {after}, which holds {found.share:.2%} of the squared sum of what the LoRA adds")
 
 

@@ -25,9 +25,9 @@ from simpletuner.report import Report
 from simpletuner.runs.settings_record import recorded_settings
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.checkpoint_export import StoredWeights, write_export
-from simpletuner.tools.lora.lora_pairs import concatenated, read_pairs
+from simpletuner.tools.lora.lora_pairs import MatrixPair, concatenated, read_pairs
 from simpletuner.tools.lora.low_rank import Wanted
-from simpletuner.tools.lora.resizing import Resized, resize_all, write_result
+from simpletuner.tools.lora.resizing import Resized, write_result
 from simpletuner.tools.lora.results import ResultOrigin, check_result, writing_to
 from simpletuner.training.run_folder.resuming import check_fits
 
@@ -50,14 +50,16 @@ def average_loras(
                 f"{min(pairs.layers)} in the other",
                 "average LoRAs of one model, in files of one program",
             )
+    found, layers = Resized(), dict[str, MatrixPair]()
     for layer in dict.fromkeys(name for pairs in read for name in pairs.layers):
         having = [(pairs, share) for pairs, share in zip(read, shares, strict=True) if layer in pairs.layers]
         own = [pairs.layers[layer] for pairs, _ in having]
         shapes = {(each.tensors["down"].shape[1:], each.tensors["up"].shape[0]) for each in own}
         if len(shapes) > 1:
             raise SettingsError(f"{layer} has other shapes in some of the files", "average LoRAs of one model")
-        first.layers[layer] = concatenated(own, [share for _, share in having])
-    found = resize_all(first, wanted or Wanted(None, None))
+        whole = concatenated(own, [share for _, share in having])
+        layers[layer] = found.resize(whole, wanted or Wanted(None, None)).in_dtype(first.dtype)
+    first.layers = layers
     origin = ResultOrigin("average", first.metadata.get("base_model", ""), described(files, shares))
     write_result(first, target, origin, report)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,27 +30,39 @@ KOHYA_RANK, KOHYA_ALPHA = "ss_network_dim", "ss_network_alpha"
 
 @dataclass
 class MatrixPair:
-    """Matrices of one layer, (rank, inputs...) and (outputs, rank...), the scale in the second and the bias."""
+    """Matrices of one layer as the file has them, (rank, inputs...) and (outputs, rank...), with a bias or without."""
 
     names: dict[str, str] = field(default_factory=dict)
     """The file's name of `down`, `up`, `alpha` and `bias`."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    scale: float = 1.0
+    """Of `up` and the bias."""
 
     @property
     def rank(self) -> int:
         return len(self.tensors["down"])
 
+    def exact(self, part: str) -> Tensor:
+        """Return a tensor in float64, with the scale where it has one: a copy, which is not kept."""
+        tensor = self.tensors[part].double()
+        return tensor if part == "down" else tensor * self.scale
+
     def flat(self) -> tuple[Tensor, Tensor]:
-        return self.tensors["down"].flatten(1), self.tensors["up"].flatten(1)
+        return self.exact("down").flatten(1), self.exact("up").flatten(1)
 
     def with_matrices(self, down: Tensor, up: Tensor) -> MatrixPair:
-        """Return the pair with other matrices (rank, inputs) and (outputs, rank), in the shapes of its own."""
+        """Return the pair with others (rank, inputs) and (outputs, rank) at the scale 1, in the shapes of its own."""
         own = self.tensors
         shaped = {
             "down": down.reshape(len(down), *own["down"].shape[1:]),
             "up": up.reshape(*up.shape, *own["up"].shape[2:]),
         }
-        return MatrixPair(self.names, own | shaped)
+        bias = {"bias": self.exact("bias")} if "bias" in own else {}
+        return MatrixPair(self.names, {**shaped, **bias})
+
+    def in_dtype(self, dtype: torch.dtype) -> MatrixPair:
+        """Return the pair at the scale 1, in a dtype."""
+        return MatrixPair(self.names, {part: self.exact(part).to(dtype).contiguous() for part in self.tensors})
 
 
 @dataclass
@@ -85,7 +97,7 @@ def read_pairs(path: Path) -> PairedLora:
         pair = layers.setdefault(match["layer"], MatrixPair())
         part = part_of(match["part"], match["end"])
         pair.names[part] = name
-        pair.tensors[part] = file.tensors[name].double()
+        pair.tensors[part] = file.tensors[name]
     is_of_peft = place.name == PEFT_WEIGHTS and METADATA not in metadata
     scale_all(file, layers, is_of_peft)
     dtype = max((each.dtype for each in file.tensors.values() if each.ndim > 1), key=lambda each: each.itemsize)
@@ -101,7 +113,7 @@ def part_of(part: str, end: str) -> str:
 
 
 def scale_all(file: LoraFile, layers: Mapping[str, MatrixPair], is_of_peft: bool) -> None:
-    """Put each layer's scale into `up` and the bias, and leave `alpha` out."""
+    """Find each layer's scale, and leave `alpha` out."""
     configs = configs_of(file, is_of_peft)
     for config in configs.values():
         config.check_config()
@@ -118,10 +130,8 @@ def scale_all(file: LoraFile, layers: Mapping[str, MatrixPair], is_of_peft: bool
             ((key, each) for key, each in configs.items() if name.startswith(key)), ("", replace(file, config={}))
         )
         scale = config.scale_of(name.removeprefix(prefix), len(down)) if alpha is None else alpha.item() / len(down)
-        pair.tensors = {part: each for part, each in pair.tensors.items() if part != "alpha"}
-        for part in ("up", "bias"):
-            if part in pair.tensors:
-                pair.tensors[part] = pair.tensors[part] * scale
+        pair.tensors.pop("alpha", None)
+        pair.scale = scale
 
 
 def configs_of(file: LoraFile, is_of_peft: bool) -> dict[str, LoraFile]:
@@ -139,9 +149,8 @@ def write_pairs(folder: Path, pairs: PairedLora, origin: Mapping[str, str]) -> N
     """Write a LoRA by its own names, each layer at the scale 1: an alpha is its layer's rank."""
     tensors: dict[str, Tensor] = {}
     for pair in pairs.layers.values():
-        for part, name in pair.names.items():
-            tensor = torch.tensor(float(pair.rank)) if part == "alpha" else pair.tensors[part]
-            tensors[name] = tensor.to(torch.float32 if part == "alpha" else pairs.dtype).contiguous()
+        own = pair.in_dtype(pairs.dtype).tensors | {"alpha": torch.tensor(float(pair.rank))}
+        tensors |= {name: own[part] for part, name in pair.names.items()}
     metadata, config = {"format": "pt", **pairs.metadata, **origin}, with_ranks(pairs)
     if not pairs.is_of_peft and config:
         metadata[METADATA] = json.dumps(config, sort_keys=True)
@@ -168,13 +177,13 @@ def with_ranks(pairs: PairedLora) -> dict[str, Any]:
     return found
 
 
-def concatenated(pairs: Sequence[MatrixPair], weights: Iterable[float]) -> MatrixPair:
+def concatenated(pairs: Sequence[MatrixPair], weights: Sequence[float]) -> MatrixPair:
     """Return the weighted sum of what pairs add to one layer: exact, of the sum of their ranks."""
     weighed = [*zip(pairs, weights, strict=True)]
     tensors = {
-        "down": torch.cat([pair.tensors["down"] for pair, _ in weighed]),
-        "up": torch.cat([pair.tensors["up"] * weight for pair, weight in weighed], dim=1),
+        "down": torch.cat([pair.exact("down") for pair in pairs]),
+        "up": torch.cat([pair.exact("up") * weight for pair, weight in weighed], dim=1),
     }
-    biases = [pair.tensors["bias"] * weight for pair, weight in weighed if "bias" in pair.tensors]
+    biases = [pair.exact("bias") * weight for pair, weight in weighed if "bias" in pair.tensors]
     names = next((pair.names for pair in pairs if "bias" in pair.names), pairs[0].names)
     return MatrixPair(names, tensors | ({"bias": torch.stack(biases).sum(0)} if biases else {}))

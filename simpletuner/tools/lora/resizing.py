@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -19,14 +19,24 @@ from simpletuner.tools.lora.results import ResultOrigin, check_result, writing_t
 class Resized:
     """Ranks of a LoRA before and after, and the squared sums of what it adds."""
 
-    before: tuple[int, int]
-    after: tuple[int, int]
+    before: list[int] = field(default_factory=list)
+    after: list[int] = field(default_factory=list)
     whole: float = 0.0
     kept: float = 0.0
 
     @property
     def share(self) -> float:
         return self.kept / self.whole if self.whole else 1.0
+
+    def resize(self, pair: MatrixPair, wanted: Wanted) -> MatrixPair:
+        """Return a pair of the wanted rank or energy; one of no more than the rank as it is."""
+        self.before.append(pair.rank)
+        square = square_of(pair)
+        if wanted.energy is not None or pair.rank > (wanted.rank or pair.rank):
+            pair = pair.with_matrices(*pair_of_product(*pair.flat(), wanted))
+        self.after.append(pair.rank)
+        self.whole, self.kept = self.whole + square, self.kept + square_of(pair)
+        return pair
 
 
 def resize_lora(path: Path, target: Path, wanted: Wanted, replace: bool, report: Report) -> Resized:
@@ -36,26 +46,11 @@ def resize_lora(path: Path, target: Path, wanted: Wanted, replace: bool, report:
     """
     check_result(target, replace, [path])
     pairs = read_pairs(path)
-    found = resize_all(pairs, wanted)
+    found = Resized()
+    for name, pair in pairs.layers.items():
+        pairs.layers[name] = found.resize(pair, wanted).in_dtype(pairs.dtype)
     write_result(pairs, target, ResultOrigin("resize", pairs.metadata.get("base_model", ""), [(path, "")]), report)
     return found
-
-
-def resize_all(pairs: PairedLora, wanted: Wanted) -> Resized:
-    """Replace each layer's matrices by smaller ones. A layer of no more than the rank is left as it is."""
-    before = ranks_of(pairs)
-    whole = kept = 0.0
-    for name, pair in pairs.layers.items():
-        square = square_of(pair)
-        if wanted.energy is not None or pair.rank > (wanted.rank or pair.rank):
-            pairs.layers[name] = pair.with_matrices(*pair_of_product(*pair.flat(), wanted))
-        whole, kept = whole + square, kept + square_of(pairs.layers[name])
-    return Resized(before, ranks_of(pairs), whole, kept)
-
-
-def ranks_of(pairs: PairedLora) -> tuple[int, int]:
-    ranks = [each.rank for each in pairs.layers.values()]
-    return min(ranks), max(ranks)
 
 
 def square_of(pair: MatrixPair) -> float:
