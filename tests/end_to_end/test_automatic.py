@@ -71,6 +71,8 @@ def test_auto_edits_images_as_the_class_does(edited, kontext, train, tmp_path): 
     train(tmp_path / "sharded", *sharded, "--max_train_steps=2", world=2)
     again = train(tmp_path / "sharded", *sharded, world=2)
     assert "encoding" not in again.said and again.losses == pytest.approx(auto.losses, rel=1e-5)
+    split = ("--train_batch_size=4", "--eval_split=0.1", "--fsdp_enable", "--context_parallel_size=2")
+    assert train(tmp_path / "split", *flags("auto"), *split, world=2).losses == pytest.approx(auto.losses, rel=1e-5)
     assert isinstance(FluxKontextPipeline.from_pretrained(auto.output / "pipeline"), FluxKontextPipeline)
     more = train(tmp_path / "more", *flags("auto", auto.output / "pipeline"), "--train_batch_size=4")
     assert more.losses[0] < auto.losses[0]
@@ -91,6 +93,8 @@ def test_auto_continues_first_frames_as_the_class_does(clips, pipelines, train, 
     assert names == {"reference-00.png", "trained-00.png", "trained-00.mp4", "trained-00.webp"}
     sharded = train(tmp_path / "sharded", *flags("auto"), "--train_batch_size=1", "--fsdp_enable", world=2)
     assert sharded.losses == pytest.approx(auto.losses, rel=1e-5)
+    split = ("--train_batch_size=2", "--fsdp_enable", "--context_parallel_size=2")
+    assert train(tmp_path / "split", *flags("auto"), *split, world=2).losses == pytest.approx(auto.losses, rel=1e-5)
 
 
 @pytest.mark.long

@@ -37,14 +37,16 @@ from simpletuner.models.automatic.prediction import Denoise, Predictor, capture,
 from simpletuner.models.automatic.proof import Proof
 from simpletuner.models.automatic.study import Study
 from simpletuner.models.automatic.text import LENGTHS
-from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.catalog.registry import presets
+from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.family.objectives import Objective, diffusion, flow_matching, samples_by_diffusion
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder, clean_texts
 from simpletuner.models.folder.diffusers_io import cast_floating
+from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.private_api.of_torch import FakeTensor
-from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import SampleShape, Shape
 
 if TYPE_CHECKING:
@@ -185,7 +187,9 @@ class AutomaticFamily(ModelFamily):
     def predictor(self, device: torch.device) -> Predictor:
         """Predictor on a device, without text encoders and VAE."""
         if device not in self._predictors:
-            self._predictors[device] = Predictor(open_pipeline(self, device, None, None), self.found)
+            hooked = open_pipeline(self, device, None, None)
+            hooked.remember_images()
+            self._predictors[device] = Predictor(hooked, self.found)
         return self._predictors[device]
 
     @cached_property
@@ -244,6 +248,13 @@ class AutomaticFamily(ModelFamily):
         return self._found.unused if self._found is not None else ()
 
     # What it overrides.
+
+    @cached_property
+    def sequence_plan(self) -> SequencePlan | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Split of the class of such pipelines, if there is one: its denoiser is given the same."""
+        name = self.pipeline_name
+        key = next((key for key, each in presets().items() if each.has_class and name in each.pipelines), None)
+        return family_class(Model(model_family=key)).sequence_plan if key else None
 
     @cached_property
     def image_parameter(self) -> inspect.Parameter | None:
