@@ -307,6 +307,17 @@ PRODIGY = {
 """Defaults of Prodigy's package (prodigyopt), which ours has, too."""
 
 
+def two_betas(run: Translation, key: str) -> None:
+    """Take a list of two numbers as an optimizer's betas."""
+    betas = run.get(key)
+    if isinstance(betas, list) and len(betas) == 2:
+        for setting, beta in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
+            run.put(setting, key, beta)
+    elif betas is not None:
+        run.lose(key, "betas are a list of two numbers")
+    run.values.pop(key, None)
+
+
 def optimizer_arguments(run: Translation, key: str, arguments: object) -> None:
     """Take arguments of an optimizer as sd-scripts and musubi-tuner have them: `weight_decay=0.1`,
     `eps=1e-8`, `betas=0.9,0.99`."""

@@ -19,6 +19,7 @@ from simpletuner.importing.foreign_trainer import (
     first_existing,
     key_table,
     nonzero,
+    two_betas,
 )
 from simpletuner.importing.original import FLOAT16
 from simpletuner.importing.trainers.ai_toolkit_datasets import entries
@@ -408,12 +409,7 @@ def optimizer(run: Translation) -> None:
     section = "train.optimizer_params"
     run.rename("adam_weight_decay", f"{section}.weight_decay")
     run.rename("adam_epsilon", f"{section}.eps")
-    betas = run.values.pop(f"{section}.betas", None)
-    if isinstance(betas, list) and len(betas) == 2:
-        for setting, beta in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
-            run.put(setting, f"{section}.betas", beta)
-    elif betas is not None:
-        run.remark(f"{section}.betas", "two numbers", effect="lost")
+    two_betas(run, f"{section}.betas")
     run.refuse(run.below(section), "it has no place here")
 
 

@@ -19,7 +19,15 @@ from simpletuner.importing.folders import (
     stills_and_clips,
     subfolders,
 )
-from simpletuner.importing.foreign_trainer import CACHES, FASTER, LION, ForeignTrainer, Translation, key_table
+from simpletuner.importing.foreign_trainer import (
+    CACHES,
+    FASTER,
+    LION,
+    ForeignTrainer,
+    Translation,
+    key_table,
+    two_betas,
+)
 from simpletuner.importing.trainers.sd_scripts import OPTIMIZER, SCHEDULE
 from simpletuner.importing.trainers.sd_scripts_networks import FUSED
 from simpletuner.settings.foreign.recognition import PIPE
@@ -219,15 +227,13 @@ def batches(run: Translation) -> None:
 
 
 def optimizer(run: Translation) -> None:
-    name, betas = run.word("optimizer.type"), run.values.pop("optimizer.betas", None)
+    name = run.word("optimizer.type")
     if name == "prodigy":  # of pytorch_optimizer there, with other defaults than prodigyopt's
         run.remark("optimizer.type", "there it is pytorch_optimizer's: compare its defaults, such as d0 and decay")
     run.defaults |= LION if name in ("lion", "lion8bit", "pagedlion8bit") else {}
     if name == "adamw_optimi":  # torch-optimi 0.3.3
         run.defaults |= {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-6, "adam_weight_decay": 0.01}
-    if isinstance(betas, list) and len(betas) == 2:
-        for setting, beta in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
-            run.put(setting, "optimizer.betas", beta)
+    two_betas(run, "optimizer.betas")
 
 
 def length(run: Translation) -> None:

@@ -27,7 +27,6 @@ from simpletuner.importing.folders import (
 from simpletuner.importing.foreign_trainer import (
     FASTER,
     INNER_DROPOUT,
-    LION,
     ForeignTrainer,
     Translation,
     first_existing,
@@ -42,6 +41,7 @@ from simpletuner.importing.trainers.sd_scripts import (
     length,
     noise_levels,
     of_run,
+    own_values,
     precision,
     schedule,
     warmup,
@@ -254,8 +254,7 @@ def optimizer(run: Translation) -> None:
         run.lose("optimizer_type", "of torch.optim alone there, without the name of a package in front of it")
     elif name == "adamw" or "." in written:
         run.written["optimizer_type"] = run.values["optimizer_type"] = name
-    run.defaults |= LION if name in ("lion", "lion8bit") else {}
-    run.defaults |= {"adam_weight_decay": 0.0} if name in ("prodigy", "adamwschedulefree") else {}
+    own_values(run, name)
     optimizer_arguments(run, "optimizer_args", run.get("optimizer_args"))
 
 

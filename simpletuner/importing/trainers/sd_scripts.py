@@ -219,11 +219,16 @@ def optimizer(run: Translation) -> None:
         run.defaults["optimizer"] = "adamw"
     if not name:
         run.values.pop("optimizer_type", None)
-    run.defaults |= LION if OPTIMIZERS.get(name) == "lion" else {}
-    run.defaults |= {"adam_weight_decay": 0.0} if name in ("prodigy", "adamwschedulefree") else {}
+    own_values(run, name)
     if run.defaults["model_type"] == "lora" and (key := next((key for key in FP8 if run.is_on(key)), "")):
         run.put("base_model_precision", key, "float8")
     optimizer_arguments(run, "optimizer_args", run.get("optimizer_args") or [])
+
+
+def own_values(run: Translation, name: str) -> None:
+    """Give an optimizer the values that its package has where the file is silent."""
+    run.defaults |= LION if OPTIMIZERS.get(name) == "lion" else {}
+    run.defaults |= {"adam_weight_decay": 0.0} if name in ("prodigy", "adamwschedulefree") else {}
 
 
 FP8 = ("fp8_base", "fp8_base_unet")

@@ -43,9 +43,11 @@ def folders(tmp_path, monkeypatch):
 
 @pytest.fixture
 def imported(capsys):
-    def imported(kind: str = "flux", model: str = "", adapter: str = "", top: str = "", data: str = DATA):
+    def imported(
+        kind: str = "flux", model: str = "", adapter: str = "", top: str = "", data: str = DATA, end: str = ""
+    ):
         Path("data.toml").write_text(data)
-        Path("main.toml").write_text(RUN.format(kind=kind, model=model, adapter=adapter, top=top))
+        Path("main.toml").write_text(RUN.format(kind=kind, model=model, adapter=adapter, top=top) + end)
         import_files(Path("main.toml"), Path("ours.toml"), True)
         listed = json.loads(Path("ours.datasets.json").read_text())
         return load({}, Path("ours.toml"), environment={}).settings, listed, capsys.readouterr().err
@@ -141,3 +143,9 @@ def test_masks_references_and_shuffled_copies(imported):
     assert images["repeats"] == 5 and images["caption_shuffle"]["count"] == 3
     _, [images], _ = imported(data=DATA.replace("enable_ar_bucket = true", "").replace("[512]", "[[960, 540]]"))
     assert (images["resolution"], images["crop_aspect"]) == (720, "square")
+
+
+@pytest.mark.parametrize("betas", ["'0.9,0.95'", "[0.9]", "0.9"])
+def test_betas_that_are_no_two_numbers_are_not_dropped_in_silence(imported, betas):
+    with pytest.raises(SettingsError, match="betas are a list of two numbers"):
+        imported(end=f"betas = {betas}\n")
