@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,8 @@ from simpletuner.system.numbers import count_noun, format_count, format_flops, f
 
 if TYPE_CHECKING:
     from simpletuner.tools.plan.estimate import RunPlan
+    from simpletuner.tools.plan.planner import Planner
+    from simpletuner.tools.plan.prices import Offer
     from simpletuner.tools.plan.search import Proposal
 
 LEGEND = "P parameters that are trained, F frozen ones, U those of the largest unit, N ranks that share them"
@@ -42,6 +44,11 @@ HostMemory = Annotated[
 ]
 Auto = Annotated[bool, typer.Option("--auto", help="Propose the fastest settings that fit, and say why.")]
 Measure = Annotated[bool, typer.Option("--measure", help="Measure ten steps on this machine, with random weights.")]
+Price = Annotated[
+    float | None,
+    typer.Option("--price", min=0, max=1e6, help="Price of a GPU hour: what the run costs.", metavar="NUMBER"),
+]
+Compare = Annotated[bool, typer.Option("--compare", help="Compare the offers of GPUs in ~/.simpletuner/prices.toml.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Apply = Annotated[Path | None, path_option("--apply", "Write what --auto proposes into this config file.", "FILE")]
 
@@ -56,11 +63,14 @@ def plan(
     auto: Auto = False,
     apply: Apply = None,
     measure: Measure = False,
+    price: Price = None,
+    compare: Compare = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the memory, time and disk that a run takes. Needs no GPU, and no weights of a published model."""
     if apply is not None and not auto:
         raise SettingsError("--apply needs --auto", "add --auto, whose proposal it writes")
+    offers = offers_to_compare([gpu, gpu_memory, auto, measure, price]) if compare else []
     loaded = load(flags, config or apply, complete=False)
     loaded.pass_on_variables(os.environ)
     otherwise = "for any other, give --gpu_memory and no time is estimated"
@@ -78,6 +88,9 @@ def plan(
             leave_out_unused(loaded.settings, only_counts=True)
         from simpletuner.tools.plan.planner import Planner
 
+    if offers:
+        compare_prices(offers, Planner(loaded, flags, config, None, MemoryBudget(None, host_bytes), report), as_json)
+        return
     # Asked only without --gpu: it starts CUDA on the GPU of this machine.
     device = named or device_of_this_machine(loaded)
     gpu_bytes = named_bytes or (device and device.memory_bytes)
@@ -89,9 +102,9 @@ def plan(
     planner = Planner(loaded, flags, config or apply, device, budget, report)
     proposal = planner.run(auto, measure)
     if as_json:
-        report.json(as_dict(proposal, budget, device))
+        report.json({**as_dict(proposal, budget, device), "price": prices_of(proposal.plan, price)})
     else:
-        print_plan(proposal, budget, device, report)
+        print_plan(proposal, budget, device, report, price)
     # No error: a plan is often made on another machine than the run's.
     if proposal.plan.room is not None and (lack := proposal.plan.room.problem) is not None:
         report.warn(lack.message, lack.hint)
@@ -116,7 +129,53 @@ def device_of_this_machine(loaded: Loaded) -> Device | None:
     return found and replace(found, memory_gib=min(found.memory_gib, total_gib))
 
 
-def print_plan(proposal: Proposal, budget: MemoryBudget, device: Device | None, report: Report) -> None:
+def offers_to_compare(others: Sequence[object]) -> list[Offer]:
+    """Return the user's offers. Raises SettingsError beside options that are about one GPU."""
+    if any(each not in (None, False) for each in others):
+        raise SettingsError(
+            "--compare takes GPUs and prices from the user's table", "leave out --gpu, --auto, --measure and --price"
+        )
+    from simpletuner.tools.plan.prices import prices_file, read_offers
+
+    return read_offers(prices_file())
+
+
+def compare_prices(offers: Sequence[Offer], planner: Planner, as_json: bool) -> None:
+    """Plan for the GPU of each offer, and print time and price, cheapest first."""
+    from simpletuner.tools.plan.prices import COLUMNS, Planned, compare_offers, row_of
+
+    def plan_for(device: Device) -> Planned:
+        budget = replace(planner.budget, gpu_bytes=device.memory_bytes)
+        plan = replace(planner, device=device, budget=budget).run(auto=False, measure=False).plan
+        return not plan.shortfall(budget), plan.step_seconds, plan.steps, plan.settings.launch.num_processes
+
+    costs = compare_offers(offers, plan_for)
+    if as_json:
+        rows = [{**each.offer.model_dump(), "fits": each.fits, "step_seconds": each.step_seconds} for each in costs]
+        sums = [{"hours": each.hours, "cost": each.price, "cost_per_1000_steps": each.per_thousand} for each in costs]
+        planner.report.json([row | more for row, more in zip(rows, sums, strict=True)])
+        return
+    planner.report.data_table("", [row_of(each) for each in costs], COLUMNS)
+    sources = {source_of_rates(each.offer.device) for each in costs}
+    planner.report.line(
+        f"predicted from {' and '.join(sorted(sources))}; encoding and validation are not in it", style="dim"
+    )
+
+
+def prices_of(plan: RunPlan, price: float | None) -> dict[str, float | None] | None:
+    """Return the prices of the run, of 1,000 steps and of an epoch; None without a price of a GPU hour."""
+    if price is None:
+        return None
+    from simpletuner.tools.plan.prices import price_of
+
+    gpus = plan.settings.launch.num_processes
+    counted = {"run": plan.steps, "1,000 steps": 1000, "epoch": plan.epoch_steps}
+    return {name: price_of(steps, plan.step_seconds, gpus, price) for name, steps in counted.items()}
+
+
+def print_plan(
+    proposal: Proposal, budget: MemoryBudget, device: Device | None, report: Report, price: float | None
+) -> None:
     """Print tables for people: memory by kind and by phase, time, disk, and what was proposed."""
     plan, ranks = proposal.plan, proposal.plan.memory.inputs.ranks_per_machine
     report.line(title_of(proposal), style="bold")
@@ -124,7 +183,7 @@ def print_plan(proposal: Proposal, budget: MemoryBudget, device: Device | None, 
     rows.append(("together", format_gib(plan.memory.gpu_bytes), format_gib(plan.memory.host_bytes), ""))
     report.data_table("", rows, ("", "per GPU", "per machine", "per rank"))
     report.line(LEGEND, style="dim")
-    report.data_table("", summary(plan, budget, device), ())
+    report.data_table("", [*summary(plan, budget, device), *price_rows(plan, price)], ())
     for name, value in proposal.settings.items():
         report.line(f"{name} = {as_text(value)}", style="bold")
     for name, reason in proposal.reasons.items():
@@ -177,6 +236,14 @@ def summary(plan: RunPlan, budget: MemoryBudget, device: Device | None) -> Itera
     if plan.room is not None and plan.room.free_bytes is not None:
         lack = "no: " * (plan.room.problem is not None)
         yield "free there", f"{lack}{decimal(plan.room.free_bytes)}, of which it takes {decimal(plan.room.need_bytes)}"
+
+
+def price_rows(plan: RunPlan, price: float | None) -> Iterator[tuple[str, str]]:
+    known = [f"{each:,.2f} for {name}" for name, each in (prices_of(plan, price) or {}).items() if each is not None]
+    named = [each.replace("for run", "for the run").replace("for epoch", "per epoch") for each in known]
+    if price is not None:
+        gpus = count_noun(plan.settings.launch.num_processes, "GPU")
+        yield "price", f"{', '.join(named)} ({gpus} at {price:g} per hour)" if named else "unknown: it needs --gpu"
 
 
 def source_of_rates(device: Device) -> str:

@@ -47,7 +47,7 @@ def write_run(output: Path) -> None:
     output.mkdir(parents=True)
     (output / ".lock").write_text("elsewhere 1\n")
     (output / "settings.json").write_text('{"model_family": "sdxl", "max_train_steps": 500}')
-    write_status(output, state="failed", reason=EVIL, hint=EVIL, doing=EVIL, step=400, max_steps=500)
+    write_status(output, state="failed", reason=EVIL, hint=EVIL, doing=EVIL, alarms=[EVIL], step=400, max_steps=500)
     lines = ("started: simpletuner train", f"warning: {EVIL}", f"hint: {EVIL}", f"error: {EVIL}")
     (output / "log.txt").write_text(
         "".join(f"2026-01-01 10:00:0{number} {line}\n" for number, line in enumerate(lines))
@@ -273,6 +273,8 @@ def test_markup_is_escaped_and_nothing_outside_is_shown(page: Page, server: Page
 
 def test_curves_over_one_another_the_slider_and_the_log_axis(page: Page, server: PageServer):
     page.goto(server.origin + "/runs/watch?run=out/done")
+    expect(page.locator("#live-status .numbers")).to_contain_text("step 400: 0.4000 of the EMA")
+    expect(page.locator("#live-status .notice.warning")).to_have_text(EVIL)
     first = page.locator(".chart").first
     assert first.locator(".plot.linear").is_visible() and not first.locator(".plot.log").is_visible()
     page.get_by_label("Logarithmic scale").check()

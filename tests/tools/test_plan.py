@@ -315,6 +315,7 @@ def run(tmp_path, monkeypatch) -> Callable[..., None]:
 
 def test_the_command_plans_a_run_on_its_own_images(run, pipelines, shapes, capsys):
     flags = ["--aspect_bucket_alignment=16", "--train_batch_size=4", "--num_train_epochs=2", "--gpu=h100", "--json"]
+    flags.append("--price=2.5")
     run(f"--pretrained_model_name_or_path={pipelines('sdxl')}", f"--instance_data_dir={shapes}", *flags)
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["steps"] > 0 and min(found["size_px"]) >= 48
@@ -322,6 +323,9 @@ def test_the_command_plans_a_run_on_its_own_images(run, pipelines, shapes, capsy
     assert found["phases"]["encoding captions"] > 0 and found["phases"]["encoding images"] > 0
     assert 0 < found["mfu"] < 1 and found["checkpoint_bytes"] == 12 * found["parameters"]
     assert not Path("output").exists()
+    hourly, price = 2.5 * found["step_seconds"] / 3600, found["price"]
+    assert price["run"] == pytest.approx(hourly * found["steps"])
+    assert price["1,000 steps"] == pytest.approx(hourly * 1000) and price["epoch"] == pytest.approx(price["run"] / 2)
 
 
 @pytest.mark.parametrize("sampling", [(), ("--validation_prompt=a red circle",)])
@@ -390,6 +394,9 @@ def row_names(text: str) -> list[str]:
         (["--gpu=h10"], 2, "not in the table; did you mean `H100`?"),
         (["--auto", "--use_cpu"], 2, "--auto needs to know the GPU"),
         (["--apply=x.toml"], 2, "--apply needs --auto"),
+        (["--price=nan"], 2, "invalid value for '--price'"),
+        (["--compare", "--gpu=H100"], 2, "--compare takes GPUs and prices from the user's table"),
+        (["--compare"], 2, "there is no table of prices at "),
         (["--gpu_memory=1MiB"], 3, "this does not fit: it needs"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -53,6 +54,11 @@ class SampleShapes:
     @property
     def largest(self) -> SampleShape:
         return max(self.counts, key=attrgetter("pixels"))
+
+    def epoch_steps(self, batch_size: int) -> int | None:
+        """Mean steps of an epoch, rounded up; None where there are no images, of which a square stands for one."""
+        samples = sum(self.counts.values())
+        return math.ceil(samples / batch_size) if samples > 1 else None
 
     @property
     def mean_area(self) -> float:
@@ -146,6 +152,8 @@ class RunPlan:
     disk: DiskUsage
     room: DiskRoom | None = None
     """Space of output_dir; None where it was not looked at."""
+    epoch_steps: int | None = None
+    """Mean steps of an epoch; None without images."""
 
     @property
     def peak_bytes(self) -> int:
@@ -194,7 +202,8 @@ def estimate_run(
         settings, workload.weights, "counted", copied_bytes(workload.family.folder), shapes.steps
     )
     room = room_of(settings, disk, newest_step(settings), shapes.steps)
-    return RunPlan(settings, memory, phases, parts and parts.total, parts, shapes.steps, flops_per_sample, disk, room)
+    seconds, epoch = parts and parts.total, shapes.epoch_steps(settings.effective_batch_size)
+    return RunPlan(settings, memory, phases, seconds, parts, shapes.steps, flops_per_sample, disk, room, epoch)
 
 
 def newest_step(settings: Settings) -> int:

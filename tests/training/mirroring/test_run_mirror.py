@@ -22,7 +22,7 @@ from patience import PATIENCE
 from s3_server import BUCKET, Fault, Proxy, put
 
 from simpletuner.checkpoints.export import FINISHED
-from simpletuner.checkpoints.layout import load_checkpoint, prune_checkpoints
+from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint, parse_step, prune_checkpoints
 from simpletuner.data.config.places import mirror_place
 from simpletuner.data.storage.object_storage import ObjectStorage, open_bucket
 from simpletuner.errors import EnvironmentNotReady, Stopped
@@ -160,6 +160,24 @@ def test_checkpoints_are_uploaded_while_others_are_pruned_and_come_back_as_they_
     second.started(4, durations)
     second.finish(None)
     assert not [path for path, _ in proxy.requests if "w.safetensors" in path], "nothing is uploaded twice"
+
+
+def test_the_best_step_stays_in_the_bucket_and_comes_back_where_it_is_to_be_exported(proxy, mirrored):
+    mirror = mirrored("first", checkpoints_total_limit=1)
+    for step, loss in ((1, 0.5), (2, 0.2), (3, 0.4)):
+        save(mirror.output, step, keep=3)
+        with (mirror.output / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "eval_loss": loss}) + "\n")
+    mirror.begin()
+    mirror.started(0, Durations())
+    mirror.finish(None)
+    assert whole_in_bucket() == [2, 3]
+    for name, wanted in (("second", [3]), ("third", [2, 3])):
+        again = mirrored(name, export_best=name == "third")
+        again.begin()
+        again.resuming({})
+        assert sorted(map(parse_step, list_checkpoints(again.output / "checkpoints"))) == wanted
+        again.lease.release()
 
 
 def test_what_is_incomplete_or_damaged_in_the_bucket_is_not_resumed_from(proxy, mirrored, capsys):
