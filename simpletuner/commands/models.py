@@ -145,6 +145,8 @@ def print_family(report: Report, family: dict[str, Any]) -> None:
     report.line(family["model_family"], style="bold")
     print_indented(report, "; ".join(facts))
     flavours = family["flavours"]
+    if not flavours:
+        report.line("  no published checkpoint is known: pretrained_model_name_or_path names a folder")
     name_width = max((len(flavour["model_flavour"]) for flavour in flavours), default=0)
     for flavour in flavours:
         report.line(format_flavour(flavour, name_width, "*" if flavour is flavours[0] else " "))

@@ -92,6 +92,24 @@ class HostTensorsMoved(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class AutocastOfMeta(torch.autocast):
+    """Autocast that takes the meta device for the CPU: Ideogram 4 leaves autocast where its input is, and torch knows
+    none of the meta device."""
+
+    def __init__(self, device_type: str, *arguments: Any, **named: Any) -> None:
+        super().__init__("cpu" if device_type == META.type else device_type, *arguments, **named)
+
+
+@contextmanager
+def autocast_of_meta() -> Iterator[None]:
+    """Let denoisers enter autocast on the meta device; for other threads nothing changes."""
+    own, torch.autocast = torch.autocast, AutocastOfMeta
+    try:
+        yield
+    finally:
+        torch.autocast = own
+
+
 @dataclass
 class FlopCounter:
     """Count the FLOPs of one sample of a family, forward and backward, once for each shape of its inputs."""
@@ -145,7 +163,7 @@ def count_flops(family: ModelFamily, model: nn.Module, shapes: Shapes) -> int:
     latents, timesteps = inputs.pop("latents"), torch.empty(1, device=META)
     blocks, unused = RepeatedBlocks(), family.unused_parameters()
     try:
-        with FlopCounterMode() as counter, HostTensorsMoved(), blocks.run_once_each(model, unused):
+        with FlopCounterMode() as counter, HostTensorsMoved(), autocast_of_meta(), blocks.run_once_each(model, unused):
             prediction = family.predict(model, latents, timesteps, inputs)
             backward([prediction, *blocks.entered])
     finally:

@@ -95,6 +95,7 @@ BY_CODE_LIKE_IT = OriginalFamily()
 """Of a family whose code there is that of diffusers' pipeline (bc8e6ab7): texts, positions, times and target."""
 
 ORIGINAL_FAMILIES: dict[str, OriginalFamily] = {
+    "anima": BY_PIPELINE,
     "auraflow": OriginalFamily(aligned(64), {"tokenizer_max_length": 120}),
     "chroma": OriginalFamily(
         aligned(64),

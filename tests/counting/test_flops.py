@@ -20,6 +20,7 @@ from models.test_predictions import conditioning_of, rows
 from simpletuner.counting.flops import (
     FlopCounter,
     HostTensorsMoved,
+    autocast_of_meta,
     backward,
     convolution_backward,
     shapes_of,
@@ -48,6 +49,7 @@ INPUTS = {
     "auraflow": ("v0.3", (1024, 1024)),
     "lumina2": ("2.0", (1024, 1024)),
     "qwen_image": ("v1.0", (1024, 1024)),
+    "ideogram4": ("4.0", (1024, 1024)),
     "z_image": ("base", (1024, 1024)),
     "wan": ("t2v-480p-1.3b-2.1", (832, 480)),
     "ltxvideo": ("0.9.5", (1024, 1024)),
@@ -92,7 +94,7 @@ def counted_as_a_whole(family: ModelFamily, latents: Tensor, conditioning: dict[
         for name, value in {"latents": latents, **conditioning}.items()
     }
     by_torch = TorchFlopCounterMode(display=False, custom_mapping={aten.convolution_backward: convolution_backward})
-    with by_torch as counter, HostTensorsMoved():
+    with by_torch as counter, HostTensorsMoved(), autocast_of_meta():
         prediction = family.predict(model, inputs.pop("latents"), torch.empty(len(latents), device="meta"), inputs)
         forward = counter.get_total_flops()
         backward([prediction])

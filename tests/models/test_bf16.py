@@ -16,6 +16,7 @@ from simpletuner.models.family.objectives import (
     FlowMatching,
     flow_matching,
     keep_float32,
+    round_time_to_bf16,
     round_to_bf16,
     round_to_bf16_times_1000,
     sample_losses,
@@ -53,7 +54,7 @@ def test_gradients_in_bf16_are_nearest_to_float32_at_the_rounding_that_the_famil
     sigmas, objective = torch.rand(COUNT, generator=generator), family.objective()
     assert isinstance(objective, FlowMatching) and objective.round_sigmas is family.round_sigmas_in_bf16
     errors: dict[Callable[[Tensor], Tensor], float] = {}
-    for rounding in (keep_float32, round_to_bf16, round_to_bf16_times_1000):
+    for rounding in (keep_float32, round_to_bf16, round_to_bf16_times_1000, round_time_to_bf16):
         rounded = rounding(sigmas)
         example = FlowMatching().at(latents, noise, rounded)
         exact = gradients(family, model, example.x_t, rounded, example.target, conditioning)

@@ -24,7 +24,7 @@ from simpletuner.models.family.objectives import FlowMatching
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.vae import pixels_of
 from simpletuner.parallel.model.attention_backend import fuse_qkv
-from simpletuner.settings.declared.sections import Model, Settings
+from simpletuner.settings.declared.sections import Model, Settings, Training
 from simpletuner.settings.values.shape import Shape
 
 BY_CLASS = [key for key, preset in presets().items() if preset.has_class]
@@ -118,7 +118,8 @@ def same(ours: Any, theirs: Any, name: str) -> None:
         assert ours == theirs, name
 
 
-@pytest.mark.parametrize(("key", "shape"), [each for each in SHAPES if each[0] not in WITH_OTHERS])
+# Ideogram4Pipeline puts 2,048 tokens before an image, most of them padding: test_ideogram4.py has a text without any.
+@pytest.mark.parametrize(("key", "shape"), [each for each in SHAPES if each[0] not in (*WITH_OTHERS, "ideogram4")])
 def test_a_denoiser_sees_what_diffusers_own_pipeline_shows_it(key, shape, pipelines):
     expect_same_inputs(opened(key, pipelines(key)), shape)
 
@@ -235,6 +236,7 @@ def expect_same_picture(
 @pytest.mark.parametrize("key", BY_CLASS)
 def test_the_scheduler_s_step_brings_back_clean_latents_from_the_target(key, pipelines):
     family = opened(key, pipelines(key))
+    family.settings = Settings(model=family.settings.model, training=Training(mixed_precision="no"))
     objective, scheduler = family.objective(), family.load_pipeline(vae=None).scheduler
     dynamic = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}
     scheduler.set_timesteps(STEPS, **dynamic)

@@ -42,23 +42,29 @@ OF_2_3 = {
 }
 
 
-@pytest.fixture(scope="module")
-def later(tmp_path_factory) -> Path:
-    """Return a pipeline as that of 2.3: texts that the connectors project, gates, modulated cross-attention."""
+OF_2_5 = OF_2_3 | {
+    "transformer": OF_2_3["transformer"] | {"ff_bias": False, "use_keyframes_abs_pos_embedding": True},
+}
+
+
+@pytest.fixture(scope="module", params=[OF_2_3, OF_2_5], ids=["2.3", "2.5"])
+def later(request, tmp_path_factory) -> Path:
+    """Return a pipeline as that of 2.3 or 2.5, but for its text encoder: texts that the connectors project, gates,
+    modulated cross-attention."""
     preset = load_preset("ltxvideo2")
     assert preset and preset.tiny
-    folder = tmp_path_factory.mktemp("ltx-2.3")
-    build_preset(preset.tiny, **OF_2_3).save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("ltx")
+    build_preset(preset.tiny, **request.param).save_pretrained(folder)
     return folder
 
 
-def test_2_3_is_given_and_samples_what_its_pipeline_does(later):
+def test_a_later_one_is_given_and_samples_what_its_pipeline_does(later):
     family = opened("ltxvideo2", later)
     test_inputs.expect_same_inputs(family, CLIP, **ISOLATED)
     test_inputs.expect_same_picture(family, SHAPE)
     assert family.conditioning_shapes()["audio_prompt_embeds"] == (1024, 64)
     used = {name for name, each in family.denoiser().named_parameters() if each.requires_grad}
-    assert "prompt_adaln.linear.weight" in used and not any("audio" in name for name in used)
+    assert "prompt_adaln.linear.weight" in used and not any("audio" in name or "keyframes" in name for name in used)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, CLIP])

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simpletuner.counting.flops import autocast_of_meta
 from simpletuner.models.family.objectives import sample_losses
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.step_logger import StopVote
@@ -71,7 +72,7 @@ class ConstantsSeen(TorchFunctionMode):
 @contextmanager
 def waits_seen() -> Iterator[list[str]]:
     waits: list[str] = []
-    with CopiesSeen(waits), ConstantsSeen(waits):
+    with CopiesSeen(waits), ConstantsSeen(waits), autocast_of_meta():
         yield waits
 
 

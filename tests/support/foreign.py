@@ -11,7 +11,7 @@ from torch import nn
 
 from simpletuner.models.catalog.registry import presets
 from simpletuner.models.tiny.build import build_component, build_preset, fixed_seed
-from simpletuner.models.tiny.encoders import QWEN_TEXT, build_encoder, spread_embeddings
+from simpletuner.models.tiny.encoders import QWEN_TEXT, spread_embeddings
 from simpletuner.models.tiny.tokenizers import WORDS, build_qwen_tokenizer
 
 FLOW = {"class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
@@ -187,29 +187,6 @@ FOREIGN: dict[str, dict[str, Any]] = {
         },
         "scheduler": DIFFUSION,
     },
-    "QwenImage21Pipeline": {
-        "text_encoder": None,
-        "vae": {
-            "class_name": "AutoencoderKLQwenImage21",
-            "base_dim": 8,
-            "decoder_base_dim": 8,
-            "z_dim": 4,
-            "num_res_blocks": 1,
-            "latents_mean": [0.27, 0.28, -0.35, 0.23],
-            "latents_std": [0.12, 0.09, 0.11, 0.1],
-        },
-        "transformer": {
-            "class_name": "QwenImage21Transformer2DModel",
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 2,
-            "attention_head_dim": 16,
-            "num_attention_heads": 4,
-            "context_in_dim": 64,
-            "axes_dims_rope": [4, 6, 6],
-        },
-        "scheduler": FLOW,
-    },
     "KolorsPipeline": {
         "text_encoder": None,
         "vae": VAE,
@@ -301,21 +278,6 @@ def build_chatglm(folder: Path) -> dict[str, Any]:
     return {"text_encoder": encoder, "tokenizer": tokenizer}
 
 
-def build_qwen3_vl_chat(_: Path) -> dict[str, Any]:
-    """Build Qwen3-VL with a processor of chats, another than its own, which needs torchvision."""
-    from transformers import CLIPImageProcessor, LlavaProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    tokenizer, encoder = build_encoder("qwen3_vl")
-    whole = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**encoder.config.to_dict()))
-    whole.model = encoder
-    template = (
-        "{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content[0].text }}<|im_end|>\n{% endfor %}"
-    )
-    processor = LlavaProcessor(CLIPImageProcessor(), tokenizer, patch_size=14, chat_template=template)
-    return {"text_encoder": whole, "processor": processor}
-
-
-FOREIGN["QwenImage21Pipeline"]["text_encoder"] = build_qwen3_vl_chat
 FOREIGN["KolorsPipeline"]["text_encoder"] = build_chatglm
 FOREIGN["HunyuanVideoPipeline"]["text_encoder"] = build_llama
 FOREIGN["HunyuanDiTPipeline"]["text_encoder"] = build_bert

@@ -7,79 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from foreign import DIT, FLOW
-
-from simpletuner.models.tiny.build import build_component, fixed_seed
-from simpletuner.models.tiny.encoders import QWEN_ROPE, QWEN_TEXT, QWEN_WIDTH, spread_embeddings
-from simpletuner.models.tiny.tokenizers import build_qwen_tokenizer, build_t5_tokenizer
-
-AXES = [4, 4, 4, 4]
-FLUX2_VAE = {
-    "class_name": "AutoencoderKLFlux2",
-    "down_block_types": ["DownEncoderBlock2D"] * 3,
-    "up_block_types": ["UpDecoderBlock2D"] * 3,
-    "block_out_channels": [8, 16, 16],
-    "norm_num_groups": 4,
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "mid_block_add_attention": False,
-}
-QWEN_VAE = {
-    "class_name": "AutoencoderKLQwenImage",
-    "base_dim": 16,
-    "z_dim": 4,
-    "dim_mult": [1, 2, 2, 2],
-    "num_res_blocks": 1,
-    "latents_mean": [-0.2, 0.05, -0.24, -0.07],
-    "latents_std": [0.07, 0.05, 0.05, 0.05],
-}
-DEEP, DEEPEST = {"num_hidden_layers": 33}, {"num_hidden_layers": 51, "hidden_size": 16}
-"""Qwen3-VL, of which FLUX.3 reads layers 4 to 32, and MiniMax-H3 layer 50."""
+from simpletuner.models.catalog.registry import presets
+from simpletuner.models.tiny.build import assemble, build_component, build_preset, fixed_seed, save
 
 TINY: dict[str, dict[str, Any]] = {
-    "AnimaModularPipeline": {
-        "text_encoder": {"encoder": "qwen3"},
-        "t5_tokenizer": {"tokenizer": "t5"},
-        "text_conditioner": {
-            "class_name": "AnimaTextConditioner",
-            "source_dim": QWEN_WIDTH,
-            "target_dim": 32,
-            "model_dim": 32,
-            "num_layers": 1,
-            "num_attention_heads": 4,
-            "target_vocab_size": len(build_t5_tokenizer()),
-        },
-        "vae": QWEN_VAE,
-        "transformer": DIT
-        | {
-            "class_name": "CosmosTransformer3DModel",
-            "in_channels": 4,
-            "out_channels": 4,
-            "text_embed_dim": 32,
-            "adaln_lora_dim": 16,
-            "max_size": [4, 128, 128],
-            "attention_head_dim": 24,
-            "extra_pos_embed_type": None,
-            "concat_padding_mask": False,  # torchvision would resize it
-        },
-        "scheduler": FLOW,
-    },
-    "Flux3ModularPipeline": {
-        "text_encoder": DEEP,
-        "vae": FLUX2_VAE,
-        "transformer": DIT
-        | {
-            "class_name": "Flux3Transformer2DModel",
-            "in_channels": 16,
-            "cond_in_channels": 16,
-            "num_single_layers": 2,
-            "joint_attention_dim": 8 * QWEN_WIDTH,
-            "axes_dims_rope": AXES,
-        },
-        "scheduler": FLOW,
-    },
     "MiniMaxH3ModularPipeline": {
-        "text_encoder": DEEPEST,
+        "text_encoder": {"encoder": "qwen3_vl_causal", "num_hidden_layers": 51, "hidden_size": 16},  # it reads layer 50
         "vae": {
             "class_name": "AutoencoderKLMiniMaxH3",
             "latent_channels": 4,
@@ -129,31 +62,16 @@ def build_modular(name: str, folder: Path) -> Path:
     """Write a tiny modular pipeline by diffusers' own save_pretrained."""
     import diffusers
 
-    cls = getattr(diffusers, name)
+    if name not in TINY:
+        [tiny] = (each.tiny for each in presets().values() if name in each.pipelines and each.tiny)
+        save(build_preset(tiny), folder)
+        return folder
     with fixed_seed():
         components: dict[str, Any] = {}
         for part, entry in TINY[name].items():
-            components |= build_qwen3_vl(**entry) if entry in (DEEP, DEEPEST) else build_component(part, {**entry})
-    if "processor" in (pipeline := cls()).component_names:
-        components["processor"], components["tokenizer"] = components["tokenizer"], components["tokenizer"].tokenizer
-    pipeline.update_components(**components)
-    pipeline.save_pretrained(str(folder), overwrite_modular_index=True)
+            components |= build_component(part, {**entry})
+        save(assemble(getattr(diffusers, name), components, {}), folder)
     return folder
-
-
-def build_qwen3_vl(**text: Any) -> dict[str, Any]:
-    """Return Qwen3-VL with its head, and a processor of which only the tokenizer is used."""
-    from transformers import CLIPImageProcessor, LlavaProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    tokenizer = build_qwen_tokenizer()
-    rope = QWEN_ROPE | {"mrope_interleaved": True}
-    sizes = QWEN_TEXT | {"vocab_size": len(tokenizer), "head_dim": QWEN_WIDTH // 4, "rope_parameters": rope} | text
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_WIDTH}
-    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-    encoder = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=sizes, vision_config=vision))
-    # That of Qwen3-VL needs torchvision.
-    processor = LlavaProcessor(CLIPImageProcessor(), tokenizer, chat_template=tokenizer.chat_template)
-    return {"text_encoder": spread_embeddings(encoder), "tokenizer": processor}
 
 
 def as_modular(folder: Path, target: Path, cls: str, **changes: Any) -> Path:

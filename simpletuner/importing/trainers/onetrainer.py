@@ -73,7 +73,7 @@ KINDS = {
     "krea_2": Kind("krea2", trains_encoders=False, steps=28, guidance=3.5),
     "z_image": Kind("z_image", trains_encoders=False, steps=28, guidance=4.0),
     "ernie": Kind("ernie", trains_encoders=False, steps=25, guidance=4.0),
-    "anima": Kind("auto", trains_encoders=False, steps=25, guidance=4.0),
+    "anima": Kind("anima", trains_encoders=False, steps=25, guidance=4.0),
 }
 FUSED = ("flux", "flux2", "chroma", "sd3", "pixart_sigma")
 """Families whose q, k and v are one matrix in files of other programs, and then one in training."""
@@ -530,7 +530,7 @@ def shift_levels(run: Translation, kind: Kind) -> None:
         exponent = 0.5 + 0.65 * (tokens - 256) / (TOKENS[kind.family] - 256)
         run.put("flow_schedule_shift", "dynamic_timestep_shifting", round(math.exp(min(exponent, 3)), 4))
         run.remark("dynamic_timestep_shifting", f"by the size of each image there; here that of {edge:.0f} px")
-    elif kind.family in ("ernie", "auto", *TOKENS):
+    elif kind.family in ("anima", "ernie", "auto", *TOKENS):
         run.lose("dynamic_timestep_shifting", "the shift by size of this model is not computed here")
 
 

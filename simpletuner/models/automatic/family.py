@@ -20,7 +20,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from simpletuner.data.prefetch import FIRST_FRAME, named_references, references_in
-from simpletuner.errors import SettingsError
+from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.automatic.components import (
     AutomaticVae,
     MetaCalls,
@@ -107,6 +107,11 @@ class AutomaticFamily(ModelFamily):
     def found(self) -> Findings:
         """Findings that were proven at the start of a run, or else are now."""
         if self._found is None:
+            if not any(self.folder.rglob("*.safetensors")):  # a published model's configs alone (`plan`)
+                raise EnvironmentNotReady(
+                    f"{self.settings.model.model_family} trains by its pipeline's call, which only its weights show",
+                    "name a folder with them: pretrained_model_name_or_path; a run's start downloads them",
+                )
             self.prove([self.smallest_sample()], torch.device("cpu"))
         assert self._found is not None
         return self._found

@@ -20,6 +20,7 @@ from simpletuner.models.catalog.registry import (
     check_model,
     flavour_of,
     flavours_of,
+    preset_of,
     repository_named,
     revision_of,
     tiny_architecture,
@@ -174,8 +175,9 @@ def published_architecture(model: Model, warn: Callable[[str], None]) -> Archite
         return tiny
     name, flavours = model.pretrained_model_name_or_path, flavours_of(model.model_family)
     if not flavours or (model.model_flavour == TINY and not name):
+        why = "it is a family of your own" if preset_of(model) is None else "no published checkpoint is known"
         raise SettingsError(
-            f"the denoiser of {model.model_family} is not known without a folder: it is a family of your own",
+            f"the denoiser of {model.model_family} is not known without a folder: {why}",
             "set pretrained_model_name_or_path to a pipeline's folder (a tiny run leaves one in its output_dir)",
         )
     same = next((flavour for flavour in flavours.values() if flavour.hub == name), None)

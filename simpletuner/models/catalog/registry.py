@@ -261,6 +261,7 @@ HUB = "https://huggingface.co"
 WITHIN_RESTRICTIONS = "yes, within its restrictions of use"
 LICENSES = {
     "apache-2.0": License("yes", "https://www.apache.org/licenses/LICENSE-2.0", is_hub_name=True),
+    "circlestone-labs-non-commercial-license": License("no", f"{HUB}/circlestone-labs/Anima/blob/main/LICENSE.md"),
     "creativeml-openrail-m": License(
         WITHIN_RESTRICTIONS, f"{HUB}/spaces/CompVis/stable-diffusion-license", is_hub_name=True
     ),

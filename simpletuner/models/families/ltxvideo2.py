@@ -36,10 +36,12 @@ FRAME_RATE = 24
 
 OF_AUDIO = ("audio_", "av_cross_attn_", "video_to_audio_", "video_a2v_")
 """Prefixes of weights, also in blocks, that only audio or its attention with the video uses."""
+OF_KEYFRAMES = "keyframes_abs_pos_embedding"
+"""A weight of 2.5 that LTX2DFRPipeline alone uses."""
 
 
 class LTXVideo2(ModelFamily):
-    """LTX-2 and 2.3."""
+    """LTX-2, 2.3 and 2.5."""
 
     pipelines = ("LTX2Pipeline",)
     objective = flow_matching
@@ -91,7 +93,7 @@ class LTXVideo2(ModelFamily):
 
     def unused_parameters(self) -> tuple[str, ...]:
         blocks = (f"transformer_blocks.{number}." for number in range(self.config["num_layers"]))
-        return tuple(f"{place}{start}" for place in ("", *blocks) for start in OF_AUDIO)
+        return (OF_KEYFRAMES, *(f"{place}{start}" for place in ("", *blocks) for start in OF_AUDIO))
 
     def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Call the transformer as LTX2(ImageToVideo)Pipeline does with the video isolated."""

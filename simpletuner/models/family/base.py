@@ -87,6 +87,9 @@ class ModelFamily(PipelineFolder, ABC):
     encodes_frame_alone: bool = False
     """True if that clip ends with its first frame: the latents of a whole clip begin with others (CogVideoX)."""
 
+    shifts_levels: ClassVar[bool] = False
+    """True if the pipeline gives its scheduler noise levels that it has shifted itself, by exp(`mu`)."""
+
     frame_rate: ClassVar[float] = 24
     """Frames per second of the clips that its published models generate."""
     fuses_qkv: ClassVar[bool] = False

@@ -155,6 +155,11 @@ def round_to_bf16_times_1000(sigmas: Tensor) -> Tensor:
     return (sigmas.bfloat16() * 1000).float() / 1000
 
 
+def round_time_to_bf16(sigmas: Tensor) -> Tensor:
+    """Sigmas as a denoiser computes with them whose time is 1 - sigma in bf16: steps of 0.004 near the image."""
+    return 1 - round_to_bf16(1 - sigmas)
+
+
 EVERY_SIGMA = (0.0, 1.0)
 
 

@@ -33,7 +33,7 @@ def sampling_shift(family: ModelFamily) -> ShiftOfShape:
     That stretches the last noise levels of a run of few steps; in training every level is drawn.
     """
     config = family.scheduler().config
-    if not config.get("use_dynamic_shifting"):
+    if not (config.get("use_dynamic_shifting") or family.shifts_levels):
         constant = config.get("shift") or config.get("flow_shift") or 1.0
         return lambda shape: constant
     is_exponential = config.get("time_shift_type", "exponential") == "exponential"
@@ -86,7 +86,7 @@ def image_shift(family: ModelFamily, preset: Preset, sampled: ShiftOfShape) -> f
     Without a model_flavour, a constant in the folder tells: FLUX.1-schnell has 1, where dev has 3.158. That
     of a family with `clip_shift` does not: LTXConditionPipeline gives its scheduler levels of its own.
     """
-    is_dynamic = family.scheduler().config.get("use_dynamic_shifting")
+    is_dynamic = family.scheduler().config.get("use_dynamic_shifting") or family.shifts_levels
     if preset.flow_shift and not (family.settings.model.model_flavour or is_dynamic or preset.clip_shift):
         return sampled(Shape(1, 1, 1))
     return published_shift(family.settings.model) or preset.flow_shift

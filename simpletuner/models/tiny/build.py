@@ -36,7 +36,7 @@ def build_tiny(model: Model, folder: Path) -> None:
         pipeline = build_preset(preset.tiny)
     else:
         pipeline = build_own(model)
-    pipeline.save_pretrained(folder)
+    save(pipeline, folder)
 
 
 def build_own(model: Model) -> Any:
@@ -57,14 +57,33 @@ def build_preset(tiny: Tiny, **changes: Mapping[str, object]) -> Any:
 
     cls = getattr(diffusers, tiny.pipeline)
     with fixed_seed():
-        components: dict[str, object] = {}
+        components: dict[str, Any] = {}
         for name in tiny.components:
             components |= build_component(name, {**tiny.component(name), **changes.get(name, {})})
-        absent = {name: None for name in inspect.signature(cls.__init__).parameters if name in cls._optional_components}
-        pipeline = cls(**absent | components, **tiny.options)
+        pipeline = assemble(cls, components, tiny.options)
         if tiny.adjust:
             import_object(tiny.adjust, f"adjust = {tiny.adjust}", "package.module:function")(pipeline)
     return pipeline
+
+
+def assemble(cls: Any, components: dict[str, Any], options: Mapping[str, object]) -> Any:
+    """Return a pipeline of components; a processor of chats is its tokenizer, too, where it has both."""
+    is_modular = hasattr(cls, "update_components")
+    names = cls().component_names if is_modular else [*inspect.signature(cls.__init__).parameters]
+    if "processor" in names and hasattr(components.get("tokenizer"), "tokenizer"):
+        components["processor"] = processor = components.pop("tokenizer")
+        components |= {"tokenizer": processor.tokenizer} if "tokenizer" in names else {}
+    if not is_modular:
+        return cls(**dict.fromkeys(set(names) & {*cls._optional_components}) | components, **options)
+    pipeline = cls()
+    pipeline.update_components(**components)
+    return pipeline
+
+
+def save(pipeline: Any, folder: Path) -> None:
+    """Write a pipeline's folder; the index of a modular one names its own components, not a repository's."""
+    is_modular = hasattr(pipeline, "update_components")
+    pipeline.save_pretrained(str(folder), **{"overwrite_modular_index": True} if is_modular else {})
 
 
 def build_component(name: str, described: Mapping[str, object]) -> dict[str, Any]:

@@ -28,11 +28,14 @@ if TYPE_CHECKING:
         Gemma3ForConditionalGeneration,
         GemmaTokenizer,
         GlmModel,
+        LlavaProcessor,
         Qwen2_5_VLForConditionalGeneration,
         Qwen2_5_VLTextModel,
         Qwen2Tokenizer,
         Qwen3ForCausalLM,
         Qwen3Model,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
         Qwen3VLModel,
         T5EncoderModel,
         T5GemmaEncoderModel,
@@ -217,14 +220,35 @@ def build_qwen25_vl_text(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLTextModel:
     return spread_embeddings(Qwen2_5_VLTextModel(config))
 
 
-def build_qwen3_vl(tokenizer: Qwen2Tokenizer) -> Qwen3VLModel:
-    from transformers import Qwen3VLConfig, Qwen3VLModel
+def qwen3_vl_config(vocab_size: int, **sizes: object) -> Qwen3VLConfig:
+    from transformers import Qwen3VLConfig
 
     rope = QWEN_ROPE | {"mrope_interleaved": True}
-    text = QWEN_TEXT | {"vocab_size": len(tokenizer), "head_dim": QWEN_WIDTH // 4, "rope_parameters": rope}
+    text = QWEN_TEXT | {"vocab_size": vocab_size, "head_dim": QWEN_WIDTH // 4, "rope_parameters": rope} | sizes
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_WIDTH}
     vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-    return spread_embeddings(Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision)))
+    return Qwen3VLConfig(text_config=text, vision_config=vision)
+
+
+def build_qwen3_vl(tokenizer: Qwen2Tokenizer, **sizes: object) -> Qwen3VLModel:
+    from transformers import Qwen3VLModel
+
+    return spread_embeddings(Qwen3VLModel(qwen3_vl_config(len(tokenizer), **sizes)))
+
+
+def build_qwen_processor() -> LlavaProcessor:
+    """Build a processor of chats. Qwen3-VL's own needs torchvision; no image ever reaches this one."""
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    tokenizer = build_qwen_tokenizer()
+    return LlavaProcessor(CLIPImageProcessor(), tokenizer, patch_size=14, chat_template=tokenizer.chat_template)
+
+
+def build_qwen3_vl_causal(processor: LlavaProcessor, **sizes: object) -> Qwen3VLForConditionalGeneration:
+    from transformers import Qwen3VLForConditionalGeneration
+
+    config = qwen3_vl_config(len(processor.tokenizer), **sizes)
+    return spread_embeddings(Qwen3VLForConditionalGeneration(config))
 
 
 def build_glm(tokenizer: GemmaTokenizer) -> GlmModel:
@@ -262,6 +286,7 @@ ENCODERS: dict[str, tuple[Callable[[], object], Callable[..., object]]] = {
     "qwen25_vl": (build_qwen_tokenizer, build_qwen25_vl),
     "qwen25_vl_text": (build_qwen_tokenizer, build_qwen25_vl_text),
     "qwen3_vl": (build_qwen_tokenizer, build_qwen3_vl),
+    "qwen3_vl_causal": (build_qwen_processor, build_qwen3_vl_causal),
     "glm": (build_glm_tokenizer, build_glm),
     "t5gemma": (build_t5gemma_tokenizer, build_t5gemma),
     "byt5": (build_byt5_tokenizer, build_t5),

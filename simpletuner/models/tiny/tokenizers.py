@@ -30,7 +30,8 @@ of the objects and background
 tokens from the embeddings, a number that is right only if each of these words is one token."""
 
 CHAT_TEMPLATE = """{%- for message in messages -%}
-<|im_start|>{{ message.role + "\n" + message.content }}<|im_end|>{{ "\n" }}
+{%- set text = message.content if message.content is string else message.content[0].text -%}
+<|im_start|>{{ message.role + "\n" + text }}<|im_end|>{{ "\n" }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant{{ "\n" }}{%- endif -%}
 """

@@ -18,8 +18,8 @@ from simpletuner.settings.foreign.key_table import Ignores, KeyTable, MappedFiel
 from simpletuner.settings.foreign.original_tables import ASKS_FOR_NOTHING, RENAMED
 from simpletuner.settings.values.spelling import normalize_name
 
-FAMILY_NAMES = {"anima": "auto", "cosmos2image": "cosmos", "pixart": "pixart_sigma"}
-"""Names that differ here: Anima is trained by its modular pipeline of diffusers."""
+FAMILY_NAMES = {"cosmos2image": "cosmos", "pixart": "pixart_sigma"}
+"""Names that differ here."""
 
 AUDIO = "it generates audio"
 NO_PIPELINE = "diffusers has no pipeline of it"
@@ -32,8 +32,6 @@ UNTRAINED = {
     "deepfloyd": "it denoises pixels, in stages of their own",
     "heartmula": AUDIO,
     "hidream": "its pipeline generates images of one area alone, whatever size it is asked for",
-    "ideogram": "its pipeline guides by a second denoiser",
-    "ideogram4": "its pipeline guides by a second denoiser",
     "kandinsky5_image": "its pipeline generates images of sizes of its own, whatever size it is asked for",
     "longcat_video": NO_PIPELINE,
     "mage_flow": NO_PIPELINE,

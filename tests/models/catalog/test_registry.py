@@ -14,7 +14,7 @@ def test_a_preset_leads_to_a_class_and_to_published_flavours(key):
         cls = family_class(Model(model_family=key))
         assert issubclass(cls, ModelFamily)
         assert list(presets()[key].pipelines) == [name for each in (cls, *cls.variants()) for name in each.pipelines]
-    assert flavours_of(key)
+    assert flavours_of(key) or key == "flux3", "of FLUX.3 nothing is published yet"
 
 
 @pytest.mark.parametrize("key", presets())
