@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,10 @@ def test_a_run_that_trains_answers_between_steps_and_its_losses_are_the_same(
     (folder / f"{'e' * 24}.request").symlink_to("/etc/passwd")
     (folder / f"{'f' * 24}.request").mkdir()
     (folder / "..request").write_bytes(good)
+    of_another = folder / f"{'c' * 24}.request"
+    of_another.write_bytes(good)
+    if is_root := os.geteuid() == 0:  # who may give a file away
+        os.chown(of_another, 1234, 1234)
     (folder / f"{'a' * 24}.taken").write_bytes(good)
     started = starter.train(2, f"--output_dir={output}", *small(), *flags, "--max_train_steps=100000")
     while started.processes[0].is_alive() and [*folder.glob("?*.request")] != [folder / "..request"]:
@@ -150,6 +155,7 @@ def test_a_run_that_trains_answers_between_steps_and_its_losses_are_the_same(
     refused = {why: answers[name]["refused"] for why, name in names.items()}
     assert all(refused.values()), refused
     assert answers["a" * 24]["refused"] == "the run ended while it answered"
+    assert not is_root or "of user 1234, and the run of user 0" in answers["c" * 24]["refused"]
     for name, word in (("d", "64 MiB"), ("e", "no regular file"), ("f", "no regular file")):
         assert word in answers[name * 24]["refused"]
     assert {path.name for path in folder.iterdir() if path.suffix != ".answer"} == {"..request"}
