@@ -2,7 +2,8 @@
 
 All losses of a run are those of the same images, noise and noise levels, so two steps are compared image by image:
 the mean difference of their losses, and its standard error over PARTS of the images (random groups: Wolter 2007,
-Introduction to Variance Estimation, chapter 2). A step is better where the difference is more than ERRORS of these.
+Introduction to Variance Estimation, chapter 2). A step is better where zero is below the 95 % interval of the
+difference, by Student's t: of two groups that is 12.7 standard errors, of sixteen 2.1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from simpletuner.system.numbers import count_noun
 
 PARTS = 16
 """Groups of held-out images; fewer where there are fewer images."""
-ERRORS = 2.0
+STUDENT_T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Two-sided 95 % points of Student's t distribution, for 1 to PARTS - 1 degrees of freedom."""
 RISES = 3
 """Evaluations in a row above the best one, after which a run says so."""
 WEIGHTS: Mapping[str, str] = dict(zip(HELD_OUT, ("trained", "ema"), strict=True))
@@ -47,20 +49,21 @@ class Measured:
     def weights(self) -> str:
         return WEIGHTS[self.name]
 
-    def standard_error_to(self, other: Measured) -> float:
-        """Standard error of the difference to another loss; 0 where it is not known, as of one image."""
-        if len(self.parts) < 2 or len(self.parts) != len(other.parts):
+    def spread_to(self, other: Measured) -> float:
+        """Half the 95 % interval of the difference to another loss; 0 where it is not known, as of one image."""
+        count = len(self.parts)
+        if not 2 <= count <= PARTS or count != len(other.parts):
             return 0.0
         differences = [mine - theirs for mine, theirs in zip(self.parts, other.parts, strict=True)]
-        return stdev(differences) / math.sqrt(len(differences))
+        return STUDENT_T[count - 2] * stdev(differences) / math.sqrt(count)
 
     def is_below(self, other: Measured) -> bool:
         """True for a lower loss, by more than the spread of the measure."""
-        return self.loss < other.loss - ERRORS * self.standard_error_to(other)
+        return self.loss < other.loss - self.spread_to(other)
 
     def difference_to(self, other: Measured) -> str:
         """Return the difference with its spread, as in `0.0112 ± 0.0031`."""
-        spread = ERRORS * self.standard_error_to(other)
+        spread = self.spread_to(other)
         return f"{abs(self.loss - other.loss):.4f}" + f" ± {spread:.4f}" * (spread > 0)
 
 

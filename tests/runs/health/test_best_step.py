@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from simpletuner.checkpoints.layout import prune_checkpoints, steps_to_prune
 from simpletuner.runs.facts import describe_result
 from simpletuner.runs.health.best_step import (
+    Measured,
     best_saved,
     best_saved_of,
     find_best,
@@ -187,3 +188,13 @@ def measured_in(rows):
 
 def step_of(measured) -> int | None:
     return measured.step if measured is not None else None
+
+
+def test_two_held_out_images_show_less_than_sixteen():
+    """Differences of equal mean and deviation: of two images they may well be chance."""
+    differences = {2: [0.01, 0.05], 16: [0.01, 0.05] * 8}
+    for count, found in differences.items():
+        before = Measured(0, "eval_loss", 1.0, (1.0,) * count)
+        after = Measured(100, "eval_loss", 0.97, tuple(1 - each for each in found))
+        assert after.is_below(before) == (count == 16)
+    assert after.difference_to(before) == "0.0300 ± 0.0110"
