@@ -109,13 +109,13 @@ class Backward:
         return self.weight_bytes * gathered + sum(self.done.values()) + self.reduced_bytes * sizes.get(self.previous, 0)
 
 
-def gathered_points(settings: Settings, model: nn.Module, trace: StepTrace, numel: dict[str, int]) -> Iterator[float]:
+def gathered_points(settings: Settings, units: Units, trace: StepTrace, numel: dict[str, int]) -> Iterator[float]:
     """Yield the bytes that FSDP2 adds at each of `trace.backward_points`: the root, the unit that computes
     and the next one, their gradients, and in float32 those of the unit before, which ranks are reducing.
 
     `numel` are the sizes of what is trained, by the names in the trace.
     """
-    units, is_lora = Units.of(model, settings), settings.model.model_type == "lora"
+    is_lora = settings.model.model_type == "lora"
     of = {name: units.of_name(name) for name in trace.released}
     order = [unit for unit in dict.fromkeys(of.values()) if unit]
     after = dict(pairwise(order))
@@ -143,6 +143,7 @@ class Workload:
     traces: dict[tuple[object, ...], StepTrace] = field(default_factory=dict)
     vae_peaks: dict[tuple[object, ...], int] = field(default_factory=dict)
     numel: dict[str, int] = field(default_factory=dict)
+    found_units: dict[tuple[object, ...], Units] = field(default_factory=dict)
 
     def trace(self, settings: Settings, samples: int, on_gpu: bool) -> StepTrace:
         """Return the trace of a micro-batch as an engine of these settings would run it.
@@ -219,7 +220,19 @@ class Workload:
         """Yield the bytes that FSDP2 gathers and reduces at each point of a trace."""
         if not self.numel:  # by the names in a trace, whatever the dtypes are
             self.numel = {name: each.numel() for name, each in self.trained_model(settings).named_parameters()}
-        return gathered_points(settings, self.family.meta_denoiser, trace, self.numel)
+        return gathered_points(settings, self.units(settings), trace, self.numel)
+
+    def units(self, settings: Settings) -> Units:
+        """Return FSDP2's units, looked for once: `plan --auto` asks for those of hundreds of candidates."""
+        chosen = settings.parallel
+        key = (chosen.fsdp_auto_wrap_policy, chosen.fsdp_min_num_params, chosen.fsdp_transformer_layer_cls_to_wrap)
+        if key not in self.found_units:
+            self.found_units[key] = Units.of(self.family.meta_denoiser, settings)
+        return self.found_units[key]
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        return sum(each.nbytes for each in self.family.meta_denoiser.buffers())
 
     def text_encoder_bytes(self, settings: Settings) -> int | None:
         """Weights of all text encoders, in the dtype that they compute in; None without their files."""
@@ -326,7 +339,7 @@ def other_rows(settings: Settings, workload: Workload, inputs: MemoryInputs) -> 
     yield from host_rows(settings, inputs, checkpoint_bytes(settings, workload.weights), on_gpu)
     if on_gpu:
         yield MemoryRow("CUDA", gpu=CONTEXT_BYTES, formula="context and libraries, assumed")
-    if buffers := sum(each.nbytes for each in workload.family.meta_denoiser.buffers()):
+    if buffers := workload.buffer_bytes:
         yield MemoryRow("buffers", gpu=buffers, formula="of the model, such as tables of positions")
     if workload.family.other_denoiser and settings.validation.samples_images:
         yield other_denoiser_row(compute_bytes(settings) * workload.denoiser_parameters, on_gpu)
