@@ -174,7 +174,9 @@ def caption_variants(caption: str, rules: tuple[str, ...], shuffle: CaptionShuff
         caption = rule(caption)
     if rules:  # what is removed leaves its spaces on both sides
         caption = re.sub(r"[ \t]{2,}", " ", caption).strip()
-    return shuffle_parts(caption, shuffle) if shuffle and shuffle.enable else [caption]
+    if not (shuffle and shuffle.enable) or holds_json(caption):  # which has commas, and no tags
+        return [caption]
+    return shuffle_parts(caption, shuffle)
 
 
 def shuffle_parts(caption: str, shuffle: CaptionShuffle) -> list[str]:

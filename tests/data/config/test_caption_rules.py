@@ -108,6 +108,10 @@ def test_shuffles_split_as_asked_reach_all_orders_and_leave_the_phrase_in_front(
     assert set(captions(["a  b"], caption_shuffle={**shuffle, "split_on": "Space"})) == {"a  b", "a b", "b a"}
     assert set(captions(["A b. C."], caption_shuffle={**shuffle, "split_on": "period"})) == {"A b. C.", "C. A b."}
     assert captions(["a, b"], caption_shuffle={"count": 5}) == ("a, b",)
+    for text in ('{"subject": "a dog, a cat", "style": "oil, dark"}', '["a, b", "c. d"]', '{\n"a": 1,\n"b": [2, 3]\n}'):
+        every = ({**shuffle, "split_on": kind} for kind in ("comma", "space", "period"))
+        assert all(captions([text], caption_shuffle=each) == (text,) for each in every), "JSON is one value"
+    assert len(captions(['{"a": 1, "b'], caption_shuffle=shuffle)) == 2, "and tags may have brackets"
     one, other = (captions(["a, b, c, d"], caption_shuffle={**shuffle, "count": 1, "seed": seed}) for seed in (0, 1))
     assert one != other
 
