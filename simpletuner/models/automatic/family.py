@@ -112,7 +112,13 @@ class AutomaticFamily(ModelFamily):
                     f"{self.settings.model.model_family} trains by its pipeline's call, which only its weights show",
                     "name a folder with them: pretrained_model_name_or_path; a run's start downloads them",
                 )
-            self.prove([self.smallest_sample()], torch.device("cpu"))
+            smallest, cpu = self.smallest_sample(), torch.device("cpu")
+            try:
+                self.prove([smallest], cpu)
+            except SettingsError:
+                if smallest.is_given or self.image_parameter is None:
+                    raise
+                self.prove([self.sample_with_image()], cpu)  # its call needs one (LTXImageToVideoPipeline)
         assert self._found is not None
         return self._found
 
@@ -329,7 +335,7 @@ class AutomaticFamily(ModelFamily):
         self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False
     ) -> dict[str, tuple[int, ...]]:
         latents, *others = (self.found.layout.axes_for(each) for each in (target, *references))
-        if not has_first_frame:
+        if not (has_first_frame or self.image_to_video == "always"):
             return {"latents": latents, **self.conditioning_shapes(), **named_references(others)}
         is_whole = self.encodes_first_frame and not self.encodes_frame_alone
         alone = target if is_whole else target._replace(frames=1)

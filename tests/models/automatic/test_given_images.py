@@ -132,10 +132,15 @@ def test_first_frames_train_and_sample_as_the_class_does(case, pipelines, tmp_pa
     auto, clip = automatic(own, proven=False), Shape(1 + auto_step(key), 64, 64)
     auto.prove([SampleShape(clip, (), True)], CPU)
     hand = opened(key, folder)
+    if key == "ltxvideo":  # whose call has an image by default, and fails without
+        assert automatic(own, proven=False).found.images is not None
     assert auto.encodes_first_frame == hand.encodes_first_frame == (case in ("2.1-14b", "2.2-14b"))
     assert auto.skips_first_frame == hand.skips_first_frame
     assert auto.reads_references == hand.reads_references == (case == "2.1-14b")
+    plain = SampleShape(CLIP)  # as a plan has it, before the data are known to begin with first frames
     assert auto.input_shapes(CLIP, (), True).keys() >= {"latents", "first_frame"}
+    assert (auto.image_to_video == "always") == ("first_frame" in auto.input_shapes(*plain))
+    assert flops_per_sample(auto, plain if "wan" in key else SampleShape(CLIP, (), True)) > 0
     expect_parity(hand, auto, images([(CLIP.width, CLIP.height)]), CLIP)
 
 
