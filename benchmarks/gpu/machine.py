@@ -288,6 +288,7 @@ def kernel(tiny: bool) -> None:
     joined = {name: [torch.cat([*map(part, each)]).cpu() for each in (ours, theirs)] for name, part in parts.items()}
     same = {name: (one == other).float().mean().item() for name, (one, other) in joined.items()}
     tell(what="split kernel, share equal to the CPU's", compiling=compiling, **same)
+    low_rank()
     many = ours * 500
     tell(
         what="split kernel, launch of 1,500 weights on the host, us", here=median(launch(many) for _ in range(20)) * 1e6
@@ -295,6 +296,18 @@ def kernel(tiny: bool) -> None:
     large = [update_on("cuda", 2**28, 7)]
     seconds = seconds_of(lambda: launch(large))
     tell(what="split kernel, 2^28 values", seconds=seconds, TB_per_s=KERNEL_BYTES * 2**28 / seconds / 1e12)
+
+
+def low_rank() -> None:
+    """Tell how far the GPU's best pair of matrices is from the CPU's: `lora extract` and `lora resize` seek one."""
+    from simpletuner.tools.lora.low_rank import Wanted, best_pair
+
+    torch.manual_seed(3)
+    matrix = torch.randn(512, 64) @ torch.randn(64, 384) + 0.01 * torch.randn(512, 384)
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    expected = (left[:, :16] * values[:16]) @ right[:16]
+    down, up = best_pair(matrix, Wanted(16, None))
+    tell(what="pair of rank 16, off", here=((up @ down - expected).norm() / expected.norm()).item())
 
 
 def link(tiny: bool) -> None:

@@ -79,13 +79,7 @@ def plan(
     host_bytes = parse_bytes(host_memory, "--host_memory") if host_memory else None
     report = Report()
     with report.phase("importing torch"), no_collection():  # after what can be refused without it
-        if not measure and "diffusers" not in sys.modules:  # who has imported it may need all of it
-            from simpletuner.private_api.of_torch import leave_out_compiler
-
-            leave_out_compiler()
-            from simpletuner.models.opening.unused_packages import leave_out_unused
-
-            leave_out_unused(loaded.settings, only_counts=True)
+        leave_out_what_counts_need_not(loaded, measure)
         from simpletuner.tools.plan.planner import Planner
 
     if offers:
@@ -115,6 +109,17 @@ def plan(
         raise EnvironmentNotReady(f"this does not fit: it needs {missing}", "--auto proposes what does")
     if proposal.problem is not None:
         raise DataError("the plan is of images that no run would start with, for the reason above")
+
+
+def leave_out_what_counts_need_not(loaded: Loaded, measure: bool) -> None:
+    if measure or "diffusers" in sys.modules:  # who has imported it may need all of it
+        return
+    from simpletuner.private_api.of_torch import leave_out_compiler
+
+    leave_out_compiler()
+    from simpletuner.models.opening.unused_packages import leave_out_unused
+
+    leave_out_unused(loaded.settings, only_counts=True)
 
 
 def device_of_this_machine(loaded: Loaded) -> Device | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -50,20 +51,12 @@ def sample(
     A run that trains samples it after its current step, with the weights of that step; its losses stay the same. Of any
     other, and with --checkpoint, this process samples, with the seed, size and steps of the run's validation.
     """
-    from simpletuner.runs.condition import KnownStart
-    from simpletuner.runs.folder import Folders, RunFolder, check_run
-    from simpletuner.runs.listing import summarize
-    from simpletuner.system.processes.run_status import RunState
+    from simpletuner.runs.folder import check_run
 
     check_run(folder)
     if base and (ema or with_base or checkpoint):
         raise SettingsError("--base takes no --ema, --with_base or --checkpoint", "leave one of them out")
-    run = RunFolder(folder.resolve(), Folders.of([folder]))
-
-    def is_over() -> bool:
-        return summarize(run, KnownStart()).condition.state not in (RunState.RUNNING, RunState.STARTING)
-
-    report = Report()
+    is_over, report = end_of(folder), Report()
     with report.phase("importing torch"), no_collection():
         from simpletuner.runs.settings_record import NAMED
         from simpletuner.tools.sampling import SampleOptions, ask_run, sample_here
@@ -80,3 +73,14 @@ def sample(
         return
     written = sample_here(folder, options, output or folder / "samples", report)
     report.text("".join(f"{path}\n" for path in written))
+
+
+def end_of(folder: Path) -> Callable[[], bool]:
+    """Return what tells whether the run in a folder has ended."""
+    from simpletuner.runs.condition import KnownStart
+    from simpletuner.runs.folder import Folders, RunFolder
+    from simpletuner.runs.listing import summarize
+    from simpletuner.system.processes.run_status import RunState
+
+    run = RunFolder(folder.resolve(), Folders.of([folder]))
+    return lambda: summarize(run, KnownStart()).condition.state not in (RunState.RUNNING, RunState.STARTING)

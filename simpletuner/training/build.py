@@ -95,15 +95,6 @@ def build_trainer(
 ) -> Trainer:
     """Connect what the training loop works with."""
     settings, mesh, training = session.settings, session.mesh, session.settings.training
-    rank_slice = RankSlice(
-        data_rank=mesh.data_rank,
-        data_size=mesh.data_size,
-        accumulation=training.gradient_accumulation_steps,
-        seed=training.seed,
-        reference_dropout=settings.data.reference_dropout_probability,
-        masked_loss=settings.data.masked_loss_probability,
-        pin=mesh.world.device.type == "cuda",
-    )
     ahead = settings.data.dataloader_prefetch_qlen
     durations = Durations(training.output_dir / DURATIONS if mesh.world.is_first else None)
     size_bytes = checkpoint_bytes(settings, trained_weights(family))
@@ -115,7 +106,9 @@ def build_trainer(
         engine=state.engine,
         family=family,
         objective=family.objective(),
-        batches=prefetch(prepared.reader, prepared.plan.sampler, state.sampler_state, state.step, rank_slice, ahead),
+        batches=prefetch(
+            prepared.reader, prepared.plan.sampler, state.sampler_state, state.step, slice_of(session), ahead
+        ),
         learning_rate=LearningRate(state.schedule, settings.optimizer),
         ema=state.ema,
         logger=StepLogger(
@@ -148,6 +141,20 @@ def build_trainer(
         dropout_seed=hash_key(training.seed, "dropout", mesh.data_rank),
         profiler=open_profiler(session),
         durations=durations,
+    )
+
+
+def slice_of(session: Session) -> RankSlice:
+    """Return the part of each batch that this rank reads, and how."""
+    settings, mesh = session.settings, session.mesh
+    return RankSlice(
+        data_rank=mesh.data_rank,
+        data_size=mesh.data_size,
+        accumulation=settings.training.gradient_accumulation_steps,
+        seed=settings.training.seed,
+        reference_dropout=settings.data.reference_dropout_probability,
+        masked_loss=settings.data.masked_loss_probability,
+        pin=mesh.world.device.type == "cuda",
     )
 
 

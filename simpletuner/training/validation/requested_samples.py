@@ -21,6 +21,7 @@ from simpletuner.models.family.adapter import ADAPTER, adapted_layers
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.parallel.gpu import return_memory
 from simpletuner.preparation.plan import samples_by_shape
 from simpletuner.preparation.prepare import Prepared
 from simpletuner.preparation.sampled_prompts import SampledPrompt
@@ -134,7 +135,7 @@ class RequestedSamples:
                         write_sample(path, pixels, each.info(weights, step))
                         images.append(f"{SAMPLES}/{path.name}")
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+            return_memory(self.session.world.device)
             refused = "the GPU has too little memory for this size beside the training"
         except OSError as error:
             refused = f"cannot write the image: {reason_of_os(error)}"
