@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from simpletuner.counting.step_counter import Execution, StepCounter, Work
 from simpletuner.parallel.model.blocks import recommended_blocks
-from simpletuner.private_api.of_torch import FakeTensor, run_backward, tree_flatten, tree_unflatten
+from simpletuner.private_api.of_torch import FakeTensor, outside_modes, run_backward, tree_flatten, tree_unflatten
 
 T = TypeVar("T")
 
@@ -100,11 +100,11 @@ class BlockCall:
     block: nn.Module
     kind: object
     """Equal for blocks that compute alike."""
-    call: Callable[[Sequence[Tensor]], Any]
-    """The block with its arguments but for the tensors."""
+    call: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+    """The block with its arguments but for the tensors: `inputs` and `constants`."""
     inputs: TensorLayouts
     constants: list[Tensor]
-    """Real tensors among the arguments, such as masks."""
+    """Copies of the real tensors among the arguments, such as masks: these may be gone after the forward pass."""
     form: object
     """Equal for equal arguments."""
     anchor: Tensor
@@ -116,18 +116,22 @@ class BlockCall:
         flat, structure = tree_flatten((args, kwargs))
         inputs = fake_tensors(flat)
         places = {id(each): number for number, each in enumerate(inputs)}
-        template = [None if id(each) in places else each for each in flat]
+        # None where a tensor is given.
+        template = [None if isinstance(each, Tensor) else each for each in flat]
         numbers = [places.get(id(each)) for each in flat]
+        real = [number for number, each in enumerate(flat) if isinstance(each, Tensor) and id(each) not in places]
 
-        def call(given: Sequence[Tensor]) -> Any:
+        def call(given: Sequence[Tensor], constants: Sequence[Tensor]) -> Any:
             values = [each if number is None else given[number] for each, number in zip(template, numbers, strict=True)]
+            for number, each in zip(real, constants, strict=True):
+                values[number] = each
             args, kwargs = tree_unflatten(values, structure)
             return own(*args, **kwargs)
 
-        layouts, real = TensorLayouts.of(inputs), [each for each in template if isinstance(each, Tensor)]
-        texts = [TensorLayout.of(each) if isinstance(each, Tensor) else repr(each) for each in template]
+        layouts, constants = TensorLayouts.of(inputs), [flat[number] for number in real]
+        texts = [repr(each) for each in template] + [TensorLayout.of(each) for each in constants]
         form = (structure, repr(layouts.storages), *layouts.sizes, *numbers, *layouts.tensors, *texts)
-        return cls(block, kind, call, layouts, real, form, anchor)
+        return cls(block, kind, call, layouts, copied(constants), form, anchor)
 
     @property
     def key(self) -> object:
@@ -137,6 +141,12 @@ class BlockCall:
 def fake_tensors(flat: Sequence[Any]) -> list[Tensor]:
     """Return the fake tensors among arguments, each once."""
     return list({id(each): each for each in flat if isinstance(each, FakeTensor)}.values())
+
+
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors, uncounted."""
+    with outside_modes():
+        return [each.clone() for each in tensors]
 
 
 @dataclass
@@ -155,6 +165,7 @@ class Recording:
     kept_bytes: int = 0
     kept_on_host: int = 0
     held_inputs: list[int] = field(default_factory=list)
+    held_constants: list[int] = field(default_factory=list)
     held_storages: list[int] = field(default_factory=list)
     """Those of outputs that the block's graph refers to."""
     backward: Work = field(default_factory=Work)
@@ -207,14 +218,15 @@ class Recorder:
         self.call, self.anchor, self.unused = call, call.anchor, unused
         parameters = dict(call.block.named_parameters())
         self.trained = {name: each for name, each in parameters.items() if each.requires_grad}
-        present = [*parameters.values(), *call.block.buffers(), call.anchor, *call.constants]
+        self.constants = copied(call.constants)
+        present = [*parameters.values(), *call.block.buffers(), call.anchor, *self.constants]
         self.counter = StepCounter.of(execution, iter(present))
         self.recording, self.base = Recording(), 0
 
     def learn(self) -> None:
         """Run the call uncounted, which shows a SelectiveRecomputation what there is to keep."""
         with self.counter.casts(), self.counter.forward():
-            self.call.call(self.new_inputs())
+            self.call.call(self.new_inputs(), self.constants)
 
     def record(self) -> Recording | None:
         """Return what the call takes; None where outputs are views of inputs, or no tensors."""
@@ -244,7 +256,7 @@ class Recorder:
         memory, recording = self.counter.memory, self.recording
         start, memory.peak = memory.live, memory.live
         with self.counter.forward():
-            outputs, recording.structure = tree_flatten(self.call.call(inputs))
+            outputs, recording.structure = tree_flatten(self.call.call(inputs, self.constants))
             with_casts = memory.live
         recording.forward, memory.work = memory.work, Work()
         recording.forward_peak = memory.restart_peak() - start
@@ -255,6 +267,7 @@ class Recorder:
         used = [each for number, each in enumerate(made) if each.requires_grad and number not in self.unused]
         loss = AfterBlock.apply(self.begin_backward, self.anchor, *used)
         of_inputs = [ref(each.untyped_storage()) for each in inputs]
+        of_constants = [ref(each.untyped_storage()) for each in self.constants]
         of_outputs = [ref(made[numbers[0]].untyped_storage()) for numbers in recording.outputs.storages]
         del outputs, made, used
         live, sizes = memory.live - loss.nbytes, recording.outputs.sizes
@@ -262,6 +275,8 @@ class Recorder:
         recording.kept_bytes = live - start - sum(sizes[number] for number in recording.held_storages)
         recording.kept_on_host = memory.on_host
         inputs.clear()
+        self.constants.clear()
+        recording.held_constants = [number for number, each in enumerate(of_constants) if each() is not None]
         recording.held_inputs = [number for number, each in enumerate(of_inputs) if each() is not None]
         # Others may hold them, too, and a block's own input is what its backward pass needs last.
         return loss, [each() for each in of_inputs]
@@ -293,6 +308,7 @@ class Replay(Function):
         call: BlockCall,
         blocks: BlockReplays,
         recording: Recording,
+        constants: Sequence[Tensor],
         anchor: Tensor,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -305,6 +321,7 @@ class Replay(Function):
         blocks.counter.cast_weights.append(new_storage(anchor, recording.cast_bytes))
         ctx.storages = [ctx.storages[number] for number in recording.held_storages]
         ctx.held = [inputs[number] for number in recording.held_inputs]
+        ctx.held += [constants[number] for number in recording.held_constants]
         ctx.held += [new_storage(anchor, recording.kept_bytes), new_storage(anchor, recording.kept_on_host, "meta")]
         return outputs
 
@@ -323,7 +340,7 @@ class Replay(Function):
         layouts, reached = enumerate(ctx.call.inputs.tensors), recording.with_gradient
         gradients = [each.gradient(ctx.call.anchor) if number in reached else None for number, each in layouts]
         memory.peak = peak  # of which the gradients of inputs are part
-        return None, None, None, None, None, *gradients
+        return None, None, None, None, None, None, *gradients
 
 
 @dataclass
@@ -336,6 +353,8 @@ class BlockReplays:
     learns: bool = False
     """See `Recorder.learn`: before each call that is run."""
     recordings: dict[object, Recording | None] = field(default_factory=dict)
+    calls: dict[object, BlockCall] = field(default_factory=dict)
+    """The first of each kind, whose copies of real tensors stand for those of the others."""
 
     @contextmanager
     def replaced(self, model: nn.Module, unused: Sequence[str]) -> Iterator[None]:
@@ -380,14 +399,17 @@ class BlockReplays:
 
     def run(self, block: nn.Module, name: str, kind: object, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call = BlockCall.of(block, kind, own, args, kwargs, self.anchor.detach())
-        recording = None if any(each.requires_grad for each in call.constants) else self.recording_of(call)
+        first = self.calls.setdefault(call.key, call)
+        recording = None if any(each.requires_grad for each in call.constants) else self.recording_of(first)
         if recording is None:
             if self.learns:
                 self.learn(call)
             return own(*args, **kwargs)
-        inputs = fake_tensors(tree_flatten((args, kwargs))[0])
+        flat = tree_flatten((args, kwargs))[0]
+        inputs = fake_tensors(flat)
+        constants = [each for each in flat if isinstance(each, Tensor) and not isinstance(each, FakeTensor)]
         anchor = self.anchor if recording.outputs.have_gradient else call.anchor
-        made = iter(Replay.apply(name, call, self, recording, anchor, *inputs))
+        made = iter(Replay.apply(name, first, self, recording, constants, anchor, *inputs))
         outputs = [next(made) if place is None else inputs[place] for place in recording.places]
         return tree_unflatten(outputs, recording.structure)
 

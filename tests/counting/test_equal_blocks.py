@@ -71,6 +71,8 @@ def compare(
 
 
 BLOCKS = 5
+RECOMPUTED = ("sd1x", "sd3", "flux2", "pixart_sigma", "auraflow", "qwen_image", "wan", "ltxvideo2")
+"""Not LTX-Video, whose peak is 0.6 % above that of the whole trace then: a block holds its inputs until its end."""
 TRACES = 2
 """With replays, of each comparison."""
 
@@ -98,7 +100,7 @@ def test_what_one_block_takes_is_what_each_of_its_kind_takes(key, pipelines, rec
         name: BLOCKS if LAYERS.fullmatch(name) and value else value for name, value in family.exported_config().items()
     }
     model = with_fake_parameters(family.denoiser().train(), mode)
-    model.enable_gradient_checkpointing() if BY_CLASS.index(key) % 2 else model.disable_gradient_checkpointing()
+    model.enable_gradient_checkpointing() if key in RECOMPUTED else model.disable_gradient_checkpointing()
     compare(family, model, mode)
     blocks = [module for module in model.modules() if type(module).__name__ in recorded]
     assert recorded and len(recorded) / TRACES < len(blocks)
@@ -112,6 +114,7 @@ def test_what_one_block_takes_is_what_each_of_its_kind_takes(key, pipelines, rec
         ("flux", "lora", True, False, 0.5),
         ("pixart_sigma", "full", False, True, None),
         ("qwen_image", "full", True, True, 0.5),  # whose last block is like no other
+        ("ideogram4", "full", True, False, None),  # whose mask is made of the whole sequence
         ("chroma", "full", True, False, None),  # whose blocks are called with a mask of each call
     ],
 )
