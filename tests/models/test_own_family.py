@@ -14,6 +14,7 @@ from conftest import ROOT, SMALL
 from flags import last_wins
 from models.test_inputs import expect_same_inputs, expect_same_picture
 
+from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import family_class
 from simpletuner.settings.declared.sections import Model, Settings
 
@@ -96,3 +97,10 @@ def test_a_family_that_cannot_be_found_is_a_sentence(families, family, message, 
     run = starter.start(ranks.command_line_beside, 1, str(folder), flags)
     assert run.wait() == [2], run.said
     assert message in run.said and "Traceback" not in run.said
+
+
+@pytest.mark.parametrize("name", ["", "nosuch"])
+def test_no_family_is_said_as_such(name):
+    """As of a run's settings.json that has lost a line."""
+    with pytest.raises(SettingsError, match=f"Unknown model_family '{name}'"):
+        family_class(Model(model_family=name))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.prefetch import FIRST_FRAME, named_references
 from simpletuner.errors import SettingsError
-from simpletuner.models.catalog.registry import class_path_of, import_object, preset_of
+from simpletuner.models.catalog.registry import check_model, class_path_of, import_object, preset_of
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.objectives import EVERY_SIGMA, Objective, keep_float32
 from simpletuner.models.family.pipeline_folder import PipelineFolder
@@ -327,7 +327,11 @@ class ModelFamily(PipelineFolder, ABC):
 
 def family_class(model: Model) -> type[ModelFamily]:
     """Import a family's class. Raises SettingsError if a user's own fails or is no ModelFamily."""
-    path = class_path_of(model) or ""
+    if not (path := class_path_of(model)):
+        check_model(model)
+        raise SettingsError(
+            f"{model.model_family} is known by its blocks alone", "`simpletuner models` lists the others"
+        )
     cls = import_object(path, f"model_families: {model.model_family} = {path}", "package.module:ClassName")
     if not (isinstance(cls, type) and issubclass(cls, ModelFamily)):
         is_what = f"the class {cls.__name__}" if isinstance(cls, type) else f"of type {type(cls).__name__}"
