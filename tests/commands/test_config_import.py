@@ -18,7 +18,7 @@ from simpletuner.importing.translation import ORIGINAL_FAMILIES, OriginalFamily
 from simpletuner.models.catalog.registry import flavours_of, presets
 from simpletuner.settings import load
 
-FAMILIES = [name for name, preset in presets().items() if preset.family_class]
+FAMILIES = [name for name, preset in presets().items() if preset.family_class and preset.flavours]
 DATASETS = "config/multidatabackend.json"
 CONFIG = Path(__file__).with_name("original_config.json")
 ENTRIES = Path(__file__).with_name("original_datasets.json")
