@@ -50,10 +50,13 @@ class Terminal:
     def wait_for(self, text: str) -> str:
         """Return what is drawn from the last found text to the end of this one."""
         end = time.monotonic() + SECONDS
-        while (found := re.compile(re.escape(text)).search(self.drawn, self.read_until)) is None:
-            alive = self.process.poll() is None
+        wanted, alive = re.compile(re.escape(text)), True
+        while (found := wanted.search(self.drawn, self.read_until)) is None:
             assert alive and time.monotonic() < end, f"no {text!r} after: {self.drawn[self.read_until :]}"
             time.sleep(0.01)
+            if self.process.poll() is not None:
+                self.reader.join(SECONDS)  # what it drew last may not have been read yet
+                alive = False
         before, self.read_until = self.drawn[self.read_until : found.end()], found.end()
         return before
 
