@@ -106,6 +106,7 @@ ORIGINAL_FAMILIES: dict[str, OriginalFamily] = {
     "flux": OriginalFamily(aligned(64)),
     "flux2": OriginalFamily(aligned(16, tokenizer_max_length=512, flux_guidance_value=1.0)),
     "hunyuanvideo": BY_PIPELINE,
+    "ideogram4": BY_PIPELINE,
     "kandinsky5_video": BY_PIPELINE,
     "kolors": BY_PIPELINE,
     "krea2": BY_CODE_LIKE_IT,

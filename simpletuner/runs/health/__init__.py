@@ -1,1 +1,1 @@
-"""Judgements on a run from its metrics: the best step."""
+"""Judgements on a run from its metrics: the best step, and alarms."""

@@ -18,7 +18,7 @@ from simpletuner.settings.foreign.key_table import Ignores, KeyTable, MappedFiel
 from simpletuner.settings.foreign.original_tables import ASKS_FOR_NOTHING, RENAMED
 from simpletuner.settings.values.spelling import normalize_name
 
-FAMILY_NAMES = {"cosmos2image": "cosmos", "pixart": "pixart_sigma"}
+FAMILY_NAMES = {"cosmos2image": "cosmos", "ideogram": "ideogram4", "pixart": "pixart_sigma"}
 """Names that differ here."""
 
 AUDIO = "it generates audio"
