@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,8 @@ class Snapshot:
     groups: Mapping[str, Callable[[], TensorGroup]]
     state: dict[str, Any]
     config: dict[str, Any]
+    is_views: bool = False
+    """True if all tensors are views of memory that stays as it is until `BackgroundSaver.finish_copying`."""
 
 
 def save(
@@ -152,19 +155,60 @@ class HostCopies:
     def __init__(self) -> None:
         self.buffers: dict[str, HostBuffer] = {}
 
-    def copy(self, name: str, group: TensorGroup) -> TensorGroup:
-        """Copy what this rank writes of a group. A copy from a GPU is complete once its stream is."""
+    def room_for(self, name: str, group: TensorGroup) -> TensorGroup:
+        """Return a group like this one, of which memory holds what this rank writes."""
         if name not in self.buffers:
             self.buffers[name] = HostBuffer(group.local, any(tensor.is_cuda for tensor in group.local.values()))
-        buffer = self.buffers[name]
-        if group.local:
-            of_torch.foreach_copy_([*buffer.views.values()], [*group.local.values()], non_blocking=True)
-        return replace(group, local=buffer.views, block=buffer.block)
+        return replace(group, local=self.buffers[name].views, block=self.buffers[name].block)
 
     def release(self) -> None:
         for buffer in self.buffers.values():
             buffer.release()
         self.buffers.clear()
+
+
+def copy_group(group: TensorGroup, copied: TensorGroup) -> None:
+    """Fill `copied` with what this rank writes of a group. A copy from a GPU is complete once its stream is."""
+    if group.local:
+        of_torch.foreach_copy_([*copied.local.values()], [*group.local.values()], non_blocking=True)
+
+
+class CopyInThread:
+    """Copies groups in a thread, while the training thread computes gradients of what is copied."""
+
+    def __init__(self, pairs: list[tuple[TensorGroup, TensorGroup]], device: torch.device) -> None:
+        """`pairs` are of groups and of those that are to hold their copies."""
+        self.pairs, self.is_queued = pairs, threading.Event()
+        # A stream of its own, so that the copies run next to the kernels of the next step.
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copied: Any = None  # an event of torch.cuda, whose stubs disagree about its type
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def run(self) -> None:
+        """Return when the copies are complete."""
+        try:
+            with ExitStack() as entered, torch.no_grad():
+                if self.stream is not None:
+                    # A thread begins with device 0, on which every rank would make a context of 0.5 GB.
+                    entered.enter_context(torch.cuda.device(self.stream.device))
+                    entered.enter_context(torch.cuda.stream(self.stream))
+                for group, copied in self.pairs:
+                    copy_group(group, copied)
+                if self.stream is not None:
+                    self.copied = torch.cuda.Event(blocking=True)
+                    self.copied.record()
+        finally:
+            self.is_queued.set()
+        if self.copied is not None:
+            self.copied.synchronize()
+        self.pairs.clear()
+
+    def finish(self) -> None:
+        """Let the training thread, or its stream, wait for the copies; `run` raises what went wrong."""
+        self.is_queued.wait()
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
 
 
 class BackgroundSaver:
@@ -174,17 +218,38 @@ class BackgroundSaver:
         """Collective."""
         self.world, self.copies = world.for_thread(), HostCopies()
         self.running: Future[Path] | None = None
+        self.copying: CopyInThread | None = None
 
     def start(self, snapshot: Snapshot, save: Callable[[Snapshot, World], Path]) -> None:
-        """Copy a snapshot's tensors and begin to save the copy. Collective, after `wait` has returned."""
+        """Begin to save a copy of a snapshot's tensors. Collective, after `wait` has returned.
+
+        They may change when this has returned, and views once `finish_copying` has.
+        """
+        copied, pairs = dict[str, TensorGroup](), list[tuple[TensorGroup, TensorGroup]]()
         # One after the other, so that an engine converts one group at a time.
-        copied = {name: self.copies.copy(name, make()) for name, make in snapshot.groups.items()}
-        if self.world.device.type == "cuda":
+        for name, make in snapshot.groups.items():
+            group = make()
+            copied[name] = self.copies.room_for(name, group)
+            if snapshot.is_views:
+                pairs.append((group, copied[name]))
+            else:
+                copy_group(group, copied[name])
+            del group
+        if snapshot.is_views:
+            self.copying = CopyInThread(pairs, self.world.device)
+        elif self.world.device.type == "cuda":
             # The copies above did not wait, and training changes the weights as soon as this returns.
             torch.cuda.synchronize(self.world.device)
-        # In the thread a group is only looked up: engines may use the weights again as soon as this returns.
+        # In the thread a group is only looked up: engines may use the weights again.
         groups = {name: partial(copied.__getitem__, name) for name in copied}
-        self.running = in_daemon(partial(save, replace(snapshot, groups=groups), self.world), "saving")
+        write = partial(save, replace(snapshot, groups=groups), self.world)
+        self.running = in_daemon(partial(copy_and_write, self.copying, write), "saving")
+
+    def finish_copying(self) -> None:
+        """Return when views may change: on a GPU by what is queued later."""
+        copying, self.copying = self.copying, None
+        if copying is not None:
+            copying.finish()
 
     @property
     def has_failed(self) -> bool:
@@ -203,3 +268,9 @@ class BackgroundSaver:
         self.copies.release()
         with suppress(dist.DistError, RuntimeError):  # other ranks may be gone
             dist.destroy_process_group(self.world.group)
+
+
+def copy_and_write(copying: CopyInThread | None, write: Callable[[], Path]) -> Path:
+    if copying is not None:
+        copying.run()
+    return write()

@@ -63,6 +63,8 @@ class DeepSpeedEngine:
     `master_device` is where the float32 master weights are.
     """
 
+    saves_views = False
+
     def __init__(
         self,
         deepspeed_engine: Any,
@@ -75,7 +77,7 @@ class DeepSpeedEngine:
         self.model, self.module, self.optimizer = deepspeed_engine, deepspeed_engine.module, deepspeed_engine.optimizer
         self.partitions, self.row_shards, self.fixed = partitions, row_shards, fixed
         self.master_device, self.close = master_device, close
-        self.before_update: Callable[[], None] = lambda: None
+        self.before_update: list[Callable[[], None]] = []
         self.ranges = gather_ranges(partitions, [name for name, _ in partitions.local_shards()])
         inner, parameters = self.optimizer.optimizer, trainable_parameters(self.module)
         self.moments_of = {name: {*new_moments(inner, each)} for name, each in parameters.items()}
@@ -102,7 +104,8 @@ class DeepSpeedEngine:
             group["lr"] = learning_rate
 
     def step(self, max_grad_norm: float) -> Tensor:
-        self.before_update()
+        for finish in self.before_update:
+            finish()
         self.optimizer.clip_grad = max_grad_norm  # what `gradient_clipping` in the JSON sets at start
         self.model.step()
         norm = self.model.get_global_grad_norm()  # before clipping

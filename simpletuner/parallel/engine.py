@@ -39,8 +39,14 @@ class Engine(Protocol):
         """Number of parameters, over all ranks."""
         ...
 
-    before_update: Callable[[], None]
-    """Called before weights change, in `step` or backward, to finish reads of them (`EMA`) first."""
+    before_update: list[Callable[[], None]]
+    """Called before weights change, in `step`, backward or `update_shards`, to finish reads of them first: by the EMA,
+    and by a checkpoint that is copied."""
+
+    @property
+    def saves_views(self) -> bool:
+        """True if tensors of a checkpoint are views of memory that changes only after the calls of `before_update`."""
+        ...
 
     @property
     def micro_batch(self) -> Callable[[bool], AbstractContextManager[None]]:

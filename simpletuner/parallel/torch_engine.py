@@ -78,6 +78,7 @@ class TorchEngine:
 
     updates_in_backward = False
     """True if each weight changes in the backward pass, as soon as its gradient is there."""
+    saves_views = True
     clips_values = False
     """True if `max_grad_norm` limits each value of the gradients instead of their norm."""
 
@@ -102,12 +103,16 @@ class TorchEngine:
         self.num_parameters = sum(map(Tensor.numel, module.parameters() if adapter is None else adapter.values()))
         self.optimizer = make_optimizer(self.parameters)
         self.released_norms: list[Tensor] = []
-        self.before_update: Callable[[], None] = lambda: None
+        self.before_update: list[Callable[[], None]] = []
 
     def backward(self, loss: Tensor) -> None:
         if self.updates_in_backward:
-            self.before_update()
+            self.finish_reads()
         loss.backward()
+
+    def finish_reads(self) -> None:
+        for finish in self.before_update:
+            finish()
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -115,7 +120,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def step(self, max_grad_norm: float) -> Tensor:
-        self.before_update()
+        self.finish_reads()
         for each in self.parameters.values():
             # At each step: gradients are freed after it (None), so the next backward pass allocates others.
             each.shard.grad = local_tensor(each.parameter.grad) if each.parameter.grad is not None else None
@@ -179,6 +184,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def update_shards(self, change: ShardUpdate) -> None:
+        self.finish_reads()
         for name, shard in self.local_shards():
             change(name, shard)
 

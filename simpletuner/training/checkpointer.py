@@ -65,7 +65,7 @@ class TrainingState:
             "ema_updates": self.ema.updates if self.ema is not None else None,
         }
         groups = {name: planned(make) for name, make in self.groups(optimizer).items()}
-        return Snapshot(step, groups, state, self.config)
+        return Snapshot(step, groups, state, self.config, self.engine.saves_views)
 
     def groups(self, optimizer: OptimizerState) -> dict[str, Callable[[], NamedTensors]]:
         """Map each group of a checkpoint to a function of its tensors. Collective to call."""
@@ -127,6 +127,8 @@ class Checkpointer:
         """None until the first save, where no one has asked for either."""
         # Now, since a process group is made through the store, which is gone when ranks save after their launcher died.
         self.background = BackgroundSaver(self.world) if self.is_async is not False else None
+        if self.background is not None:
+            state.engine.before_update.append(self.background.finish_copying)
         self.warned = False
         self._tell_duration()
 

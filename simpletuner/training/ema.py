@@ -46,7 +46,7 @@ class EMA:
                 self.shards[name] = shard.detach().to(device, torch.float32, copy=True)
         is_delayed = on_gpu and settings.ema_device == "cpu"
         self.delayed = DelayedAverage(self.shards, torch.cuda.Stream()) if is_delayed else None
-        engine.before_update = self.wait_for_copy
+        engine.before_update.append(self.wait_for_copy)
 
     def decay(self) -> float:
         """min(decay, (1 + n) / (10 + n)) after n updates: a young average would remember its first weights."""

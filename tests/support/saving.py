@@ -59,8 +59,8 @@ def tensors_of_rank() -> dict[str, Tensor]:
     return made
 
 
-def snapshot_of(tensors: dict[str, Tensor], step: int) -> Snapshot:
-    return Snapshot(step, {"model": planned(lambda: tensors)}, STATE, {"kind": "none"})
+def snapshot_of(tensors: dict[str, Tensor], step: int, is_views: bool = False) -> Snapshot:
+    return Snapshot(step, {"model": planned(lambda: tensors)}, STATE, {"kind": "none"}, is_views)
 
 
 def read_back(folder: Path, tensors: dict[str, Tensor]) -> list[str]:
@@ -90,9 +90,11 @@ def saved_in_background(root: Path, tensors: dict[str, Tensor], world: World, fu
     """Save twice; change the tensors, and communicate, while they are written. Return names that differ then."""
     saver, wrong = BackgroundSaver(world), []
     kept = {name: local_tensor(tensor).clone() for name, tensor in tensors.items()}
-    for step in (2, 3):
+    for step, is_views in ((2, False), (3, True)):
         goes_on, folder = threading.Event(), root / f"checkpoint-{step:06d}"
-        saver.start(snapshot_of(tensors, step), partial(held, goes_on, partial(save, root, full=full, keep=5)))
+        write = partial(held, goes_on, partial(save, root, full=full, keep=5))
+        saver.start(snapshot_of(tensors, step, is_views), write)
+        saver.finish_copying()
         for tensor in tensors.values():
             local_tensor(tensor).add_(1)
         assert world.all_mean(torch.ones(1)).item() == 1

@@ -5,21 +5,34 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from patience import PATIENCE
+from safetensors.torch import load_file
+from torch.distributed import HashStore
 
 from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.tensors import planned
+from simpletuner.data.sampler.batch_sampler import SamplerState
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.parallel.world import joined_world
-from simpletuner.settings.declared.sections import Checkpoints, Launch, Settings, Training
+from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.torch_engine import TorchEngine
+from simpletuner.parallel.world import World, joined_world
+from simpletuner.settings.declared.sections import Checkpoints, Ema, Launch, Optimizer, Settings, Training
 from simpletuner.training import checkpointer
-from simpletuner.training.checkpointer import Checkpointer
+from simpletuner.training.checkpointer import Checkpointer, TrainingState
+from simpletuner.training.ema import EMA
 from simpletuner.training.metrics.speed import EXPORTING, SAVING, UPLOADING, WRITING, Durations
+from simpletuner.training.optimizers import Schedule, make_optimizer
+
+
+def engine() -> SimpleNamespace:
+    return SimpleNamespace(before_update=[])
 
 
 @pytest.mark.parametrize(
@@ -31,6 +44,7 @@ def test_training_goes_on_where_copies_take_half_of_the_memory_at_most(
     monkeypatch.setattr(checkpointer, "available_bytes", lambda: available)
     settings = Settings(training=Training(output_dir=tmp_path), checkpoints=Checkpoints(async_checkpointing=asked))
     state = SimpleNamespace(
+        engine=engine(),
         snapshot=lambda step, sampler_state, facts: Snapshot(
             step, {name: planned(lambda: {"w": torch.ones(100)}) for name in ("model", "exp_avg")}, {}, {}
         ),
@@ -62,6 +76,7 @@ def test_a_save_waits_for_the_one_before_it_and_raises_what_went_wrong_there(tmp
     with joined_world({}, use_cpu=True) as world:
         session = SimpleNamespace(settings=settings, world=world, report=SimpleNamespace(say=order.append))
         state = SimpleNamespace(
+            engine=engine(),
             snapshot=lambda step, sampler_state, facts: Snapshot(step, {"model": planned(weights)}, {}, {}),
         )
         saver = Checkpointer(session, state, Durations(), 400)
@@ -107,7 +122,8 @@ def test_a_save_that_takes_longer_than_a_machine_lives_on_is_told_once(grace, mi
         durations.estimate(name, seconds)  # as durations.json of an earlier start does
     warned: list[str] = []
     report = SimpleNamespace(say=lambda text: None, warn=lambda text, hint: warned.append(text))
-    state = SimpleNamespace(snapshot=lambda *_: Snapshot(1, {"model": planned(lambda: {"w": torch.ones(9)})}, {}, {}))
+    snapshot = Snapshot(1, {"model": planned(lambda: {"w": torch.ones(9)})}, {}, {})
+    state = SimpleNamespace(engine=engine(), snapshot=lambda *_: snapshot)
     with joined_world({}, use_cpu=True) as world:
         saver = Checkpointer(SimpleNamespace(settings=settings, world=world, report=report), state, durations, 36)
         assert [text.partition(", but")[0] for text in warned] == said
@@ -115,3 +131,43 @@ def test_a_save_that_takes_longer_than_a_machine_lives_on_is_told_once(grace, mi
         saver.save(1, None)
         saver.close()
         assert len(warned) == len(said)
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_what_is_saved_while_the_next_step_begins_is_of_the_step_before_it(released, tmp_path):
+    """Copies of 96 MB take longer than all that a training thread does here between a save and its update."""
+    torch.manual_seed(0)
+    module, mesh = torch.nn.Linear(4096, 1536), Mesh(World(0, 1, 0, torch.device("cpu"), HashStore()))
+    make = partial(make_optimizer, settings=Optimizer())
+    trained = TorchEngine(module, module, mesh, make, lambda is_last: nullcontext(), nullcontext)
+    trained.step_as(Optimizer(optimizer_release_gradients=released))
+    settings = Settings(training=Training(output_dir=tmp_path), checkpoints=Checkpoints(async_checkpointing=True))
+
+    def step() -> None:
+        trained.backward(module(torch.ones(1, 4096)).sum())
+        trained.step(1.0)
+
+    with joined_world({}, use_cpu=True) as world:
+        session = SimpleNamespace(settings=settings, world=world, report=SimpleNamespace(say=print))
+        average = EMA(trained, Ema(use_ema=True))
+        state = TrainingState(trained, average, {}, {}, "d", Schedule(4), 0, SamplerState(0, 0, 1, {}))
+        saver = Checkpointer(session, state, Durations(), 4 * 4 * 1536 * 4097)
+        for number in range(1, 4):
+            step()
+            average.update(number)
+            groups = state.groups(trained.optimizer_state())
+            kept = {
+                (group, name): each.detach().clone() for group, make in groups.items() for name, each in make().items()
+            }
+            saver.save(number, state.sampler_state)
+            if number == 2:
+                with average.swapped_in():  # as validation does after a save
+                    pass
+            else:
+                step()
+            saver.wait()
+            for group in groups:
+                files = (tmp_path / "checkpoints" / f"checkpoint-{number:06d}" / group).glob("*.safetensors")
+                found = {(group, name): each for file in files for name, each in load_file(file).items()}
+                assert found and all(torch.equal(each, kept[name]) for name, each in found.items()), (number, group)
+        saver.close()

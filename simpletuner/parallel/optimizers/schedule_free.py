@@ -69,6 +69,7 @@ class ScheduleFreeEngine(TorchEngine):
     """A TorchEngine with parameters y, and the averages x as its weights in checkpoints."""
 
     optimizer: ScheduleFreeAdamW
+    saves_views = False
 
     def local_shards(self) -> Iterator[tuple[str, Tensor]]:
         for name, shard in super().local_shards():

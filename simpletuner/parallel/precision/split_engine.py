@@ -52,6 +52,7 @@ class SplitEngine(TorchEngine):
     """A TorchEngine over bf16 weights. What it gives to checkpoints are float32 copies in host memory."""
 
     optimizer: SplitAdamW
+    saves_views = False
 
     def __init__(self, remainders: dict[str, Tensor], *arguments: Any) -> None:
         super().__init__(*arguments)
