@@ -225,6 +225,7 @@ def train(run: Run) -> Rows:
         run, sampled = prove_family(run, family)
         wait_for_base_checksums = start_base_checksums(world, family, run.checkpoint)
         check_start(run, family)
+        run = make_class_images(run, family)
         prepared = prepare(session, run.plan, family, writers, sampled)
         if run.verification is not None:
             world.activity.begin("verifying the checkpoint")
@@ -263,6 +264,15 @@ def check_start(run: Run, family: ModelFamily) -> None:
     on_first_rank(session, lambda: check_room(session, run.plan, family, start, run.max_steps))
     if checkpoint is not None:
         check_fits(checkpoint, family, session.world, run.verification)
+
+
+def make_class_images(run: Run, family: ModelFamily) -> Run:
+    """Return the run with the images that its base model makes, once they are made. Collective."""
+    if not any(dataset.prior_images for dataset in run.plan.datasets):
+        return run
+    from simpletuner.training.validation.class_images import with_class_images
+
+    return run.planned(with_class_images(run.session, run.plan, family))
 
 
 def record_start(run: Run, resolved: Resolved, family: ModelFamily, state: TrainingState) -> RunFacts:

@@ -188,7 +188,8 @@ def print_plan(
     rows.append(("together", format_gib(plan.memory.gpu_bytes), format_gib(plan.memory.host_bytes), ""))
     report.data_table("", rows, ("", "per GPU", "per machine", "per rank"))
     report.line(LEGEND, style="dim")
-    report.data_table("", [*summary(plan, budget, device), *price_rows(plan, price)], ())
+    rows = [*class_image_rows(proposal), *summary(plan, budget, device), *price_rows(plan, price)]
+    report.data_table("", rows, ())
     for name, value in proposal.settings.items():
         report.line(f"{name} = {as_text(value)}", style="bold")
     for name, reason in proposal.reasons.items():
@@ -196,6 +197,13 @@ def print_plan(
     if device is None and not plan.settings.launch.use_cpu:
         missing = "the time of a step" if budget.gpu_bytes else "whether it fits and the time of a step"
         report.line(f"--gpu={next(iter(DEVICES))}, or another of `plan --help`, says {missing}", style="bold")
+
+
+def class_image_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
+    for each, seconds in proposal.class_images:
+        time = f", about {timedelta(seconds=round(seconds))}" if seconds and each.missing else ""
+        yield "class images", f"{each.dataset.id}: {each.describe()}"
+        yield "", f"{each.describe_missing()}{time}"
 
 
 def title_of(proposal: Proposal) -> str:
@@ -287,6 +295,15 @@ def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> 
         "settings": proposal.settings,
         "reasons": proposal.reasons,
         "problem": problem_of(proposal.problem),
+        "class_images": [
+            {
+                "dataset": each.dataset.id,
+                "missing": each.missing,
+                "said": f"{each.describe()}; {each.describe_missing()}",
+                "seconds": seconds,
+            }
+            for each, seconds in proposal.class_images
+        ],
     }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from simpletuner.caches.latents import decoding_threads
 from simpletuner.caches.sources import Sources, encodes_during_training, open_sources, used_texts, without_caption
 from simpletuner.data.config.dataset_parts import NO_LIMIT, Window
-from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
 from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.config.embeds import TextEmbeds
 from simpletuner.data.config.places import default_folder, latents_folder, text_folder
@@ -77,15 +77,22 @@ def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData
     datasets = download_datasets(datasets, world, report, stop, record, rescan)
     text_folders = [text_folder(each, settings) for each in texts]
     latents_folders = [latents_folder(each, settings) for dataset in datasets for each in dataset.encoded]
-    outputs = [settings.training.output_dir, *text_folders, *latents_folders]
+    made = {each.id: each for each in datasets if each.prior_images}
+    made_folders = [each.instance_data_dir for each in made.values() if isinstance(each, LocalImages)]
+    outputs = [settings.training.output_dir, *text_folders, *latents_folders, *made_folders]
     folder = scans_folder or default_folder(settings, "scan")
     conditioning = {each.id: each for dataset in datasets for each in dataset.conditioning}
-    searched = [*datasets, *conditioning.values()]
+    searched = [each for each in (*datasets, *conditioning.values()) if each.id not in made]
     scans = scan_datasets(searched, outputs, folder, world, report, stop, rescan, session.background)
-    scan_of = dict(zip(conditioning, scans[len(datasets) :], strict=True))
+    scan_of = {scan.dataset.id: scan for scan in scans}
+    if made:
+        from simpletuner.preparation.class_images import scan_of_class_images, verify_same_images
+
+        scan_of |= {name: scan_of_class_images(settings, each, scan_of) for name, each in made.items()}
+        verify_same_images([scan_of[name] for name in made], world)
     own = [
         replace(scan, conditioning=tuple(scan_of[each.id] for each in scan.dataset.conditioning))
-        for scan in scans[: len(datasets)]
+        for scan in (scan_of[each.id] for each in datasets)
     ]
     return ScannedData(datasets, texts, own)
 

@@ -124,6 +124,8 @@ def dataset_facts(dataset: ImageDataset, images: int) -> DatasetFacts:
     captions = dataset.caption_strategy
     if dataset.instance_prompt and (captions == "instanceprompt" or dataset.prepend_instance_prompt):
         captions = f"{captions}: {dataset.instance_prompt}"
+    if dataset.prior_images:
+        captions = "prompts by which the base model made them"
     kind = " (held out)" if dataset.dataset_type == "eval" else ""
     place = str(dataset.instance_data_dir) if isinstance(dataset, LocalImages) else dataset.type
     resolution = f"{dataset.resolution:g} {unit}"

@@ -176,7 +176,8 @@ def check_images_of(dataset: ImageDataset, place: str) -> None:
     from simpletuner.data.config.dataset_types import BucketImages, LocalImages, SnapshotImages, UrlImages
     from simpletuner.data.images.video_formats import check_av
 
-    folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) else None
+    # A folder of class images is made with them.
+    folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) and not dataset.prior_images else None
     if isinstance(dataset, SnapshotImages) and not dataset.is_on_hub:
         folder = dataset.dataset_name
     if folder is not None and not folder.is_dir():

@@ -9,26 +9,18 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from accelerate.utils import set_module_tensor_to_device
-from torch import Tensor, nn
 
-from simpletuner.caches.sources import without_caption
-from simpletuner.caches.texts import without_padding
 from simpletuner.checkpoints.layout import EXPORTS, Checkpoint, list_checkpoints
 from simpletuner.checkpoints.verification import Verification
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.support import unfit_shapes
-from simpletuner.models.family.adapter import (
-    adapter_parameters,
-    allocate_on_cpu,
-    is_kept_in_float32,
-)
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.folder.diffusers_io import libraries_silenced
 from simpletuner.models.folder.weights import weights_files
 from simpletuner.models.opening.loading import load_family
 from simpletuner.models.opening.lora_file import load_lora, lora_file
+from simpletuner.models.opening.stored_weights import StoredTensors
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.report import Report
@@ -38,7 +30,6 @@ from simpletuner.settings import Settings
 from simpletuner.settings.values.shape import Shape, parse_shapes
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.checkpoint_export import StoredWeights, find_checkpoint
-from simpletuner.tools.lora.base_model import StoredTensors, denoiser_weights
 from simpletuner.training.run_folder.resuming import check_fits
 from simpletuner.training.validation.requested_samples import planned, refuse_references, scaled
 from simpletuner.training.validation.sample_requests import (
@@ -49,6 +40,7 @@ from simpletuner.training.validation.sample_requests import (
     read_answer,
     withdraw,
 )
+from simpletuner.training.validation.whole_denoiser import Read, build_denoiser, encode_pair, sample_pixels
 
 LOOK_SECONDS = 0.2
 
@@ -124,17 +116,7 @@ def shape_of(settings: Settings, size: str) -> Shape:
 def encode(
     family: ModelFamily, request: SampleRequest, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Conditioning]:
-    """Encode both prompts, as a run's cache has them: without a batch axis."""
-    encoder = family.text_encoder(device, dtype)
-
-    def read(text: str) -> Conditioning:
-        return {name: each[0] for name, each in without_padding(family, encoder.encode([text])).items()}
-
-    negative = read(request.negative_prompt)
-    return {
-        "positive": read(request.prompt),
-        "negative": negative if request.negative_prompt else without_caption(family, negative),
-    }
+    return encode_pair(family, family.text_encoder(device, dtype), request.prompt, request.negative_prompt)
 
 
 def ask_run(output: Path, options: SampleOptions, report: Report, is_over: Callable[[], bool]) -> SampleAnswer | None:
@@ -184,28 +166,18 @@ def sample_here(output: Path, options: SampleOptions, folder: Path, report: Repo
             with report.phase(f"sampling with the {weights} weights"):
                 model = build_denoiser(family, read, device, dtype)
                 with scaled(model, request.strength):
-                    batch = [as_batch(each, device, dtype) for each in (image.prompt.positive, image.prompt.negative)]
-                    latents = family.sample(model, vae, image.sampling, *batch)
-                del model  # before the next set of weights, and the VAE's activations
+                    pixels = sample_pixels(family, model, vae, image, device, dtype)
+                del model  # before the next set of weights
             path = free_name(folder, f"step-{step:06d}-{weights}-{request.seed}")
-            write_sample(path, vae.decode(latents), image.info(weights, step))
+            write_sample(path, pixels, image.info(weights, step))
             written.append(path)
     return written
-
-
-def as_batch(conditioning: Conditioning, device: torch.device, dtype: torch.dtype) -> Conditioning:
-    return {
-        name: each[None].to(device, dtype if each.is_floating_point() else None) for name, each in conditioning.items()
-    }
 
 
 def free_name(folder: Path, stem: str) -> Path:
     """Return the first name of a PNG that is not taken; two commands at once may still take one."""
     names = (f"{stem}{f'-{number}' if number else ''}.png" for number in range(10_000))
     return next(path for name in names if not (path := folder / name).exists())
-
-
-Read = Callable[[str], Tensor]
 
 
 def open_weights(
@@ -238,21 +210,3 @@ def verified(checkpoint: Checkpoint, weights: str, family: ModelFamily, world: W
     check_fits(checkpoint, family, world, verification)
     verification.wait()
     return StoredWeights(checkpoint, family, "ema" if weights == "ema" else "model").read
-
-
-def build_denoiser(family: ModelFamily, read: Read | None, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Build the denoiser on a device with a set of weights, each read and cast by itself; None: the base's."""
-    model = family.denoiser()
-    base = denoiser_weights(family)
-    own = read if read is not None and family.adapter is None else base.read
-    for name in [*model.state_dict()]:
-        value = own(name)
-        if value.is_floating_point():
-            value = value.to(torch.float32 if is_kept_in_float32(model, name) else dtype)
-        set_module_tensor_to_device(model, name, device, value, value.dtype)
-    if family.adapter is not None and read is not None:
-        family.adapter.attach(model)
-        allocate_on_cpu(model)
-        for name, parameter in adapter_parameters(model).items():
-            parameter.data.copy_(read(name))
-    return model.to(device).eval()

@@ -301,3 +301,28 @@ def test_comparing_many_plain_images_takes_no_more_memory_than_the_images():
         assert peak < 3 * colours.nbytes, f"{peak:,} bytes"
     finally:
         tracemalloc.stop()
+
+
+def test_class_images_that_a_run_would_make_are_counted_and_not_decoded(few_shapes, tmp_path, capsys):
+    folder = tmp_path / "class"
+    made = {"id": "class", "instance_data_dir": str(folder), "resolution": 64, "prior_images": 6, "prior_guidance": 1}
+    made |= {"prior_captions_of": "own", "class_words": {"circle": "shape"}, "prior_num_inference_steps": 9}
+    own = {"id": "own", "instance_data_dir": str(few_shapes), "resolution": 64}
+    file = tmp_path / "datasets.json"
+    file.write_text(json.dumps([made, own]))
+    flags = {"data_backend_config": str(file), "output_dir": str(tmp_path / "out")}
+    code, out, _ = run(capsys, "--json", "--listing", str(tmp_path / "listing"), **flags)
+    first, second = json.loads(out)["datasets"]
+    (found,) = first["findings"]
+    assert (code, first["images"], second["findings"], folder.exists()) == (0, 6, [], False)
+    assert (found["topic"], found["count"]) == ("images", 6)
+    assert "a run makes 6 of them first, as much work as training on about 18 samples of this size" in found["sentence"]
+    listed = json.loads((tmp_path / "listing/datasets.json").read_text())["datasets"][0]
+    assert listed["not_editable"] == "they are the prompts by which the base model makes the images"
+    assert len(planned(**flags).samples.parts[0]) == 6
+    given = [f"--{name}={value}" for name, value in (SMALL | flags).items()]
+    tiny = ("--model_family=sdxl", "--model_flavour=tiny", "--use_cpu", "--num_processes=1", "--max_train_steps=2")
+    with pytest.raises(SystemExit):
+        main(["plan", *given, *tiny, "--gpu=H100", "--json", "--aspect_bucket_alignment=16"])
+    (counted,) = json.loads(capsys.readouterr().out)["class_images"]
+    assert (counted["dataset"], counted["missing"], counted["seconds"] > 0) == ("class", 6, True)

@@ -27,9 +27,9 @@ from simpletuner.models.family.adapter import layers_ending_with
 from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.opening.lora_config import write_formats
 from simpletuner.models.opening.lora_file import write_lora
+from simpletuner.models.opening.stored_weights import StoredTensors
 from simpletuner.parallel.world import joined_world
 from simpletuner.settings.declared.sections import Lora, Model, Settings
-from simpletuner.tools.lora.base_model import StoredTensors
 from simpletuner.tools.lora.deltas import product
 from simpletuner.tools.lora.low_rank import Wanted, best_pair
 from simpletuner.tools.lora.merging import Rounding, group_of

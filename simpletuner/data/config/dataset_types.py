@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 from pydantic_core import PydanticCustomError
 
 from simpletuner.data.config.caption_rules import CaptionKeys
+from simpletuner.data.config.class_images import ClassImageKeys
 from simpletuner.data.config.dataset_file import DatasetEntry
 from simpletuner.data.config.dataset_parts import (
     PARQUET,
@@ -44,7 +45,7 @@ def as_list(value: object) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
+class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys, ClassImageKeys):
     """Images or videos, wherever they are, and how they are captioned, resized and cropped."""
 
     id: Annotated[str, AfterValidator(check_id)]
@@ -166,6 +167,15 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
             raise PydanticCustomError("video", "it is for dataset_type video, or eval")
         if self.video and self.video.frame_folders_fps and self.type in ("csv", "huggingface"):
             raise PydanticCustomError("video.frame_folders_fps", "folders are of type local, aws, gcs or azure")
+        return self
+
+    @model_validator(mode="after")
+    def check_place_of_class_images(self) -> ImageDataset:
+        if self.prior_images is not None and (self.type != "local" or self.dataset_type != "image"):
+            message = "class images are of type local and dataset_type image: instance_data_dir names their folder"
+            raise PydanticCustomError("prior_images", message)
+        if self.prior_images is not None and (self.conditioning_data or self.parquet):
+            raise PydanticCustomError("prior_images", "class images have no masks, references or table")
         return self
 
     @model_validator(mode="after")
@@ -331,6 +341,18 @@ def conditioning_of(dataset: ImageDataset, datasets: Iterable[ImageDataset]) -> 
     """Return the ids that a dataset names in `conditioning_data`, and of those that name it themselves."""
     named_by = [each.id for each in datasets if each.source_dataset_id == dataset.id]
     return list(dict.fromkeys((*dataset.conditioning_data, *named_by)))
+
+
+def mistakes_of_class_images(
+    entries: Sequence[tuple[ImageDataset, DatasetEntry]], refused: Collection[str]
+) -> Iterator[Mistake]:
+    """Yield mistakes in names of datasets whose captions are prompts of class images."""
+    captioned = [each.id for each, _ in entries if not (each.conditioning_type or each.prior_images)]
+    for dataset, entry in entries:
+        source = dataset.prior_captions_of
+        if source is not None and source not in (*captioned, *refused):
+            message = "no dataset of images with captions has this id"
+            yield entry.mistake("prior_captions_of", message, did_you_mean(source, captioned))
 
 
 def mistakes_of_pairs(

@@ -11,9 +11,17 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from simpletuner.data.config.class_images import OF_CAPTIONS
 from simpletuner.data.config.dataset_file import RULES, VALUES, DatasetEntry, dataset_entries
 from simpletuner.data.config.dataset_parts import PARQUET, TABLE_RULES, VIDEO, TableSettings, VideoSettings
-from simpletuner.data.config.dataset_types import PLACES, ImageDataset, LocalImages, mistakes_of_pairs, paired
+from simpletuner.data.config.dataset_types import (
+    PLACES,
+    ImageDataset,
+    LocalImages,
+    mistakes_of_class_images,
+    mistakes_of_pairs,
+    paired,
+)
 from simpletuner.data.config.embeds import EMBEDS, BucketEmbeds, Embeds, ImageEmbeds, TextEmbeds
 from simpletuner.data.config.places import find_nested_ids, id_of_folder
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
@@ -32,6 +40,7 @@ KEEPS_OFF: dict[str, Rule] = {
     **dict.fromkeys(("minimum_image_size", "maximum_image_size", "target_downsample_size"), Keeps(zero_as(None))),
     **dict.fromkeys(("max_num_samples", "end_epoch", "end_step"), Keeps(zero_as(None))),
     "start_epoch": Keeps(zero_as(1)),
+    "prior_images": Keeps(zero_as(None)),
     "caption_shuffle": Keeps(lambda value: None if is_off(value) else value),
     "caption_filter_list": Keeps(lambda value: () if is_off(value) else value),
     "crop_aspect_buckets": Keeps(lambda value: None if is_off(value) else value),
@@ -179,6 +188,7 @@ def mistakes_between(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
     yield from mistakes_of_embeds(parsed, name)
     entries = [(dataset, entry) for dataset, entry in parsed.datasets if isinstance(dataset, ImageDataset)]
     yield from mistakes_of_pairs(entries, parsed.refused, parsed.unused)
+    yield from mistakes_of_class_images(entries, parsed.refused)
     if all(dataset.dataset_type in ("eval", "conditioning") for dataset in images) and not parsed.mistakes:
         yield BrokenRule("data_backend_config", f"{name} names no dataset of images or videos to train on")
 
@@ -237,7 +247,8 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
             hint = did_you_mean(normalize_name(found.path), {*table.rules, *table.sections})
             mistakes.append(entry.mistake(found.path, "unknown key", hint, show_value=False))
     try:
-        dataset = kind(**{**fallbacks(kind, data), **values})
+        own = OF_CAPTIONS if values.get("prior_images") else {}
+        dataset = kind(**{**fallbacks(kind, data), **own, **values})
     except ValidationError as error:
         mistakes += [mistake_of(item, fields, entry) for item in error.errors()]
         parsed.refused.add(str(entry.value("id")))

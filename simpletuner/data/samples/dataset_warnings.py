@@ -215,7 +215,9 @@ def check_few_images(settings: Settings) -> None:
     outputs = [settings.training.output_dir, *(latents_folder(dataset, settings) for dataset in datasets)]
     folders = [dataset.instance_data_dir for dataset in datasets if isinstance(dataset, LocalImages)]
     # Of a video the first frame is decoded as well, which takes 20 times as long as an image's header.
-    is_plain = all(not (each.parquet or each.clips) and each.window == Window() for each in datasets)
+    is_plain = all(
+        not (each.parquet or each.clips or each.prior_images) and each.window == Window() for each in datasets
+    )
     has_few = len(list(islice(files_in(folders), MOST_FILES + 1))) <= MOST_FILES
     if len(folders) < len(datasets) or not (is_plain and has_few):
         return

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 import xxhash
 from PIL import Image
 
+from simpletuner.data.config.class_images import CLASS_IMAGE_KEYS
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folder, read_folder_frames
 from simpletuner.data.images.geometry import Geometry, compute_geometry
@@ -174,8 +175,8 @@ class DatasetSamples(Sequence[Sample]):
 
     def checksum(self, *columns: str) -> str:
         """Checksum of all that these samples and their geometry are made of, and of columns of their scan."""
-        # Without what masks and references brought, so that the digests of caches from before them stay.
-        brought = {"conditioning_type", "conditioning_data", "source_dataset_id", "name_ending"}
+        # Without what masks, references and class images brought, so that the digests of caches from before them stay.
+        brought = {"conditioning_type", "conditioning_data", "source_dataset_id", "name_ending", *CLASS_IMAGE_KEYS}
         dumped = self.dataset.model_dump_json(exclude=brought)
         digest = xxhash.xxh3_128(f"{self.seed} {dumped}".encode())
         for each in self.conditioning:

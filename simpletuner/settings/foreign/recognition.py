@@ -203,7 +203,7 @@ RENAMED = {
 """Words that people type for a setting with another name; they are not accepted, but answered with ours."""
 
 ANSWERS = {
-    "images of the class are a dataset with is_regularisation_data=true in data_backend_config: docs/dataset-file.md": (
+    "class images are a dataset with is_regularisation_data and prior_images: docs/dataset-file.md": (
         "class_data_dir reg_data_dir num_class_images with_prior_preservation prior_preservation class_prompt"
         " sample_batch_size prior_generation_precision"
     ),

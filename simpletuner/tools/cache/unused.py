@@ -63,6 +63,7 @@ def needed_by(loaded: Loaded) -> Needed:
     from simpletuner.models.opening.loading import load_family
     from simpletuner.parallel.mesh import Mesh
     from simpletuner.parallel.world import joined_world
+    from simpletuner.preparation.class_images import with_file_versions
     from simpletuner.preparation.prepare import fit_to_model, plan_data, texts_of
     from simpletuner.report import Report
     from simpletuner.session import Session
@@ -74,7 +75,7 @@ def needed_by(loaded: Loaded) -> Needed:
         scans, kept = Path(folder) / "scan", default_folder(session.settings, "scan")
         if kept.is_dir():
             shutil.copytree(kept, scans)
-        plan = plan_data(session, scans)
+        plan = with_file_versions(plan_data(session, scans))
         family = load_family(session.settings, world, session.stop.check)
         plan, sampled = fit_to_model(session, plan, family)  # on which the keys of records depend
         prompts = texts_of(sampled, family)

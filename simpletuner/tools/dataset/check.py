@@ -32,6 +32,7 @@ from simpletuner.models.opening.loading import folder_at_hand
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation.alignment import bucket_alignment
+from simpletuner.preparation.class_images import ClassImages, class_images_of
 from simpletuner.preparation.prepare import ScannedData, make_plan, scan_data
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -164,7 +165,13 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
         found = [discover([scan], alignment, settings.training.seed) for scan in data.scans]
         samples = Samples([each.samples.parts[0] for each in found])
         result.errors += [error for each in found for error in each.errors()]
-        contents = [decode_all(part, world, report) if options.decode else Contents() for part in samples.parts]
+        class_images = {each.dataset.id: each for each in class_images_of(settings, samples.parts)}
+        # Those that a run has yet to make cannot be decoded.
+        to_decode = [options.decode and not is_incomplete(class_images.get(each.dataset.id)) for each in samples.parts]
+        contents = [
+            decode_all(part, world, report) if decodes else Contents()
+            for part, decodes in zip(samples.parts, to_decode, strict=True)
+        ]
         # A run leaves them out while it encodes, and ends where the rest fills no batch.
         damaged = [part[index].id for part, own in zip(samples.parts, contents, strict=True) for index in own.damaged]
         whole = samples.without(damaged)
@@ -176,11 +183,22 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
                 *findings_of(each, clip_fps(settings.model)),
                 *check_lengths(part, limits, report),
                 *check_contents(part, seen),
+                *find_class_images(class_images.get(part.dataset.id)),
             ]
             sheets = write_all_sheets(part, options.sheets, world, report) if options.sheets else {}
             tables = write_tables(part, own, findings, options.listing) if options.listing else {}
             result.datasets.append(CheckedDataset(part, summary, findings, sheets, tables))
     return result
+
+
+def is_incomplete(images: ClassImages | None) -> bool:
+    return images is not None and bool(images.missing)
+
+
+def find_class_images(images: ClassImages | None) -> Iterator[DatasetFinding]:
+    """Yield what a run would make of a dataset's class images, and how much work that is."""
+    if images is not None and (missing := images.missing):
+        yield DatasetFinding("images", "class images", missing, f"{images.describe()}; {images.describe_missing()}")
 
 
 def copy_of_scans(settings: Settings, folder: Path) -> Path:

@@ -165,6 +165,8 @@ def why_not_editable(samples: DatasetSamples) -> str:
     dataset = samples.dataset
     if not isinstance(samples.storage, LocalStorage):
         return "its files are not in a folder of this machine"
+    if dataset.prior_images:
+        return "they are the prompts by which the base model makes the images"
     return {
         "textfile": "",
         "filename": "they are the names of the files (caption_strategy is filename)",

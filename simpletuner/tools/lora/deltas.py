@@ -29,7 +29,7 @@ from simpletuner.models.opening.lora_file import (
     lora_file,
     read_layers,
 )
-from simpletuner.tools.lora.base_model import StoredTensors, encoder_weights, in_full
+from simpletuner.models.opening.stored_weights import StoredTensors, encoder_weights, in_full
 
 SUBJECT = "LoRA"
 """Subject of the sentences about a file."""

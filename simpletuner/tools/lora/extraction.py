@@ -18,10 +18,11 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import libraries_silenced
 from simpletuner.models.opening.lora_config import check_formats, write_formats
 from simpletuner.models.opening.lora_file import NAMES, write_lora
+from simpletuner.models.opening.stored_weights import StoredTensors, denoiser_weights
 from simpletuner.parallel.world import joined_world
 from simpletuner.report import Report
 from simpletuner.settings.declared.sections import Lora
-from simpletuner.tools.lora.base_model import NamedModel, StoredTensors, denoiser_weights, open_base
+from simpletuner.tools.lora.base_model import NamedModel, open_base
 from simpletuner.tools.lora.deltas import DIFFERENCE, EXACT
 from simpletuner.tools.lora.low_rank import Wanted, best_pair
 from simpletuner.tools.lora.merging import squared

@@ -15,16 +15,11 @@ from simpletuner.checkpoints.tensors import TensorGroup, streamed_group
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import libraries_silenced
+from simpletuner.models.opening.stored_weights import StoredTensors, denoiser_weights, encoder_weights
 from simpletuner.parallel.model.blocks import block_paths, recommended_blocks
 from simpletuner.parallel.world import joined_world
 from simpletuner.report import Report
-from simpletuner.tools.lora.base_model import (
-    NamedModel,
-    StoredTensors,
-    denoiser_weights,
-    encoder_weights,
-    open_base,
-)
+from simpletuner.tools.lora.base_model import NamedModel, open_base
 from simpletuner.tools.lora.deltas import Delta, read_deltas
 from simpletuner.tools.lora.results import ResultOrigin, check_result, writing_to
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -28,6 +28,7 @@ from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.devices import Device, MemoryBudget, MemoryEstimate
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
+from simpletuner.preparation.class_images import ClassImages, class_images_of
 from simpletuner.preparation.plan import samples_by_shape
 from simpletuner.preparation.prepare import plan_data
 from simpletuner.report import Report
@@ -50,6 +51,7 @@ class SampleShapes:
     """None where nothing says it: neither max_train_steps nor images."""
     problem: SimpleTunerError | None = None
     """Why the images cannot be trained on."""
+    class_images: Sequence[ClassImages] = ()
 
     @property
     def largest(self) -> SampleShape:
@@ -97,7 +99,9 @@ def shapes_of_images(loaded: Loaded, scans_folder: Path, report: Report) -> Samp
             if error.exit_code != ExitCode.DATA:
                 raise
             return error
-        return SampleShapes(samples_by_shape(plan), new_schedule(loaded.settings, plan.sampler).max_steps)
+        class_images = class_images_of(loaded.settings, plan.samples.parts)
+        steps = new_schedule(loaded.settings, plan.sampler).max_steps
+        return SampleShapes(samples_by_shape(plan), steps, class_images=class_images)
 
 
 def opened_disk_usage(settings: Settings) -> DiskUsage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.catalog.architecture import copied_bytes
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.devices import Device, MemoryBudget
+from simpletuner.preparation.class_images import ClassImages
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.settings.values.shape import SampleShape
@@ -51,7 +52,7 @@ class Planner:
             if measure:
                 seconds = measure_step(proposal.plan.settings, workload) * shapes.mean_area
                 proposal = replace(proposal, plan=replace(proposal.plan, step_seconds=seconds, parts=None))
-        return replace(proposal, problem=shapes.problem)
+        return replace(proposal, problem=shapes.problem, class_images=[*with_seconds(proposal.plan, shapes)])
 
     def planned(self, workload: Workload, shapes: SampleShapes) -> Proposal:
         with self.report.progress("counting what a step does", 3) as progress:  # minutes for the largest models
@@ -103,6 +104,17 @@ class Planner:
 
     def with_settings(self, values: Mapping[str, object]) -> Loaded:
         return load({**self.flags, **values}, self.config, complete=False)
+
+
+def with_seconds(plan: RunPlan, shapes: SampleShapes) -> Iterator[tuple[ClassImages, float | None]]:
+    """Yield the class images of each dataset, with the seconds in which all ranks together make them."""
+    training, sample_px = plan.settings.training, shapes.mean_area * shapes.largest.pixels
+    for each in shapes.class_images:
+        seconds = plan.step_seconds
+        if seconds is not None:
+            seconds /= training.train_batch_size * training.gradient_accumulation_steps
+            seconds = each.seconds(seconds, sample_px, plan.settings.launch.num_processes)
+        yield each, seconds
 
 
 def flops_per_sample(family: ModelFamily, shape: SampleShape) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from simpletuner.errors import SettingsError, SimpleTunerError
 from simpletuner.parallel.devices import MemoryBudget, MemoryEstimate
+from simpletuner.preparation.class_images import ClassImages
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.sections import LARGEST_BATCH
@@ -53,6 +54,8 @@ class Proposal:
     reasons: dict[str, str] = field(default_factory=dict)
     problem: SimpleTunerError | None = None
     """Why a run on the images would end before its first step."""
+    class_images: Sequence[tuple[ClassImages, float | None]] = ()
+    """Images that the base model makes first, and the seconds that this takes, where they are known."""
 
 
 def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:

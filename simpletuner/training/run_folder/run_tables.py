@@ -48,12 +48,22 @@ def describe_run(resolved: Resolved, family: ModelFamily, state: TrainingState, 
         *([("compiled", resolved.compiler)] if resolved.compiler else []),
         ("activations", describe_activations(settings) + f"; {resolved.recomputation}" * bool(resolved.recomputation)),
         ("images", describe_buckets(plan)),
+        *describe_class_images(settings, plan),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x {ranks} x accumulation)"),
         ("steps", f"{state.step} to {state.schedule.max_steps}"),
         ("output", training.output_dir),
         *([("mirror", settings.checkpoints.mirror_output)] if settings.checkpoints.mirror_output else []),
         ("settings", provenance(session.loaded)),
     ]
+
+
+def describe_class_images(settings: Settings, plan: Plan) -> Rows:
+    if not any(dataset.prior_images for dataset in plan.datasets):
+        return []
+    from simpletuner.preparation.class_images import class_images_of  # which other runs do not load
+
+    found = class_images_of(settings, plan.samples.parts)
+    return [("class images", f"{each.dataset.id}: {each.describe()}") for each in found]
 
 
 def describe_noise_levels(family: ModelFamily, plan: Plan) -> Rows:

@@ -137,7 +137,7 @@ def test_a_dataset_file_decides_for_its_datasets(tmp_path):
 
 
 ELSEWHERE = {
-    "class_data_dir": "is_regularisation_data=true",
+    "class_data_dir": "is_regularisation_data and prior_images",
     "validation_epochs": "set validation_step_interval",
     "rank": "did you mean `lora_rank`?",
     "use_8bit_adam": "state_layout=split",

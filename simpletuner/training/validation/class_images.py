@@ -1,0 +1,253 @@
+"""Make class images by the base model, on all ranks, before anything is encoded.
+
+Ranks take images from one queue, each with the whole denoiser on its device: no collective is held open. An image is
+written at once or not at all, so a run that is killed goes on with those that it lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from simpletuner.caches.store.records import folder_fingerprint, short_hash
+from simpletuner.data.config.validation_prompts import ValidationPrompt
+from simpletuner.data.samples.samples import Samples
+from simpletuner.data.storage.storage import stored_file
+from simpletuner.errors import SettingsError
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.parallel.engine import compute_dtype
+from simpletuner.parallel.gpu import return_memory
+from simpletuner.preparation.class_images import ClassImages, class_images_of, with_versions
+from simpletuner.preparation.plan import Plan
+from simpletuner.preparation.same_data import verify_same_folders
+from simpletuner.preparation.sampled_prompts import SampledPrompt
+from simpletuner.report import Report
+from simpletuner.runs.images import ImageInfo, read_info, write_sample
+from simpletuner.session import Session
+from simpletuner.system.files.late_files import wait_for_files
+from simpletuner.system.files.locks import lock_file
+from simpletuner.training.validation.requested_samples import refuse_references
+from simpletuner.training.validation.validator import BASE, PlannedImage
+from simpletuner.training.validation.whole_denoiser import build_denoiser, encode_pair, sample_pixels
+
+LOCK = ".class-images.lock"
+"""Lock file of a folder while a run makes images there."""
+PLACE = "class images"
+LOOK_SECONDS = 0.2
+LOOKING_THREADS = 8
+
+
+@dataclass(frozen=True)
+class ClassImage:
+    """An image to make."""
+
+    path: Path
+    planned: PlannedImage
+    base: str
+    """Fingerprint of the base model."""
+
+    @property
+    def info(self) -> ImageInfo:
+        return replace(self.planned.info(BASE, 0), made_from=self.base)
+
+    def why_missing(self) -> str:
+        """Return why it has to be made; empty where the file is whole and of this base model."""
+        if not os.path.lexists(self.path):
+            return "missing"
+        try:
+            _, info = read_info(self.path)  # decodes it
+        except OSError:
+            return "damaged"
+        return "" if info == self.info else "of another base model"
+
+
+def with_class_images(session: Session, plan: Plan, family: ModelFamily) -> Plan:
+    """Collective: make the class images that are missing, and return the plan with their versions.
+
+    Raises SettingsError for a model that samples from references alone.
+    """
+    world, report, stop = session.world, session.report, session.stop.check
+    wanted = class_images_of(session.settings, plan.samples.parts)
+    try:
+        refuse_references(family)
+    except ValueError as error:
+        raise SettingsError(f"dataset `{wanted[0].dataset.id}`: {error}", "leave prior_images out") from None
+    base = base_fingerprint(family)
+    images = [image for each in wanted for image in images_of(each, base, family)]
+    folders = sorted({each.folder for each in wanted})
+    named = [("the folder of class images", folder) for folder in folders]
+    verify_same_folders(named, world, stop, f"{PLACE}/folders")
+    with ExitStack() as locks:
+        world.activity.begin("looking for class images", watched=False)
+
+        def look() -> str:
+            if not any(whys := why_missing(images)):
+                return "[]"
+            for folder in folders:
+                locks.enter_context(locked(folder, report, stop))
+            whys = why_missing(images)  # what another run has made meanwhile
+            report_missing(wanted, images, whys, report)
+            return json.dumps([number for number, why in enumerate(whys) if why])
+
+        # Another run, for which rank 0 may wait, takes hours.
+        if world.is_first:
+            world.store.set(f"{PLACE}/missing", look())
+        world.store_barrier(f"{PLACE}/looked", stop, patience_seconds=math.inf)
+        missing = [images[number] for number in json.loads(world.store.get(f"{PLACE}/missing"))]
+        if missing:
+            make_images(missing, session, family)
+    versions = shared_versions(images, session)
+    parts = [with_versions(part, versions) if part.dataset.prior_images else part for part in plan.samples.parts]
+    return replace(plan, samples=Samples(parts))
+
+
+def base_fingerprint(family: ModelFamily) -> str:
+    """Return a fingerprint of all components of the base model, as it was published: an assistant LoRA has no part."""
+    folders = sorted(family.folder / name for name in family.index if not name.startswith("_"))
+    return short_hash([folder_fingerprint([each]) for each in folders])
+
+
+def images_of(wanted: ClassImages, base: str, family: ModelFamily) -> Iterator[ClassImage]:
+    for name, prompt in wanted.prompts.items():
+        params = wanted.sampling.params(int(name.partition("-")[0]))
+        negative = wanted.sampling.negative_prompt
+        sampled = SampledPrompt(0, name, ValidationPrompt(prompt=prompt), negative, params.shape)
+        yield ClassImage(wanted.folder / name, PlannedImage(sampled, replace(params, fps=family.frame_rate)), base)
+
+
+def why_missing(images: Sequence[ClassImage]) -> list[str]:
+    with ThreadPoolExecutor(LOOKING_THREADS, thread_name_prefix="class-images") as pool:
+        return list(pool.map(ClassImage.why_missing, images))
+
+
+@contextmanager
+def locked(folder: Path, report: Report, stop: Callable[[], None]) -> Iterator[None]:
+    """Hold a folder's lock, waiting for a run that makes images there."""
+    path, is_said = folder / LOCK, False
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            descriptor = lock_file(path, exclusive=True, needed=False)
+            break
+        except BlockingIOError:
+            if not is_said:
+                report.say(f"another run makes class images in {folder}: waiting for it")
+            is_said = True
+        stop()
+        time.sleep(LOOK_SECONDS)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before it is free: its holder may remove it
+        os.close(descriptor)
+
+
+def report_missing(
+    wanted: Sequence[ClassImages], images: Sequence[ClassImage], whys: Sequence[str], report: Report
+) -> None:
+    """Say what is made for each dataset, and why what is there does not count."""
+    for each in wanted:
+        own = [(image, why) for image, why in zip(images, whys, strict=True) if image.path.parent == each.folder]
+        counts = Counter(why for image, why in own if why and image.path.name in each.prompts)
+        if not counts:
+            continue
+        first = next(image for image, why in own if why == "missing") if counts["missing"] else None
+        changed = what_changed(first) if first else ""
+        reasons = [f"{count:,} {why}" for why, count in counts.items() if why != "missing"]
+        reasons += [f"{changed}; those before stay in {each.folder}"] if changed else []
+        why = f" ({'; '.join(reasons)})" * bool(reasons)
+        report.say(f"class images of `{each.dataset.id}`: making {counts.total():,} of {each.describe()}{why}")
+
+
+NAMES = {"num_inference_steps": "steps", "negative_prompt": "negative prompt"}
+COMPARED = ("prompt", "negative_prompt", "seed", "num_inference_steps", "guidance", "size")
+
+
+def what_changed(image: ClassImage) -> str:
+    """Return how an image of the same number was made otherwise; empty where there is none."""
+    number = image.path.name.partition("-")[0]
+    found = sorted(image.path.parent.glob(f"{number}-*.png"), key=lambda path: path.stat().st_mtime_ns)
+    for path in reversed(found):
+        try:
+            _, info = read_info(path)
+        except OSError:
+            continue
+        if info is not None:
+            pairs = [(name, getattr(info, name), getattr(image.info, name)) for name in COMPARED]
+            differing = [f"{NAMES.get(name, name)} was {old!r}, is {new!r}" for name, old, new in pairs if old != new]
+            return ", ".join(differing)
+    return ""
+
+
+def make_images(images: Sequence[ClassImage], session: Session, family: ModelFamily) -> None:
+    """Make images, those of all ranks from one queue. Collective."""
+    world, report, stop = session.world, session.report, session.stop.check
+    with report.progress("making class images", len(images)) as progress, torch.no_grad():
+        first = world.next_chunk(PLACE)
+        if first < len(images):  # else there are fewer than ranks
+            make_share(images, first, session, family, progress.update)
+        world.activity.begin("making class images")
+        world.wait_for_count(PLACE, len(images), stop, progress.update)
+    return_memory(world.device)
+
+
+def make_share(
+    images: Sequence[ClassImage], first: int, session: Session, family: ModelFamily, show: Callable[[int], object]
+) -> None:
+    """Make this rank's images, from the first that it has taken."""
+    world, stop = session.world, session.stop.check
+    device, dtype = world.device, compute_dtype(session.settings)
+    world.activity.begin("loading the base model", watched=False)
+    encoded = encode_prompts(images, family, device, dtype)
+    model, vae, number = build_denoiser(family, None, device, dtype), family.vae(device), first
+    world.activity.begin("making class images")
+    while number < len(images):
+        stop()
+        image = images[number]
+        prompt = image.planned.prompt
+        planned = replace(image.planned, prompt=prompt.encoded(**encoded[prompt.prompt.prompt, prompt.negative_prompt]))
+        write_sample(image.path, sample_pixels(family, model, vae, planned, device, dtype), image.info)
+        show(world.add_progress(PLACE, 1))
+        number = world.next_chunk(PLACE)
+
+
+def encode_prompts(
+    images: Sequence[ClassImage], family: ModelFamily, device: torch.device, dtype: torch.dtype
+) -> Mapping[tuple[str, str], Mapping[str, Conditioning]]:
+    """Encode each pair of prompts once, and keep them in the machine's memory; the text encoders are freed."""
+    pairs = dict.fromkeys((each.planned.prompt.prompt.prompt, each.planned.prompt.negative_prompt) for each in images)
+    encoder, encoded = family.text_encoder(device, dtype), {}
+    for pair in pairs:
+        found = encode_pair(family, encoder, *pair)
+        encoded[pair] = {sign: {name: each.cpu() for name, each in own.items()} for sign, own in found.items()}
+    del encoder
+    return_memory(device)
+    return encoded
+
+
+def shared_versions(images: Sequence[ClassImage], session: Session) -> dict[str, str]:
+    """Collective: return the versions of files that rank 0 sees, by path, once all ranks see the files."""
+    world, stop = session.world, session.stop.check
+
+    def look() -> str:
+        files = [(each.path.parent, stored_file(each.path.name, each.path.stat)) for each in images]
+        return json.dumps([(str(folder), file.name, file.size_bytes, file.version) for folder, file in files])
+
+    found = json.loads(world.from_first(f"{PLACE}/versions", look, stop))
+    sizes: dict[str, dict[str, int]] = {}
+    for folder, name, size, _ in found:
+        sizes.setdefault(folder, {})[name] = size
+    for folder, files in sizes.items():
+        wait_for_files(Path(folder), files, stop)
+    return {f"{folder}/{name}": version for folder, name, _, version in found}

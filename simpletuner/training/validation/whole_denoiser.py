@@ -1,0 +1,68 @@
+"""Sample with a denoiser that is whole on one device, beside no training engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from accelerate.utils import set_module_tensor_to_device
+from torch import Tensor, nn
+
+from simpletuner.caches.sources import without_caption
+from simpletuner.caches.texts import without_padding
+from simpletuner.models.family.adapter import (
+    adapter_parameters,
+    allocate_on_cpu,
+    is_kept_in_float32,
+)
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
+from simpletuner.models.family.vae import Vae
+from simpletuner.models.opening.stored_weights import denoiser_weights
+from simpletuner.training.validation.validator import PlannedImage
+
+Read = Callable[[str], Tensor]
+
+
+def encode_pair(
+    family: ModelFamily, encoder: TextEncoder, prompt: str, negative_prompt: str
+) -> dict[str, Conditioning]:
+    """Encode both prompts, as a run's cache has them: without a batch axis."""
+
+    def read(text: str) -> Conditioning:
+        return {name: each[0] for name, each in without_padding(family, encoder.encode([text])).items()}
+
+    negative = read(negative_prompt)
+    return {"positive": read(prompt), "negative": negative if negative_prompt else without_caption(family, negative)}
+
+
+def build_denoiser(family: ModelFamily, read: Read | None, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Build the denoiser on a device with a set of weights, each read and cast by itself; None: the base's."""
+    model = family.denoiser()
+    base = denoiser_weights(family)
+    own = read if read is not None and family.adapter is None else base.read
+    for name in [*model.state_dict()]:
+        value = own(name)
+        if value.is_floating_point():
+            value = value.to(torch.float32 if is_kept_in_float32(model, name) else dtype)
+        set_module_tensor_to_device(model, name, device, value, value.dtype)
+    if family.adapter is not None and read is not None:
+        family.adapter.attach(model)
+        allocate_on_cpu(model)
+        for name, parameter in adapter_parameters(model).items():
+            parameter.data.copy_(read(name))
+    return model.to(device).eval()
+
+
+def sample_pixels(
+    family: ModelFamily, model: nn.Module, vae: Vae, image: PlannedImage, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Return the decoded image (1CHW), or clip (1CFHW)."""
+    batch = [as_batch(each, device, dtype) for each in (image.prompt.positive, image.prompt.negative)]
+    return vae.decode(family.sample(model, vae, image.sampling, *batch))
+
+
+def as_batch(conditioning: Conditioning, device: torch.device, dtype: torch.dtype) -> Conditioning:
+    return {
+        name: each[None].to(device, dtype if each.is_floating_point() else None) for name, each in conditioning.items()
+    }
