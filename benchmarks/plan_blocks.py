@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from interleaved import print_table
 
+from simpletuner.counting.block_replay import equal_blocks
 from simpletuner.counting.flops import use_cuda_kernels
 from simpletuner.counting.step_counter import Execution
 from simpletuner.counting.step_trace import StepTrace, new_mode, trace_step, with_fake_parameters
@@ -43,7 +44,8 @@ def rows_of(name: str) -> Iterator[list[str]]:
             found, seconds = {}, {}
             for replays in (True, False):
                 began = time.process_time()
-                found[replays] = trace_step(family, model, mode, shapes, 1, execution, replays)
+                equal = equal_blocks(model, family.unused_parameters()) if replays else None
+                found[replays] = trace_step(family, model, mode, shapes, 1, execution, equal)
                 seconds[replays] = f"{time.process_time() - began:.1f}"
             off = (f"{share:.3%}" for share in deviations(found[True], found[False]))
             yield [name, str(recomputes).lower(), *off, seconds[True], seconds[False]]

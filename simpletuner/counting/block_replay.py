@@ -8,10 +8,10 @@ allocates what the graph of the block keeps, and notes in its backward pass the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import ref
@@ -25,6 +25,9 @@ from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.private_api.of_torch import FakeTensor, outside_modes, run_backward, tree_flatten, tree_unflatten
 
 T = TypeVar("T")
+
+EqualBlocks = Mapping[nn.Module, tuple[str, object]]
+"""Name and kind of each block of which a model has others of the same kind."""
 
 CHECKPOINT = "_gradient_checkpointing_func"
 """Attribute of diffusers' modules: the function that calls a block whose activations are recomputed."""
@@ -104,7 +107,7 @@ class BlockCall:
     """The block with its arguments but for the tensors: `inputs` and `constants`."""
     inputs: TensorLayouts
     constants: list[Tensor]
-    """Copies of the real tensors among the arguments, such as masks: these may be gone after the forward pass."""
+    """The real tensors among the arguments, such as masks; of a call that is kept, copies."""
     form: object
     """Equal for equal arguments."""
     anchor: Tensor
@@ -131,7 +134,7 @@ class BlockCall:
         layouts, constants = TensorLayouts.of(inputs), [flat[number] for number in real]
         texts = [repr(each) for each in template] + [TensorLayout.of(each) for each in constants]
         form = (structure, repr(layouts.storages), *layouts.sizes, *numbers, *layouts.tensors, *texts)
-        return cls(block, kind, call, layouts, copied(constants), form, anchor)
+        return cls(block, kind, call, layouts, constants, form, anchor)
 
     @property
     def key(self) -> object:
@@ -357,16 +360,8 @@ class BlockReplays:
     """The first of each kind, whose copies of real tensors stand for those of the others."""
 
     @contextmanager
-    def replaced(self, model: nn.Module, unused: Sequence[str]) -> Iterator[None]:
-        """Replay the blocks of a model within, but for those that are the only ones of their kind.
-
-        Qwen-Image's last block is one: it has `unused` parameters, and what it makes of the text is not kept.
-        """
-        classes = recommended_blocks(model)
-        named = [(name, module) for name, module in model.named_modules() if type(module).__name__ in classes]
-        blocks = {block: (name, kind_of(name, block, unused)) for name, block in named}
-        counts = Counter(kind for _, kind in blocks.values())
-        blocks = {block: (name, kind) for block, (name, kind) in blocks.items() if counts[kind] > 1}
+    def replaced(self, model: nn.Module, blocks: EqualBlocks) -> Iterator[None]:
+        """Replay those blocks of a model within."""
         recomputes = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
         callers = [each for each in model.modules() if hasattr(each, CHECKPOINT)] if recomputes else []
         alone = [] if recomputes else [*blocks]
@@ -399,7 +394,9 @@ class BlockReplays:
 
     def run(self, block: nn.Module, name: str, kind: object, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call = BlockCall.of(block, kind, own, args, kwargs, self.anchor.detach())
-        first = self.calls.setdefault(call.key, call)
+        if (first := self.calls.get(call.key)) is None:
+            # The real tensors may be gone after the forward pass; those of FLUX have 5 MB.
+            first = self.calls[call.key] = replace(call, constants=copied(call.constants))
         recording = None if any(each.requires_grad for each in call.constants) else self.recording_of(first)
         if recording is None:
             if self.learns:
@@ -439,6 +436,18 @@ class BlockReplays:
             self.counter.is_paused = False
             # Autocast has one cache for all threads, which the end of the function's forward pass has cleared.
             self.counter.cast_weights.append(new_storage(self.anchor, before - self.counter.memory.live))
+
+
+def equal_blocks(model: nn.Module, unused: Sequence[str]) -> EqualBlocks:
+    """Return the blocks of a model, but for those that are the only ones of their kind.
+
+    Qwen-Image's last block is one: it has `unused` parameters, and what it makes of the text is not kept.
+    """
+    classes = recommended_blocks(model)
+    named = [(name, module) for name, module in model.named_modules() if type(module).__name__ in classes]
+    blocks = {block: (name, kind_of(name, block, unused)) for name, block in named}
+    counts = Counter(kind for _, kind in blocks.values())
+    return {block: (name, kind) for block, (name, kind) in blocks.items() if counts[kind] > 1}
 
 
 def kind_of(name: str, block: nn.Module, unused: Sequence[str]) -> object:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import conv_flop_count, flop_registry, shape_wrapper
 
-from simpletuner.models.family.adapter import freeze
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.private_api.of_torch import TorchDispatchMode, tree_flatten, tree_map_only
@@ -116,7 +115,6 @@ class FlopCounter:
 
     family: ModelFamily
     counted: dict[Shapes, int] = field(default_factory=dict)
-    model: nn.Module | None = None
 
     def count(self, latents_BCHW: Tensor, conditioning: Mapping[str, Tensor]) -> int:
         """Return the FLOPs of a micro-batch: those of one sample times its size."""
@@ -139,19 +137,8 @@ class FlopCounter:
 
     def _count_sample(self, shapes: Shapes) -> int:
         if shapes not in self.counted:
-            self.model = self.model or trained_on_meta(self.family)
-            self.counted[shapes] = count_flops(self.family, self.model, shapes)
+            self.counted[shapes] = count_flops(self.family, self.family.trained_on_meta, shapes)
         return self.counted[shapes]
-
-
-def trained_on_meta(family: ModelFamily) -> nn.Module:
-    """Return a denoiser without memory, with the same trainable parameters as the one that is trained."""
-    if family.adapter is None:
-        return family.meta_denoiser  # building Flux takes longer than counting it
-    model = family.denoiser(include_buffers=True)
-    freeze(model, torch.float32)
-    family.adapter.attach(model)
-    return model
 
 
 def count_flops(family: ModelFamily, model: nn.Module, shapes: Shapes) -> int:

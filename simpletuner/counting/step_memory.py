@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -53,6 +53,7 @@ from simpletuner.settings.values.shape import SampleShape
 from simpletuner.system.numbers import count_noun, format_gib
 
 if TYPE_CHECKING:
+    from simpletuner.counting.block_replay import EqualBlocks
     from simpletuner.counting.records import CountRecord
 
 FORMULA = "the root, two units, and gradients of one in float32, at the peak"
@@ -139,7 +140,7 @@ class Workload:
     interpolates: bool = False
     """Take large micro-batches from traces of 1 and 2 samples: for a search that asks for many."""
     mode: FakeTensorMode = field(default_factory=new_mode)
-    models: dict[tuple[object, ...], nn.Module] = field(default_factory=dict)
+    models: dict[tuple[object, ...], tuple[nn.Module, EqualBlocks]] = field(default_factory=dict)
     traces: dict[tuple[object, ...], StepTrace] = field(default_factory=dict)
     vae_peaks: dict[tuple[object, ...], int] = field(default_factory=dict)
     numel: dict[str, int] = field(default_factory=dict)
@@ -175,14 +176,17 @@ class Workload:
         return self.traces[key]
 
     def count_step(self, settings: Settings, samples: int, execution: Execution, budget: float | None) -> StepTrace:
+        from simpletuner.counting.block_replay import equal_blocks  # a start whose counts are kept does without
+
         kind = (has_bf16_weights(settings), execution.dtype, execution.on_gpu)
         if kind not in self.models:
-            self.models[kind] = with_fake_parameters(self.trained_model(settings), self.mode)
+            made = with_fake_parameters(self.trained_model(settings), self.mode)
             if execution.on_gpu:
-                use_cuda_kernels(self.models[kind])
-        model: Any = self.models[kind]
-        recompute_within(model, budget, MetaMemory("meta") if execution.offloads else None)
-        return trace_step(self.family, model, self.mode, self.shapes, samples, execution, learns=bool(budget))
+                use_cuda_kernels(made)
+            self.models[kind] = made, equal_blocks(made, self.family.unused_parameters())
+        model, equal = self.models[kind]
+        recompute_within(cast(Any, model), budget, MetaMemory("meta") if execution.offloads else None)
+        return trace_step(self.family, model, self.mode, self.shapes, samples, execution, equal, bool(budget))
 
     def record(self, kind: str, **facts: Any) -> CountRecord:
         from simpletuner.counting.records import CountRecord  # not where a start has noted its bytes

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.vae import has_alpha, takes_frames
 from simpletuner.private_api.of_torch import META, FakeTensor, FakeTensorMode, run_backward
 from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from simpletuner.counting.block_replay import EqualBlocks
 
 CPU = torch.device("cpu")
 NUMBERS = ("kept_bytes", "host_bytes", "product_flops", "attention_flops", "other_bytes", "launches")
@@ -116,12 +119,12 @@ def trace_step(
     shapes: Mapping[str, tuple[int, ...]],
     samples: int,
     execution: Execution,
-    replays: bool = True,
+    equal: EqualBlocks | None = None,
     learns: bool = False,
 ) -> StepTrace:
     """Trace a model with fake parameters; `shapes` are those of the inputs of one sample.
 
-    Of equal blocks one runs, unless `replays` is false. `learns` where blocks keep nothing in their first forward pass
+    Of `equal` blocks one runs. `learns` where blocks keep nothing in their first forward pass
     (`SelectiveRecomputation`).
     """
     with mode:
@@ -133,14 +136,14 @@ def trace_step(
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     present = [*model.parameters(), *model.buffers(), anchor, latents, *inputs.values()]
     counter = StepCounter.of(execution, iter(present))
-    if learns and not replays:
+    if learns and not equal:
         with counter.casts(), counter.forward():
             family.predict(model, latents, timesteps, inputs | masks)
     blocks = nullcontext()
-    if replays:
+    if equal:
         from simpletuner.counting.block_replay import BlockReplays  # a start whose counts are kept does without
 
-        blocks = BlockReplays(counter, anchor, learns).replaced(model, family.unused_parameters())
+        blocks = BlockReplays(counter, anchor, learns).replaced(model, equal)
     with counter.counting(), counter.gradients_released(trained), blocks:
         with counter.forward():
             prediction = family.predict(model, latents, timesteps, inputs | masks)

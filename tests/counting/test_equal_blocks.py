@@ -53,7 +53,8 @@ def compare(
         if share is not None:
             recompute_within(model, share, MetaMemory("meta") if execution.offloads else None)
         shapes = family.input_shapes(SHAPE)
-        traces.append(trace_step(family, model, mode, shapes, 2, execution, replays, learns=share is not None))
+        equal = block_replay.equal_blocks(model, family.unused_parameters()) if replays else None
+        traces.append(trace_step(family, model, mode, shapes, 2, execution, equal, learns=share is not None))
     _, whole, found = traces
     assert found.released == whole.released
     peak = whole.peak_bytes(0)

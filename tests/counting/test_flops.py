@@ -24,7 +24,6 @@ from simpletuner.counting.flops import (
     backward,
     convolution_backward,
     shapes_of,
-    trained_on_meta,
 )
 from simpletuner.models.catalog.registry import flavours_of
 from simpletuner.models.family.base import ModelFamily, family_class
@@ -88,7 +87,7 @@ def batch_of(family: ModelFamily) -> tuple[Tensor, dict[str, Tensor]]:
 
 def counted_as_a_whole(family: ModelFamily, latents: Tensor, conditioning: dict[str, Tensor]) -> tuple[int, int]:
     """Return the FLOPs of forward, and of forward and backward, without leaving any block out."""
-    model = trained_on_meta(family)
+    model = family.trained_on_meta
     inputs = {
         name: value.to("meta").requires_grad_() if value.is_floating_point() else value
         for name, value in {"latents": latents, **conditioning}.items()
