@@ -67,6 +67,13 @@ of_torch.leave_out_compiler()
 of_diffusers.leave_out(["peft", "torchao", "deepspeed"])
 of_diffusers.import_without_transformers()
 import torch
+import importlib.metadata
+from diffusers.utils import import_utils
+
+distributions = import_utils._package_map
+assert "found" not in vars(distributions), "nobody has asked"
+assert importlib.metadata.packages_distributions() == dict(distributions) and "found" in vars(distributions)
+assert import_utils._is_distribution_installed("PIL") == (True, importlib.metadata.version("pillow"))
 from diffusers import UNet2DConditionModel
 from diffusers.loaders import lora_base, single_file_utils
 
