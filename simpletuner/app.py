@@ -129,6 +129,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
     if "--debug" in given:
         os.environ[DEBUG] = "1"  # the ranks that this process starts inherit it
     debug = bool(os.environ.get(DEBUG))
+    # pydantic reads the entry points of all that is installed, for plugins, of which settings need none.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     silence_torchao()
     open_standard_streams()
     with lasting("stderr"):  # messages; results on stdout may end a command, as `| head` does
@@ -168,7 +170,8 @@ def run_safely(given: Sequence[str], program: str, debug: bool) -> None:
 
 def spelled(program: str, arguments: list[str]) -> list[str]:
     """Return the arguments with flags of settings as these are declared; warn of those that are given twice."""
-    if program == "simpletuner" and (not arguments or arguments[0] in LISTS):
+    is_list = program == "simpletuner" and (not arguments or arguments[0] in LISTS)
+    if is_list or not any(each.startswith("--") for each in arguments):  # the settings take 0.06 CPU s to import
         return arguments
     from simpletuner.commands.options import normalize_argv, outranked_flags
 

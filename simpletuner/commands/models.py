@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -143,31 +144,30 @@ def print_family(report: Report, family: dict[str, Any]) -> None:
         *["blocks can be detected, no training yet"] * (not family["trainable"]),
     ]
     report.line(family["model_family"], style="bold")
-    print_indented(report, "; ".join(facts))
+    print_indented(report, ["; ".join(facts)])
     flavours = family["flavours"]
     if not flavours:
         report.line("  no published checkpoint is known: pretrained_model_name_or_path names a folder")
     name_width = max((len(flavour["model_flavour"]) for flavour in flavours), default=0)
     for flavour in flavours:
         report.line(format_flavour(flavour, name_width, "*" if flavour is flavours[0] else " "))
-    for why, names in by_value(flavours, "untrainable").items():
-        print_indented(report, f"no training of {', '.join(names)}: {why}")
-    print_licenses(report, flavours)
-    if family["trainable"]:
-        print_indented(report, f"context_parallel_size: {format_sizes(family)}")
+    notes = [f"no training of {', '.join(names)}: {why}" for why, names in by_value(flavours, "untrainable").items()]
+    notes += license_notes(flavours)
+    notes += [f"context_parallel_size: {format_sizes(family)}"] * family["trainable"]
+    print_indented(report, notes)
 
 
-def print_licenses(report: Report, flavours: list[dict[str, Any]]) -> None:
+def license_notes(flavours: list[dict[str, Any]]) -> Iterator[str]:
     from simpletuner.models.catalog.registry import describe_license
 
     groups = by_value(flavours, "license")
     for name, flavour_names in groups.items():
         of = "" if len(flavour_names) == len(flavours) else f" of {', '.join(flavour_names)}"
-        print_indented(report, f"license{of}: {describe_license(name)}")
+        yield f"license{of}: {describe_license(name)}"
     unknown = [flavour["model_flavour"] for flavour in flavours if not flavour["license"]]
     if unknown:
         of = f" of {', '.join(unknown)}" if groups else ""
-        print_indented(report, f"license{of}: see the card at the hub")
+        yield f"license{of}: see the card at the hub"
 
 
 def by_value(flavours: list[dict[str, Any]], key: str) -> dict[str, list[str]]:
@@ -200,6 +200,8 @@ def format_flavour(flavour: dict[str, Any], name_width: int, mark: str) -> str:
     return f"{start}  {flavour['hub']}" if fits else f"{start}\n      {flavour['hub']}"
 
 
-def print_indented(report: Report, text: str) -> None:
-    for line in textwrap.wrap(text, WIDTH - 2, break_on_hyphens=False):
-        report.line(f"  {line}", style="dim")
+def print_indented(report: Report, texts: Sequence[str]) -> None:
+    """Print at once: rich takes 0.1 ms for each call."""
+    lines = [line for text in texts for line in textwrap.wrap(text, WIDTH - 2, break_on_hyphens=False)]
+    if lines:
+        report.line("\n".join(f"  {line}" for line in lines), style="dim")

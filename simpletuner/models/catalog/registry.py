@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.preset import AUTOMATIC, NEEDS_CLASS, Architecture, Flavour, Preset, Tiny
-from simpletuner.settings.declared.errors import nearest, shorten
-from simpletuner.settings.declared.sections import Model, Parallel
-from simpletuner.settings.foreign.original_names import why_untrained
 from simpletuner.system.importing import import_named
+
+if TYPE_CHECKING:  # `simpletuner models` lists presets without any settings, which take 0.05 CPU s to import
+    from simpletuner.settings.declared.sections import Model, Parallel
 
 TINY = "tiny"
 ENTRY_POINTS = "simpletuner.families"
@@ -167,6 +167,8 @@ def tiny_architecture(model: Model) -> Architecture | None:
 
 def check_model(model: Model) -> None:
     """Raise SettingsError for a family or flavour that is not known, with the nearest one."""
+    from simpletuner.settings.declared.errors import nearest, shorten
+
     if class_path_of(model) is None:
         hint = "`simpletuner models` lists all families; your own goes into model_families"
         refuse_without_class(model)
@@ -187,6 +189,8 @@ def check_model(model: Model) -> None:
 
 def refuse_without_class(model: Model) -> None:
     """Raise SettingsError for a family of the original that is not trained here, with the reason."""
+    from simpletuner.settings.foreign.original_names import why_untrained
+
     if sentence := why_untrained(model.model_family):
         raise SettingsError(f"model_family {sentence}", "`simpletuner models` lists those that can")
 
