@@ -34,7 +34,7 @@ SWITCHED_OFF |= {f"simpletuner.training.validation.{name}" for name in ("held_ou
 """Modules of what a plain run has not switched on."""
 
 MOST_OF_OURS, MOST_MODULES = 305, 2265  # 2,251 to 2,253 seen
-MOST_OF_OURS_FOR_HELP, MOST_MODULES_FOR_HELP = 18, 220
+MOST_OF_OURS_FOR_HELP, MOST_MODULES_FOR_HELP = 18, 180
 
 
 @pytest.mark.long
@@ -54,3 +54,8 @@ def test_help_imports_the_command_line_alone(tmp_path):
     assert "pydantic" not in packages
     assert packages["simpletuner"] <= MOST_OF_OURS_FOR_HELP
     assert packages.total() <= MOST_MODULES_FOR_HELP
+
+
+def test_a_list_of_models_imports_no_settings(tmp_path):
+    modules = start_budget.modules_of_answer(str(tmp_path), "models")
+    assert not any(name.startswith("simpletuner.settings") for name in modules)
