@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 from axe_playwright_python.sync_playwright import Axe
+from conftest import Starter
 from page_server import PageServer, page_server
 from patience import PATIENCE
 from playwright.sync_api import Page, expect
@@ -24,7 +24,7 @@ from simpletuner.page.editing.planning import Planning, PlanQuestion
 from simpletuner.system.numbers import format_gib
 
 CONFIG = """\
-model_family = "sdxl"  # in miniature
+model_family = "flux"  # in miniature
 model_flavour = "tiny"
 resolution = 64
 max_train_steps = 1000
@@ -35,7 +35,7 @@ state_layout = "fp32"
 
 @pytest.fixture(scope="module")
 def server(folder: Path, fork_server: Any) -> Iterator[PageServer]:
-    """A page whose plans are forked; `planned` starts cold ones."""
+    """A page whose plans are forked."""
     with page_server(folder, fork_server=fork_server) as started:
         yield started
 
@@ -47,14 +47,15 @@ def config(folder: Path) -> Path:
     return path
 
 
-def planned(folder: Path, *flags: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "simpletuner", "plan", "--config=plan.toml", "--gpu=H100", "--json", *flags]
-    return json.loads(subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout)
+def planned(starter: Starter, config: Path, *flags: str) -> dict[str, Any]:
+    run = starter.start(ranks.command_line, 1, ["plan", f"--config={config}", "--gpu=H100", "--json", *flags])
+    assert run.wait() == [0], run.said
+    return json.loads(run.said[run.said.index("{") :])
 
 
 @pytest.mark.long
 def test_what_is_typed_is_planned_and_what_would_fit_is_taken_over(
-    page: Page, server: PageServer, folder: Path, config: Path
+    page: Page, server: PageServer, config: Path, starter: Starter
 ):
     address = f"{server.origin}/configurations/edit?file=plan.toml"
     page.goto(address)
@@ -71,7 +72,7 @@ def test_what_is_typed_is_planned_and_what_would_fit_is_taken_over(
     expect(page.locator("#plan-outdated")).to_be_visible()
     assert together.inner_text() == first
     expect(page.locator("#plan-outdated")).to_be_hidden()
-    wanted = planned(folder, "--train_batch_size=48")
+    wanted = planned(starter, config, "--train_batch_size=48")
     assert together.inner_text().split(None, 1) == ["together", format_gib(wanted["gpu_bytes"])] != first.split(None, 1)
     bar = page.locator(".memory-bar rect").evaluate_all(
         "each => each.map(one => parseFloat(one.getAttribute('width')))"
