@@ -152,31 +152,34 @@ def test_engines_hold_what_is_estimated(run_on, pipelines, tmp_path):
             assert held == pytest.approx(estimated, rel=0.05), name
 
 
-SAVED = [
-    *("ema whole", "split fsdp2", "lora whole", "muon lora whole", "adagrad whole", "adafactor whole"),
-    *(f"{name} fsdp2" for name in ("adam", "lion", "adafactor", "muon", "prodigy", "ema adamw_schedulefree")),
-]
+SAVED = ["ema whole", "split fsdp2", "lora whole", "muon lora whole", "adagrad whole"]
+SAVED += [f"{name} fsdp2" for name in ("adam", "lion", "prodigy", "ema adamw_schedulefree")]
+OF_CONVOLUTIONS = ["adafactor whole", "adafactor fsdp2", "muon fsdp2"]
+"""Their moments depend on the dimensions of a weight: of a U-Net, whose steps cost three times as much."""
 
 
 ADAPTERS = ["dora lora whole", "loha lora fsdp2", "lokr lora whole", "oft lora fsdp2"]
 
 
 def test_every_optimizer_holds_and_writes_what_is_estimated(run_on, arguments_of):
-    found = run_on(planning.saved_in_turn, 2, arguments_of("sdxl", mixed_precision="bf16"), [*SAVED, *ADAPTERS])
-    assert [*found] == [*SAVED, *ADAPTERS]
+    found = run_on(planning.saved_in_turn, 2, arguments_of("flux2", mixed_precision="bf16"), SAVED)
+    of_unet = arguments_of("sdxl", mixed_precision="bf16")
+    found |= run_on(planning.saved_in_turn, 2, of_unet, [*OF_CONVOLUTIONS, *ADAPTERS])
+    assert [*found] == [*SAVED, *OF_CONVOLUTIONS, *ADAPTERS]
     # Of these the names in files take more than the weights of a tiny model.
     small = {name: {kind: found[name].pop(kind) for kind in ("copies", "moments")} for name in ADAPTERS}
     assert not differing(small, ["copies", "moments"])
-    assert not differing({name: found[name] for name in SAVED}, ["copies", "moments", "disk"])
+    assert not differing({name: found[name] for name in found if name not in small}, ["copies", "moments", "disk"])
 
 
-ZERO_SAVED = ["zero1", "muon zero1", "ema adagrad zero2", "muon zero2-cpu", "lion zero3", "muon zero3"]
+ZERO_SAVED = ["zero1", "muon zero1", "ema adagrad zero2", "muon zero2-cpu", "lion zero3"]
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_zero_writes_what_is_estimated(run_on, arguments_of):
-    found = run_on(planning.saved_in_turn, 2, arguments_of("sdxl"), ZERO_SAVED)
-    assert [*found] == ZERO_SAVED
+    found = run_on(planning.saved_in_turn, 2, arguments_of("flux2"), ZERO_SAVED)
+    found |= run_on(planning.saved_in_turn, 2, arguments_of("sdxl"), ["muon zero3"])  # which has convolutions
+    assert [*found] == [*ZERO_SAVED, "muon zero3"]
     assert not differing(found, ["copies", "disk"])
 
 
