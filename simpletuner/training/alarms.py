@@ -42,7 +42,7 @@ class RunAlarms:
         self.gradients: GradientWatch | None = GradientWatch(module.named_parameters(), session.world.device)
         self.swapped = psutil.swap_memory().sin
         images = sum(bucket.num_samples for bucket in plan.buckets.values())
-        if alarm := find_not_drawn(images, max_steps * session.settings.effective_batch_size):
+        if alarm := find_not_drawn(images, session.settings.effective_batch_size, max_steps):
             self.tell(alarm)
 
     def add(self, row: Row, shape: Hashable) -> None:

@@ -57,10 +57,10 @@ def test_an_alarm_is_told_on_the_terminal_in_the_status_and_to_the_hooks_once(tm
         status=status,
         settings=SimpleNamespace(effective_batch_size=2),
     )
-    plan = SimpleNamespace(buckets={"64x64": SimpleNamespace(num_samples=40)})
+    plan = SimpleNamespace(buckets={"64x64": SimpleNamespace(num_samples=400)})
     hooks = [SimpleNamespace(alarmed=told.append)]
-    alarms = RunAlarms(session, hooks, Branches(), plan, max_steps=10)
-    undrawn = "at least 20 images of 40 will never be drawn: this run takes 20 samples"
+    alarms = RunAlarms(session, hooks, Branches(), plan, max_steps=100)
+    undrawn = "at least 200 images of 400 will never be drawn: this run takes 200 samples"
     assert told == [undrawn]
     for step in range(1, 60):
         alarms.add({"step": step, "seconds": 1.0, "data_seconds": 0.0, "grad_norm": 0.0}, (1,))

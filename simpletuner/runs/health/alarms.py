@@ -143,9 +143,14 @@ def find_unchanged(measured: Sequence[Measured], max_steps: int) -> Alarm | None
     )
 
 
-def find_not_drawn(images: int, samples: int) -> Alarm | None:
-    """Return the alarm of a run that draws fewer `samples` than it has images."""
-    if samples >= images:
+TRIAL_STEPS = 100
+"""Steps of a run below which it is a trial: nobody expects that it trains on all images."""
+
+
+def find_not_drawn(images: int, batch: int, steps: int) -> Alarm | None:
+    """Return the alarm of a run whose `steps` draw fewer samples than it has images."""
+    samples = batch * steps
+    if samples >= images or steps < TRIAL_STEPS:
         return None
     return Alarm(
         "not drawn",

@@ -95,8 +95,9 @@ def test_a_loss_that_is_the_base_models_is_said_after_a_tenth_of_the_run():
 
 
 def test_images_that_are_never_drawn_and_weights_without_gradients_are_counted():
-    assert find_not_drawn(1000, 1000) is None and find_without_gradient([], 10, 5) is None
-    alarm = find_not_drawn(1000, 800)
+    assert find_not_drawn(1000, 10, 100) is None and find_without_gradient([], 10, 5) is None
+    assert find_not_drawn(1000, 8, 99) is None, "a trial of a few steps is not said to lack images"
+    alarm = find_not_drawn(1000, 8, 100)
     assert (
         alarm is not None
         and alarm.sentence == "at least 200 images of 1,000 will never be drawn: this run takes 800 samples"
