@@ -441,7 +441,8 @@ def test_what_does_not_fit_or_is_damaged_is_one_sentence_and_leaves_nothing(flux
         (flux, "old.pt"): (2, "is a pickle: loading it can run any code, so it is refused"),
         (flux, "torn.safetensors"): (3, "cannot read"),
         (flux, "header.safetensors"): (3, "cannot read"),
-        (flux, "missing.safetensors"): (3, "No such file or directory"),
+        (flux, "missing.safetensors"): (2, "there is no missing.safetensors"),
+        (flux, flux): (2, f"{flux} has no LoRA hint: name a .safetensors file, or a folder with"),
         (flux, other("nan.safetensors", **nan)): (2, f"has NaN or infinite values in {name}"),
         (flux, other("unknown.safetensors", **unknown)): (2, "adapts elsewhere.to_q, which is no layer of FluxTransf"),
         (flux, other("half.safetensors", **half)): (2, "has one matrix of two for"),
@@ -450,7 +451,7 @@ def test_what_does_not_fit_or_is_damaged_is_one_sentence_and_leaves_nothing(flux
         (flux, other("empty.safetensors", **dict.fromkeys(stored))): (2, "holds no tensors"),
         (pipelines("sdxl"), own): (2, "which is no layer of UNet2DConditionModel"),
         ("base.safetensors", own): (2, "is a file, and the model must be a pipeline"),
-        ("nowhere/at/all", own): (2, "there is nothing of that name"),
+        ("nowhere/at/all", own): (2, "there is nothing of that name hint: name the base model by its folder"),
         (own.parent, own): (2, "is the folder of a LoRA, not of a model"),
         ("bad", own): (3, "transformer"),
     }  # fmt: skip

@@ -307,7 +307,7 @@ def check_path(model: Model) -> None:
             f"{name} is no folder"
             if path.is_file()
             else f"{name} is no folder and no file: there is nothing of that name",
-            "pretrained_model_name_or_path is a folder, a .safetensors file or a hub id",
+            "name the base model by its folder, a .safetensors file or its hub id",
         )
 
 

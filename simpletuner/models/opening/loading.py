@@ -164,12 +164,12 @@ def fetch_files(model: Model, wanted: list[str], ignored: list[str] | None = Non
         revision = commit or revision_of(model)
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=ignored))
     except HFValidationError:
-        raise SettingsError(f"{name} is neither a folder nor a hub id", "check pretrained_model_name_or_path") from None
+        raise SettingsError(f"{name} is neither a folder nor a hub id", "check this name of the base model") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         # Random weights are no cure for a name that is mistyped.
         named = model.pretrained_model_name_or_path
-        hint = f"there is no folder {named} here: check pretrained_model_name_or_path" if named else suggest_base(model)
+        hint = f"there is no folder {named} here: check this name of the base model" if named else suggest_base(model)
         if commit:
             branch = revision_of(model) or "main"
             hint = f"the run has begun with this commit: --revision={branch} takes what is there now"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from simpletuner.system.files.regular_files import check_regular, read_file
 METADATA = "lora_adapter_metadata"
 
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 """Files of an adapter's folder as peft's `save_pretrained` writes it; the weights have no metadata."""
 
 KINDS = {"lora_magnitude_vector": "dora", ".hada_": "loha", ".lokr_": "lokr", ".oft_R": "oft"}
@@ -135,6 +137,14 @@ class LoraFile:
                 raise self.error(f"has {key[:40]} = {value!s:.40}, which {self.setting} does not read")
 
 
+def check_is_there(path: Path, setting: str) -> None:
+    """Raise SettingsError for a file that is missing, such as in the folder of something else."""
+    if not os.path.lexists(path):
+        folder = path.parent if path.name == LORA_WEIGHTS and path.parent.is_dir() else None
+        hint = f"name a .safetensors file, or a folder with {LORA_WEIGHTS} or {PEFT_WEIGHTS}"
+        raise SettingsError(f"{setting}: {f'{folder} has no LoRA' if folder else f'there is no {path}'}", hint)
+
+
 def read_lora(path: Path, prefix: str, setting: str) -> LoraFile:
     """Read a file of any program whole; `prefix` is the denoiser's name in diffusers' metadata.
 
@@ -146,6 +156,7 @@ def read_lora(path: Path, prefix: str, setting: str) -> LoraFile:
             f"{setting}: {path} is a pickle: loading it can run any code, so it is refused",
             "take the .safetensors of the same LoRA, or convert it once with a tool that you trust",
         )
+    check_is_there(path, setting)
     try:
         check_regular(path)
         with safe_open(path, framework="pt") as file:

@@ -22,6 +22,7 @@ from simpletuner.models.catalog.registry import TINY, flavour_of
 from simpletuner.models.family.adapter import Adapter, end_of, layer_of, layers_ending_with
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.opening.lora_config import (
+    LORA_WEIGHTS,
     METADATA,
     PEFT_CONFIG,
     PEFT_WEIGHTS,
@@ -174,7 +175,6 @@ def unstacked(
     return down, parts[index].contiguous()
 
 
-LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 # Adapters that diffusers does not load, written for peft's `PeftModel.from_pretrained`.
