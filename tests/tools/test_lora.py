@@ -451,7 +451,7 @@ def test_what_does_not_fit_or_is_damaged_is_one_sentence_and_leaves_nothing(flux
         (flux, other("empty.safetensors", **dict.fromkeys(stored))): (2, "holds no tensors"),
         (pipelines("sdxl"), own): (2, "which is no layer of UNet2DConditionModel"),
         ("base.safetensors", own): (2, "is a file, and the model must be a pipeline"),
-        ("nowhere/at/all", own): (2, "there is nothing of that name hint: name the base model by its folder"),
+        ("nowhere/at/all", own): (2, "there is nothing of that name hint: the base model is a folder"),
         (own.parent, own): (2, "is the folder of a LoRA, not of a model"),
         ("bad", own): (3, "transformer"),
     }  # fmt: skip

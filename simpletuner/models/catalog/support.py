@@ -307,7 +307,7 @@ def check_path(model: Model) -> None:
             f"{name} is no folder"
             if path.is_file()
             else f"{name} is no folder and no file: there is nothing of that name",
-            "name the base model by its folder, a .safetensors file or its hub id",
+            "the base model is a folder, a .safetensors file or a hub id",
         )
 
 
