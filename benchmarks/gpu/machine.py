@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -133,6 +133,34 @@ def measure_attention(backend: str, shape: tuple[int, int, int, int], tiny: bool
         gradient = torch.randn_like(output)
         backward = seconds_of(lambda: torch.autograd.grad(output, leaves, gradient, retain_graph=True))
     return {"forward, TFLOP/s": flops / forward, "backward, TFLOP/s": 2.5 * flops / backward}
+
+
+def layouts(tiny: bool) -> None:
+    """Tell how far gradients of attention are from float32's where the output's gradient is dense and then a slice, by
+    torch alone and within a run. The other order is an illegal memory access by torch alone."""
+    from simpletuner.parallel.model.attention_backend import attention_by
+
+    device = torch.device("cuda" if on_gpu(tiny) else "cpu")
+    for name, tokens in (("torch alone", 256), ("within a run", 320)):  # torch keeps what it has compiled by shapes
+        with attention_by("auto", device, torch.bfloat16) if name != "torch alone" else nullcontext():
+            tell(what=f"attention of slices, {name}, off", **dict(measure_layouts(tokens, device)))
+
+
+def measure_layouts(tokens: int, device: torch.device) -> Iterator[tuple[str, float]]:
+    leaves = [torch.randn(1, tokens, 4, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    wide = torch.randn(1, tokens, 1024, device=device, dtype=torch.bfloat16)
+    exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    for layout, gradient in (("dense", wide[..., :256].contiguous()), ("slice", wide[..., 256:512])):
+        found, expected = (
+            torch.autograd.grad(attended(each), each, gradient.to(each[0].dtype)) for each in (leaves, exact)
+        )
+        yield layout, max(((x - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True))
+
+
+def attended(leaves: list[torch.Tensor]) -> torch.Tensor:
+    """Return attention as diffusers' processors compute it, (samples, tokens, heads x width)."""
+    query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
 def measure_host_buffer() -> None:

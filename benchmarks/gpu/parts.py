@@ -40,6 +40,7 @@ def ordered() -> Iterator[tuple[str, Part]]:
         return name, Part("steps", expects, limit, **memory)
 
     yield "environment", Part("machine", 8, 60)
+    yield "layouts", Part("machine", 8, 40)
     yield "smoke", Part("tiny_runs", 25, 90)
     yield "kernel", Part("machine", 10, 40)
     yield of("flux full", 50, 90, needs_gib=110)
@@ -62,6 +63,7 @@ def ordered() -> Iterator[tuple[str, Part]]:
     yield of("sd3 lora", 30, 60)
     yield of("z-image lora", 30, 60)
     yield of("flux lora compiled", 70, 120)
+    yield of("sdxl lokr, compiled", 70, 120)
     yield of("flux lora float8", 30, 60)
     yield of("sdxl split float8", 180, 240)
     yield of("flux lora int8 products", 30, 60)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from simpletuner.counting.step_memory import Workload
 from simpletuner.models.family.adapter import freeze
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.report import Report
 from simpletuner.tools.plan.estimate import opened_family
 from simpletuner.tools.plan.measure import random_inputs
@@ -29,7 +30,9 @@ def measure_diffusers_step(name: str, step: Step, tiny: bool) -> None:
     settings = settings_of(step.flags_here(tiny))
     is_lora = "model_type" in step.flags
     accelerator: Any = Accelerator(mixed_precision="bf16", cpu=tiny)
-    with opened_family(settings, Report(quiet=True)) as family:
+    # torch 2.11 alone ends FLUX's first step on an H100 with an illegal memory access: see `equal_gradient_layouts`.
+    own_kernels = attention_by("auto", accelerator.device, torch.bfloat16)
+    with own_kernels, opened_family(settings, Report(quiet=True)) as family:
         model = random_model(family, accelerator.device, settings.lora.lora_rank if is_lora else None)
         trained = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)

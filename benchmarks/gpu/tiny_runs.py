@@ -171,7 +171,9 @@ class TinyRun:
         if self.phase:
             found["phase"] = self.phase
         if code not in (0, -signal.SIGKILL):
-            found["error"] = last_words(self.log.read_text(errors="replace"))
+            said = self.log.read_text(errors="replace")
+            found["error"] = last_words(said)
+            print(f"---- {self.label}", said[-4000:], sep="\n", file=sys.stderr)  # into parts.log, which comes back
         if rows:
             found["s/step"] = median(row["seconds"] for row in rows[1:] or rows)
         if reference and tolerance and losses:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata as metadata
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,8 @@ FREE_PORT = "a free port"
 GPUS = "CUDA_VISIBLE_DEVICES"
 # Read by torch's allocators; the older name is read first where both are set.
 ALLOCATOR, OLDER_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-PINNED_OPTION = "pinned_max_round_threshold_mb"
+# An older torch ends at its first CUDA call by `Unrecognized key`.
+PINNED_OPTION, PINNED_OPTION_SINCE = "pinned_max_round_threshold_mb", (2, 13)
 # Without them gloo takes the address of the host name: it need not be the one that the other machines reach,
 # and on a single machine it would listen where others can reach it. NCCL opens its first connections there,
 # too.
@@ -90,12 +93,14 @@ def choose_gpus(launch: Launch, environment: MutableMapping[str, str]) -> None:
     environment.update(visible_gpus(launch, environment))
 
 
-def round_no_pinned_memory(environment: MutableMapping[str, str]) -> None:
-    """Let torch lock as much host memory as a tensor has. Call it before torch is imported.
+def round_no_pinned_memory(environment: MutableMapping[str, str], version: str) -> None:
+    """Let torch of this version lock as much host memory as a tensor has. Call it before torch is imported.
 
     By default it rounds each one up to a power of two: FLUX.1 offloaded by FSDP2 would take 69 GiB instead of
-    44, and its gradients as much again.
+    44, and its gradients as much again. Before 2.13 torch knows no other way.
     """
+    if tuple(int(each) for each in re.findall(r"\d+", version)[:2]) < PINNED_OPTION_SINCE:
+        return
     name = OLDER_ALLOCATOR if environment.get(OLDER_ALLOCATOR) else ALLOCATOR
     own = environment.get(name, "")
     if PINNED_OPTION not in own:
@@ -107,7 +112,7 @@ def prepare_rank(loaded: Loaded, environment: MutableMapping[str, str]) -> None:
     check_world_size(loaded, environment)
     # Both set variables that CUDA and torch's allocator read once.
     choose_gpus(loaded.settings.launch, environment)
-    round_no_pinned_memory(environment)
+    round_no_pinned_memory(environment, metadata.version("torch"))
     if is_rank(environment):
         # In this order: the kernel reports only deaths after it was asked, so an earlier one is looked for.
         terminate_with_parent()

@@ -94,6 +94,31 @@ def chosen_attention_kernel(query: Tensor) -> int:
     return chosen
 
 
+def equal_gradient_layouts(
+    operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
+    dispatch_key: str = "AutogradCUDA",
+) -> torch.library.Library:
+    """Give an attention's backward its output's gradient in the layout of the output, as long as what this returns
+    lives.
+
+    torch (2.11, aten/native/cudnn/MHA.cpp) looks up the graph that cuDNN has compiled by the strides of query, key and
+    value, but compiles it for those of the gradient, too. In FLUX the gradient is a slice of rows of 15,360 values in
+    the single blocks and rows of 3,072 in the double ones: the first step on an H100 ended with an illegal memory
+    access, and dense rows followed by a slice give wrong gradients without an error. A copy takes 20 us per sample.
+    """
+
+    def backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, *more: Any, **named: Any):
+        strides = zip(gradient.shape, gradient.stride(), output.stride(), strict=True)
+        if any(size > 1 and one != other for size, one, other in strides):
+            gradient = torch.empty_like(output).copy_(gradient)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(gradient, query, key, value, output, *more, **named)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(operator, backward, dispatch_key)
+    return library
+
+
 def device_of(tensor: FakeTensor) -> torch.device:
     """Return what a fake tensor answers when it is asked for its device: within a kernel of its mode, meta."""
     return META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device

@@ -125,7 +125,7 @@ def test_what_is_typed_wrongly_and_a_damaged_file_of_plans_are_one_sentence(tmp_
 
     assert answered("check")[0] == 3, "there is no GPU here"
     code, _, said = answered("check", "kernels")
-    assert code == 2 and "unknown: kernels; parts are environment; smoke; kernel; " in said
+    assert code == 2 and "unknown: kernels; parts are environment; layouts; smoke; " in said
     for typed in (("table", "none.jsonl"), ("check", "--tiny", "--done=none.jsonl")):
         assert answered(*typed)[::2] == (2, "gpu: error: there is no file none.jsonl")
     assert answered("part")[::2] == (2, "gpu: error: part takes one part")

@@ -197,13 +197,16 @@ def test_a_rank_whose_launcher_is_gone_exits_before_it_imports_torch(is_alive, t
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_pinned_memory_is_not_rounded_up_unless_the_user_says_so(name):
     environment = {name: "expandable_segments:True"}
-    round_no_pinned_memory(environment)
+    round_no_pinned_memory(environment, "2.13.0+cu130")
     assert environment == {name: "expandable_segments:True,pinned_max_round_threshold_mb:1"}
     own = {name: "pinned_max_round_threshold_mb:64"}
-    round_no_pinned_memory(own)
+    round_no_pinned_memory(own, "2.15.0")
     assert own == {name: "pinned_max_round_threshold_mb:64"}
     empty: dict[str, str] = {}
-    round_no_pinned_memory(empty)
+    for version in ("2.9.1", "2.12.0+cu130"):  # which refuse what they do not know
+        round_no_pinned_memory(empty, version)
+        assert empty == {}
+    round_no_pinned_memory(empty, "2.13.0a0+git1234567")
     assert empty == {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}
 
 

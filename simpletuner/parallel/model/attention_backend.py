@@ -41,6 +41,16 @@ def attention_by(name: str, device: torch.device, dtype: torch.dtype, kernel: st
     It holds for the whole process, including recomputation in autograd's threads. `kernel` is `flash3`'s on
     the hub. Raises SettingsError for a kernel that is missing, or unfit for this device and dtype.
     """
+    cudnn = of_torch.equal_gradient_layouts() if device.type == "cuda" else None
+    try:
+        with chosen_kernel(name, device, dtype, kernel):
+            yield
+    finally:
+        del cudnn
+
+
+@contextmanager
+def chosen_kernel(name: str, device: torch.device, dtype: torch.dtype, kernel: str) -> Iterator[None]:
     if name == "auto":
         yield
         return

@@ -11,7 +11,6 @@ than the GPU needs for it. Imported where a GPU steps: torch's CUDA builds bring
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 import triton
@@ -135,14 +134,17 @@ def adamw_kernel(
 def launch(updates: Sequence[Update], gradient_scale: Tensor) -> None:
     """Step weights by one launch for each kind that there is: all have bf16 gradients at multiples of 16 bytes but for
     FSDP2's, which lie one behind the other in what was reduced."""
-    for kind, alike in groupby(sorted(updates, key=kind_of), kind_of):
-        launch_alike(list(alike), gradient_scale, *kind)
-
-
-def kind_of(update: Update) -> tuple[bool, bool, bool]:
-    """Return what a kernel is compiled for: gradients in bf16, remainders, and tensors at multiples of 16 bytes."""
-    aligned = len(update.weight) % 16 == 0 and all(each.data_ptr() % 16 == 0 for each in tensors_of(update))
-    return update.gradient.dtype == torch.bfloat16, update.remainder is not None, aligned
+    rows = [[*map(Tensor.data_ptr, tensors_of(each)), each.weight.numel(), each.seed, 0] for each in updates]
+    table = torch.tensor(rows)
+    factors = torch.tensor([each.factors for each in updates], dtype=torch.float32)
+    aligned = (table[:, : COLUMNS - 2] % 16 == 0).all(1).tolist()
+    kinds = [
+        (each.gradient.dtype == torch.bfloat16, each.remainder is not None, is_aligned)
+        for each, is_aligned in zip(updates, aligned, strict=True)
+    ]
+    for kind in set(kinds):
+        alike = torch.tensor([each == kind for each in kinds])
+        launch_alike(table[alike], factors[alike], gradient_scale, *kind)
 
 
 def tensors_of(update: Update) -> tuple[Tensor, ...]:
@@ -153,20 +155,17 @@ def tensors_of(update: Update) -> tuple[Tensor, ...]:
 
 
 def launch_alike(
-    updates: list[Update], gradient_scale: Tensor, in_bf16: bool, keeps_remainder: bool, aligned: bool
+    table: Tensor, factors: Tensor, gradient_scale: Tensor, in_bf16: bool, keeps_remainder: bool, aligned: bool
 ) -> None:
-    rows, programs = [], 0
-    for each in updates:
-        count = len(each.weight)
-        rows.append([*(tensor.data_ptr() for tensor in tensors_of(each)), count, each.seed, programs])
-        programs += triton.cdiv(count, TILES * ROWS * BLOCK)
+    """Step weights that one compiled kernel fits: gradients in bf16, remainders, tensors at multiples of 16 bytes."""
+    programs = -(-table[:, 7] // (TILES * ROWS * BLOCK))
+    table[:, 9] = programs.cumsum(0) - programs
     device = gradient_scale.device
-    table = to_device(torch.tensor(rows, dtype=torch.int64), device)
-    factors = to_device(torch.tensor([each.factors for each in updates], dtype=torch.float32), device)
     kind = {"gradient_kind": tl.bfloat16 if in_bf16 else tl.float32, "keeps_remainder": keeps_remainder}
-    adamw_kernel[(programs,)](
-        table, factors, gradient_scale, len(updates), aligned=aligned, **kind, **CONSTANTS, num_warps=4
-    )
+    adamw_kernel[(int(programs.sum()),)](
+        to_device(table, device), to_device(factors, device), gradient_scale, len(table),
+        aligned=aligned, **kind, **CONSTANTS, num_warps=4,
+    )  # fmt: skip
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import huggingface_hub.constants
 import pytest
 import torch
 from torch.nn.attention import _fa3
+from torch.utils.checkpoint import checkpoint
 
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.model.attention_backend import attention_by, attention_kernel
+from simpletuner.private_api.of_torch import TorchDispatchMode, equal_gradient_layouts
 from simpletuner.settings.values.parsed import check_kernel
 
 CPU = torch.device("cpu")
@@ -41,6 +44,50 @@ def test_a_kernel_that_is_not_there_is_refused(name, sentence):
         pass
     assert caught.value.message == sentence and "attention_backend=auto" in caught.value.hint
     assert attention_kernel(CPU) == before
+
+
+class Strides(TorchDispatchMode):
+    """Notes the strides with which a backward pass of attention is called: of the gradient and of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is CPU_BACKWARD:
+            self.seen.append((args[0].stride(), args[4].stride()))
+        return func(*args, **(kwargs or {}))
+
+
+CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def joined(query, key, value):
+    """As in FLUX's single blocks, where a slice is the gradient of attention."""
+    heads = (each.transpose(1, 2) for each in (query, key, value))
+    attended = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+    return torch.cat([attended, 2 * attended.detach()], 2)
+
+
+def test_gradients_come_in_the_layout_of_the_output():
+    """By the CPU's operator, since cuDNN's has the same first arguments: see `layouts` in benchmarks/gpu/machine.py."""
+    leaves = [torch.randn(2, 16, 4, 8, requires_grad=True) for _ in range(3)]
+    gradient = torch.randn(2, 16, 64)
+    with Strides() as before:
+        expected = torch.autograd.grad(joined(*leaves), leaves, gradient)
+    assert before.seen == [((1024, 8, 64, 1), (512, 8, 32, 1))]
+    library = equal_gradient_layouts(CPU_BACKWARD, "AutogradCPU")
+    for call in (joined, partial(checkpoint, joined, use_reentrant=False)):
+        with Strides() as within:
+            found = torch.autograd.grad(call(*leaves), leaves, gradient)
+        assert within.seen == [((512, 8, 32, 1), (512, 8, 32, 1))]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    compiled = torch.compile(joined, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves), leaves, gradient), expected, rtol=0, atol=0)
+    del library
+    with Strides() as after:
+        torch.autograd.grad(joined(*leaves), leaves, gradient)
+    assert after.seen == before.seen
 
 
 KERNEL = f"someone/flash-attn3@{'a' * 40}"
