@@ -1,1 +1,1 @@
-"""Private API of torch and diffusers that nothing public replaces, one module per library."""
+"""Private API of torch, diffusers and peft that nothing public replaces, one module per library."""

@@ -207,6 +207,10 @@ class Adapter:
 
         config = peft_config(*self.peft_arguments(), self.modules)
         inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
+        if self.kind == "lokr":
+            from simpletuner.private_api.of_peft import apply_kronecker_products
+
+            apply_kronecker_products(model)
         trained = adapter_parameters(model)
         for each in trained.values():
             # Over a bf16 base, too: in bf16 an update below 0.2 % of a weight is rounded away.
