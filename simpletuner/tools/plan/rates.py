@@ -28,7 +28,7 @@ class Rates:
     host_gb_per_second: float = 25.0
     """Of PCIe to a GPU, and of the host's memory for one rank's optimizer."""
     launch_seconds: float = 6e-6
-    """Of one kernel, on the host: what small samples cost at least."""
+    """Of one kernel, on the host, with Python's part of it: what small samples cost at least."""
     compiled_launch_seconds: float = 6e-6
     card: str = ""
     """The card that was measured; empty where nothing was."""
@@ -43,7 +43,12 @@ def rates_of(device: Device, measured: Path = MEASURED) -> Rates:
     if not known:
         return Rates()
     card = min(known, key=lambda name: distance(DEVICES[name], device))
-    return Rates(**known[card], card=card)
+    found = known[card]
+    if (
+        DEVICES[card] is not device
+    ):  # whose PCIe may be slower: an H100's is of the fifth generation, an RTX 4090's fourth
+        found = {name: rate for name, rate in found.items() if name != "host_gb_per_second"}
+    return Rates(**found, card=card)
 
 
 def distance(one: Device, other: Device) -> float:
