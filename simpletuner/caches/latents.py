@@ -6,8 +6,8 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from simpletuner.caches.store.records import folder_fingerprint, latents_parts, 
 from simpletuner.caches.workers import CacheJob, CacheRequest, Made
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.images.images import ALL_BLACK, DECODE_ERRORS, DOUBT, resize_and_crop
+from simpletuner.data.prefetch import SOUND
 from simpletuner.data.samples.conditioning_files import Mask
 from simpletuner.data.samples.samples import DatasetSamples, References, Sample
 from simpletuner.errors import SettingsError
@@ -31,6 +32,10 @@ from simpletuner.report import Report
 from simpletuner.settings import Settings
 from simpletuner.system.numbers import count_noun
 
+if TYPE_CHECKING:
+    from simpletuner.data.images.sounds import SoundFormat
+    from simpletuner.models.family.sound import SoundVae
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # More of them wait for one another: each holds the GIL for a part of its work, and an image in memory.
 MOST_DECODING_THREADS = 16
@@ -38,20 +43,28 @@ MOST_DECODING_THREADS = 16
 CLIP_BYTES = 2 << 30
 
 
-class LatentsSource(RecordSource[Sample, Tensor | str]):
-    """The latents of one dataset's samples."""
+class Decoded(NamedTuple):
+    """A sample's pixels as `decode_image` returns them, and the sound (channels, samples) of a clip that has it."""
+
+    pixels: Tensor
+    sound: Tensor | None
+
+
+class LatentsSource(RecordSource[Sample, Decoded | str]):
+    """The latents of one dataset's samples, and of their sound."""
 
     def __init__(
         self,
         folder: Path,
         samples: DatasetSamples | References,
         vae: Encoder[Vae],
+        sound_vae: Encoder[SoundVae],
         family: ModelFamily,
         world: World,
         writers: ExitStack,
         mirror: Mirror | None = None,
     ) -> None:
-        dataset, self.vae, self.family = samples.dataset, vae, family
+        dataset, self.vae, self.sound_vae, self.family = samples.dataset, vae, sound_vae, family
         # By content, not by path: a base model that was moved or downloaded again leaves the cache valid.
         fingerprint, dtype = folder_fingerprint([family.folder / "vae"]), latents_dtype(family.settings)
         facts = dict(family.cache_facts)
@@ -59,24 +72,28 @@ class LatentsSource(RecordSource[Sample, Tensor | str]):
         self.is_alone = family.encodes_frame_alone if self.encodes_first_frame else False
         if self.encodes_first_frame:
             facts["first frame"] = "encoded once more, " + ("alone" if self.is_alone else "before grey ones")
+        has_sound = dataset.clips is not None and bool(dataset.clips.sound)
+        of_sound = {"sound": folder_fingerprint([family.folder / "audio_vae"])} if has_sound else {}
         self.stored_dtype = DTYPES[family.settings.data.vae_cache_dtype]
         self.doubtful: dict[str, str] = {}
         """Remarks on the colours of samples that this rank has decoded, by their names."""
 
         def request(sample: Sample) -> CacheRequest:
             # Grouped by target size, since only images of one shape can share a batch.
-            parts = latents_parts(sample, fingerprint, dtype) | facts
+            parts = latents_parts(sample, fingerprint, dtype) | facts | (of_sound if sample.has_sound else {})
             return CacheRequest(sample.id, parts, str(sample.geometry.target))
 
         job = CacheJob(
             title="references" if isinstance(samples, References) else f"{dataset.noun}s",
             folder=folder,
-            digest=lambda: short_hash([samples.checksum("name", "version"), fingerprint, dtype, *facts.values()]),
+            digest=lambda: short_hash(
+                [samples.checksum("name", "version"), fingerprint, dtype, *facts.values(), *of_sound.values()]
+            ),
             # A clip is a batch by itself: the VAE takes as much memory for its frames as for so many images.
             chunk=1 if dataset.clips else dataset.vae_batch_size,
             items=lambda: samples,
             request=request,
-            load=partial(decode_image, doubtful=self.doubtful),
+            load=self._decode,
             make=self._encode,
             threads=decoding_threads(samples, world),
             compress=dataset.compress_cache,
@@ -105,6 +122,10 @@ class LatentsSource(RecordSource[Sample, Tensor | str]):
         """Return a sample's latents (C, H, W), or (C, F, H, W) of a clip, float32."""
         return self.record(sample)["latents"].float()
 
+    def read_streams(self, sample: Sample) -> dict[str, Tensor]:
+        """Return the latents of a sample's further streams, float32: the tokens of its sound, if it has one."""
+        return {SOUND: self.record(sample)[SOUND].float()} if sample.has_sound else {}
+
     def read_mask(self, sample: Sample) -> Tensor | None:
         """Return a sample's mask of the loss (1, H, W), float32, if it has one."""
         return self.record(sample)["mask"].float() if sample.mask else None
@@ -116,20 +137,37 @@ class LatentsSource(RecordSource[Sample, Tensor | str]):
             return record["first_frame"].float()
         return self.family.first_latent_frame(record["latents"]).float()
 
-    def _encode(self, decoded: Sequence[Tensor | str]) -> list[Made]:
-        good = [pixels for pixels in decoded if isinstance(pixels, Tensor)]
+    def _decode(self, sample: Sample) -> Decoded | str:
+        pixels = decode_image(sample, self.doubtful)
+        sound = decode_sound(sample, self.family.sound_format) if sample.has_sound else None
+        if isinstance(pixels, str) or isinstance(sound, str):
+            return pixels if isinstance(pixels, str) else str(sound)
+        return Decoded(pixels, sound)
+
+    def _encode(self, decoded: Sequence[Decoded | str]) -> list[Made]:
+        good = [each for each in decoded if isinstance(each, Decoded)]
         records: Iterator[Made] = iter(())
         if good:
+            # All of one size: a request names its target as the group.
+            pixels = torch.stack([each.pixels for each in good])
             with self.vae.use() as vae:
-                # All of one size: a request names its target as the group.
-                latents, masks = encode(vae, torch.stack(good))
+                latents, masks = encode(vae, pixels)
                 again = self.encodes_first_frame
-                first = encode_first_frame(vae, torch.stack(good), self.is_alone) if again else None
+                first = encode_first_frame(vae, pixels, self.is_alone) if again else None
             found = {"latents": latents.to(self.stored_dtype)} | ({} if masks is None else {"mask": masks.cpu()})
             if first is not None:
                 found["first_frame"] = first.to(self.stored_dtype)
-            records = iter([{name: each[number] for name, each in found.items()} for number in range(len(good))])
+            tensors = [{name: each[number] for name, each in found.items()} for number in range(len(good))]
+            records = iter([own | self._encode_sound(each) for own, each in zip(tensors, good, strict=True)])
         return [each if isinstance(each, str) else next(records) for each in decoded]
+
+    def _encode_sound(self, decoded: Decoded) -> dict[str, Tensor]:
+        if decoded.sound is None:
+            return {}
+        frames = decoded.pixels.shape[1]
+        with self.sound_vae.use() as vae:
+            tokens = vae.encode(decoded.sound[None], self.family.sound_shape(frames)[0])
+        return {SOUND: tokens[0].to(self.stored_dtype)}
 
 
 def latents_dtype(settings: Settings) -> str:
@@ -174,6 +212,19 @@ def decode_image(sample: Sample, doubtful: dict[str, str] | None = None) -> Tens
         doubtful[sample.id] = doubt
     whole = pixels.view(3, *g.target.axes)
     return whole if mask is None else torch.cat([whole, mask])
+
+
+def decode_sound(sample: Sample, wanted: SoundFormat) -> Tensor | str:
+    """Return the sound of a clip's frames (channels, samples), or why it cannot be decoded."""
+    g = sample.geometry
+    assert g.clip is not None
+    from simpletuner.data.images.sounds import read_sound  # a run without sound does not need it
+
+    try:
+        with sample.open() as file:
+            return torch.from_numpy(read_sound(file, g.clip, g.target.frames, wanted))
+    except DECODE_ERRORS as error:
+        return str(error) or type(error).__name__
 
 
 def decode_mask(mask: Mask, geometry: Geometry) -> tuple[Tensor, str]:

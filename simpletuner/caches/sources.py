@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.fill import RecordSource, cache_mode
@@ -25,6 +25,9 @@ from simpletuner.parallel.world import World
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import Data
 
+if TYPE_CHECKING:
+    from simpletuner.models.family.sound import SoundVae
+
 
 @dataclass(frozen=True)
 class Sources:
@@ -37,6 +40,7 @@ class Sources:
     prompts: TextSource
     family: ModelFamily
     vae: Encoder[Vae]
+    sound_vae: Encoder[SoundVae]
     encoder: Encoder[TextEncoder]
 
     def text(self, sample: Sample, caption: str) -> Conditioning:
@@ -93,12 +97,14 @@ def open_sources(
     beside = any(each.text_cache_disable or each.text_cache_ondemand for each in (data, *datasets))
     encoder = Encoder(lambda: family.text_encoder(world.device, dtype), world.device, beside)
     # One VAE and one set of text encoders for all datasets; each is loaded at its first use.
-    vae = Encoder(lambda: family.vae(world.device), world.device, any(map(encodes_during_training, datasets)))
+    while_training = any(map(encodes_during_training, datasets))
+    vae = Encoder(lambda: family.vae(world.device), world.device, while_training)
+    sound_vae = Encoder(lambda: family.sound_vae(world.device), world.device, while_training)
 
     def latents_of(part: DatasetSamples | References) -> LatentsSource:
         folder = latents_folder(part.dataset, settings)
         mirror = None if part.dataset.vae_cache_disable else open_mirror(part.dataset.latents_bucket, folder)
-        return LatentsSource(folder, part, vae, family, world, writers, mirror)
+        return LatentsSource(folder, part, vae, sound_vae, family, world, writers, mirror)
 
     # Datasets that name the same cache share one object, which is filled once and held open once.
     @cache
@@ -127,6 +133,7 @@ def open_sources(
         prompts=text_of(data),
         family=family,
         vae=vae,
+        sound_vae=sound_vae,
         encoder=encoder,
     )
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import conv_flop_count, flop_registry, shape_wrapper
 
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.streams import take_streams
 from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.private_api.of_torch import TorchDispatchMode, tree_flatten, tree_map_only
 
@@ -147,12 +148,12 @@ def count_flops(family: ModelFamily, model: nn.Module, shapes: Shapes) -> int:
     The inputs get gradients, too, so that without frozen weights the count is three times that of the forward pass.
     """
     inputs = {name: meta_input(shape, dtype) for name, shape, dtype in shapes}
-    latents, timesteps = inputs.pop("latents"), torch.empty(1, device=META)
+    noised, timesteps = take_streams(inputs), torch.empty(1, device=META)
     blocks, unused = RepeatedBlocks(), family.unused_parameters()
     try:
         with FlopCounterMode() as counter, HostTensorsMoved(), autocast_of_meta(), blocks.run_once_each(model, unused):
-            prediction = family.predict(model, latents, timesteps, inputs)
-            backward([prediction, *blocks.entered])
+            prediction = family.predict_streams(model, noised, timesteps, inputs)
+            backward([*prediction.values(), *blocks.entered])
     finally:
         model.zero_grad()
     return counter.flops + blocks.skipped_flops

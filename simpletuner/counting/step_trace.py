@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from simpletuner.counting.step_counter import ATTENTION, Execution, MemoryCounter, StepCounter
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.streams import take_streams
 from simpletuner.models.family.vae import has_alpha, takes_frames
 from simpletuner.private_api.of_torch import META, FakeTensor, FakeTensorMode, run_backward
 from simpletuner.settings.values.shape import Shape
@@ -130,15 +131,15 @@ def trace_step(
     with mode:
         inputs = {name: torch.empty(samples, *shape) for name, shape in shapes.items() if "mask" not in name}
         timesteps, anchor = torch.empty(samples), torch.empty((), requires_grad=True)
-        latents = inputs.pop("latents").to(execution.dtype)
+        noised = {name: each.to(execution.dtype) for name, each in take_streams(inputs).items()}
     # Masks are real: their sums are lengths, which become shapes.
     masks = {name: torch.ones(samples, *shape, dtype=torch.long) for name, shape in shapes.items() if "mask" in name}
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    present = [*model.parameters(), *model.buffers(), anchor, latents, *inputs.values()]
+    present = [*model.parameters(), *model.buffers(), anchor, *noised.values(), *inputs.values()]
     counter = StepCounter.of(execution, iter(present))
     if learns and not equal:
         with counter.casts(), counter.forward():
-            family.predict(model, latents, timesteps, inputs | masks)
+            family.predict_streams(model, noised, timesteps, inputs | masks)
     blocks = nullcontext()
     if equal:
         from simpletuner.counting.block_replay import BlockReplays  # a start whose counts are kept does without
@@ -146,8 +147,9 @@ def trace_step(
         blocks = BlockReplays(counter, anchor, learns).replaced(model, equal)
     with counter.counting(), counter.gradients_released(trained), blocks:
         with counter.forward():
-            prediction = family.predict(model, latents, timesteps, inputs | masks)
-        loss = prediction.float().square().mean()
+            prediction = family.predict_streams(model, noised, timesteps, inputs | masks)
+        first, *others = (each.float().square().mean() for each in prediction.values())
+        loss = sum(others, first)
         kept, on_host = counter.memory.live, counter.memory.on_host
         run_backward(loss)
         last = counter.memory.restart_peak()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Barrier
 from typing import Any, TypeVar
 
@@ -24,6 +24,8 @@ from simpletuner.data.samples.samples import Sample
 PREFIX = "reference."
 FIRST_FRAME = "first_frame"
 """Name in conditioning of what a model is given of a clip's first frame."""
+LATENTS, SOUND = "latents", "sound"
+"""Names of what is noised of a sample: its image or video, and the sound of a clip."""
 
 T = TypeVar("T")
 
@@ -67,6 +69,14 @@ class Batch:
     loss_mask: Tensor | None = None
     """(B, 1, H, W), of clips (B, 1, F, H, W), in 0..1: by how much the loss of a latent cell counts. None,
     on all ranks alike, where no sample of the global batch has a mask."""
+    streams: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Latents and noise that are denoised together with those above, by name; all samples of a bucket have
+    the same."""
+
+    @property
+    def clean_streams(self) -> dict[str, Tensor]:
+        """Latents of further streams, without noise."""
+        return {name: clean for name, (clean, _) in self.streams.items()}
 
     def pinned(self) -> Batch:
         """Return the batch in page-locked memory, from which a GPU copies asynchronously."""
@@ -82,7 +92,8 @@ class Batch:
     def _map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
         conditioning = {name: fn(value) for name, value in self.conditioning.items()}
         from_base, mask = (each if each is None else fn(each) for each in (self.from_base, self.loss_mask))
-        return Batch(fn(self.latents), fn(self.noise), fn(self.u), conditioning, self.ids, from_base, mask)
+        streams = {name: (fn(clean), fn(noise)) for name, (clean, noise) in self.streams.items()}
+        return Batch(fn(self.latents), fn(self.noise), fn(self.u), conditioning, self.ids, from_base, mask, streams)
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,8 @@ class SampleReader:
     no_caption: Callable[[Sample], Conditioning]
     mask: Callable[[Sample], Tensor | None] = lambda sample: None
     """Mask of the loss (1, H, W)."""
+    streams: Callable[[Sample], Mapping[str, Tensor]] = lambda sample: {}
+    """Latents of a sample's further streams, by name."""
     skips_first_frame: bool = True
     """True if the first latent frame of clips that continue it has no loss."""
     threads: int = THREADS
@@ -197,11 +210,11 @@ def collate(
     """Stack the samples at these indices of the global batch."""
     datasets = [reader.dataset(sample) for sample in batch.samples]
 
-    def read(index: int) -> tuple[Tensor, Tensor, float, Conditioning, str]:
+    def read(index: int) -> tuple[Tensor, Tensor, float, Conditioning, str, Mapping[str, tuple[Tensor, Tensor]]]:
         dropout = datasets[index].caption_dropout_probability * rank_slice.drops_captions
         return read_sample(reader, batch, index, step, rank_slice.seed, dropout)
 
-    latents, noise, us, conditionings, ids = zip(*reader.map_samples(read, indices), strict=True)
+    latents, noise, us, conditionings, ids, streams = zip(*reader.map_samples(read, indices), strict=True)
     conditioning = stack_conditioning(conditionings)
     # Of the whole global batch, whose samples have as many tokens, on any number of ranks.
     if happens(rank_slice.reference_dropout, rank_slice.seed, step, "references"):
@@ -211,7 +224,13 @@ def collate(
         from_base = torch.tensor([datasets[index].is_regularisation_data for index in indices])
     samples = [reader.samples[batch.samples[index]] for index in indices]
     mask = loss_masks(reader, datasets, samples, latents, rank_slice, step)
-    made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, ids, from_base, mask)
+    stacked = {
+        name: (torch.stack([each[name][0] for each in streams]), torch.stack([each[name][1] for each in streams]))
+        for name in streams[0]
+    }
+    made = Batch(
+        torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, ids, from_base, mask, stacked
+    )
     # In this thread: pinning copies the batch, and the step need not wait for it.
     return made.pinned() if rank_slice.pin else made
 
@@ -250,15 +269,23 @@ def happens(probability: float, *key: object) -> bool:
 
 def read_sample(
     reader: SampleReader, batch: GlobalBatch, index: int, step: int, seed: int, dropout: float
-) -> tuple[Tensor, Tensor, float, Conditioning, str]:
-    """Return latents, noise, `u`, conditioning and id of one sample."""
+) -> tuple[Tensor, Tensor, float, Conditioning, str, Mapping[str, tuple[Tensor, Tensor]]]:
+    """Return latents, noise, `u`, conditioning and id of one sample, and latents with noise of its further streams."""
     sample = reader.samples[batch.samples[index]]
     clean = reader.latents(sample)
-    random = sample_noise(seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
+    occurrence = batch.occurrences[index]
+    random = sample_noise(seed, sample.id, step, occurrence, tuple(clean.shape))
+    streams = {
+        name: (
+            own,
+            torch.from_numpy(sample_noise(seed, f"{sample.id}/{name}", step, occurrence, tuple(own.shape)).noise),
+        )
+        for name, own in reader.streams(sample).items()
+    }
     # A uniform number chooses, not random.choice: adding a caption to one image changes no other sample.
     caption = sample.captions[int(random.caption * len(sample.captions))]
     text = reader.no_caption(sample) if random.dropout < dropout else reader.text(sample, caption)
-    return clean, torch.from_numpy(random.noise), random.u, {**text, **reader.image(sample)}, sample.id
+    return clean, torch.from_numpy(random.noise), random.u, {**text, **reader.image(sample)}, sample.id, streams
 
 
 def stack_conditioning(conditionings: Sequence[Mapping[str, Tensor]]) -> Conditioning:

@@ -113,7 +113,8 @@ ORIGINAL_FAMILIES: dict[str, OriginalFamily] = {
     "longcat_image": BY_PIPELINE,
     "ltxvideo": OriginalFamily(aligned(64, tokenizer_max_length=226)),
     "ltxvideo2": OriginalFamily(
-        lost="there the video attends to its audio, or to noised zeros where there is none, and here to no audio",
+        lost="there the video attends to its audio, or to noised zeros where there is none, and here to no audio, "
+        "unless sound_loss_weight is set and a clip has sound",
     ),
     "lumina2": OriginalFamily(aligned(64)),
     "pixart_sigma": OriginalFamily(aligned(64, tokenizer_max_length=300), {"max_grad_norm": 0.01}),

@@ -104,8 +104,9 @@ def ddp_engine(
     dtype: torch.dtype,
     adapter: Mapping[str, nn.Parameter] | None = None,
     make_engine: Callable[..., TorchEngine] = TorchEngine,
+    skips_weights: bool = False,
 ) -> TorchEngine:
-    """Return the engine of a whole model on every rank.
+    """Return the engine of a whole model on every rank; `skips_weights` if some steps have no gradient of some.
 
     Where weights that are trained are float32, autocast computes in `dtype`; bf16 weights compute without it.
     """
@@ -115,7 +116,12 @@ def ddp_engine(
     if mesh.dp_replicate > 1:
         # Views of DDP's buckets as gradients save a copy of all gradients. A frozen base, which all ranks
         # have read from the same files, need not be sent; in int8 it could not be.
-        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=adapter is None)
+        parallel = DistributedDataParallel(
+            model,
+            gradient_as_bucket_view=True,
+            init_sync=adapter is None,
+            find_unused_parameters=skips_weights,
+        )
         if in_bf16:
             # a lambda, since DDP refuses annotations that are text, as all in this package
             parallel.register_comm_hook(None, lambda _, bucket: reduce_in_float32(bucket))

@@ -81,6 +81,9 @@ class TorchEngine:
     saves_views = True
     clips_values = False
     """True if `max_grad_norm` limits each value of the gradients instead of their norm."""
+    skips_weights = False
+    """True if some steps have no gradient of some weights. These are stepped with zeros, as sharded engines and ZeRO
+    step them: moments decay, and all weights have taken as many steps, which is what checkpoints say."""
 
     def __init__(
         self,
@@ -121,6 +124,10 @@ class TorchEngine:
     @torch.no_grad()
     def step(self, max_grad_norm: float) -> Tensor:
         self.finish_reads()
+        if self.skips_weights and not self.updates_in_backward:
+            for each in self.parameters.values():
+                if each.parameter.grad is None:
+                    each.parameter.grad = torch.zeros_like(each.parameter)
         for each in self.parameters.values():
             # At each step: gradients are freed after it (None), so the next backward pass allocates others.
             each.shard.grad = local_tensor(each.parameter.grad) if each.parameter.grad is not None else None

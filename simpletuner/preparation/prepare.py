@@ -24,7 +24,7 @@ from simpletuner.data.samples.discovery import Discovery, discover, format_names
 from simpletuner.data.samples.samples import Samples, held_out_indices, references_of
 from simpletuner.data.scan.scan import Scan
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError, join_data_errors
-from simpletuner.models.catalog.support import check_prompt_sizes, clip_fps
+from simpletuner.models.catalog.support import check_prompt_sizes, clip_fps, trains_sound
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.world import World
@@ -94,7 +94,18 @@ def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData
         replace(scan, conditioning=tuple(scan_of[each.id] for each in scan.dataset.conditioning))
         for scan in (scan_of[each.id] for each in datasets)
     ]
-    return ScannedData(datasets, texts, own)
+    sounded = {each.id: with_sound(settings, each) for each in datasets}
+    return ScannedData([*sounded.values()], texts, [replace(each, dataset=sounded[each.dataset.id]) for each in own])
+
+
+def with_sound(settings: Settings, dataset: ImageDataset) -> ImageDataset:
+    """Return a dataset whose `video.sound` is true if its clips are trained with their sound."""
+    if (clips := dataset.clips) is None:
+        return dataset
+    trains = trains_sound(settings) and clips.sound is not False
+    if not (trains or clips.sound):
+        return dataset
+    return dataset.model_copy(update={"video": clips.model_copy(update={"sound": trains})})
 
 
 def plan_data(
@@ -111,6 +122,7 @@ def plan_data(
     alignment = bucket_alignment(settings, data.datasets, session.world, session.stop.check)
     found = discover(data.scans, alignment, settings.training.seed)
     accept(found.samples)
+    check_sound(settings, found.samples)
     if scans_folder is None:
         list_uncaptioned(found, session)
     plan = checked_plan(settings, data, found)
@@ -119,6 +131,16 @@ def plan_data(
     for warning in (*dataset_warnings(found, alignment.width), *filter(None, rates)):
         session.report.warn(warning)
     return share_memory(plan, "plan", session.world, session.stop.check)
+
+
+def check_sound(settings: Settings, samples: Samples) -> None:
+    """Raise DataError where sound is to be trained, and no clip has any."""
+    if trains_sound(settings) and not any(part.sizes.sounds[part.sizes.index].any() for part in samples.parts):
+        raise DataError(
+            "sound_loss_weight is set, and no clip of the datasets is known to have a sound track",
+            "leave it out; or set `sound` to null in the block `video`, or leave the lengths of videos out of the "
+            "table, whose files are not opened (docs/dataset-file.md, Sound)",
+        )
 
 
 def checked_plan(settings: Settings, data: ScannedData, found: Discovery) -> Plan:
@@ -233,6 +255,7 @@ def prepare(
         for references in references_of(part):
             broken |= references.samples_of(sources.latents[references.dataset.id].fill(report, stop))
     sources.vae.free()
+    sources.sound_vae.free()
     report_left_out(Discovery(broken=broken), report)
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
         # `broken` is the same on all ranks, so they make the same plan, which share_memory relies on.
@@ -256,6 +279,7 @@ def prepare(
         no_caption=sources.no_caption,
         skips_first_frame=family.skips_first_frame,
         mask=lambda sample: sources.latents[sample.dataset].read_mask(sample),
+        streams=lambda sample: sources.latents[sample.dataset].read_streams(sample),
         threads=max([THREADS, *on_demand]),
         # Threads pay where each read waits for a network; a local cache is read without their overhead.
         map_samples=reading_threads(at_once, "samples").map if at_once > 1 else map,

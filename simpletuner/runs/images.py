@@ -31,6 +31,8 @@ from simpletuner.system.files.regular_files import open_regular, read_file
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from simpletuner.data.images.sounds import Sound
+
 OWN_CHUNK = "simpletuner"
 """Name of the text chunk that holds an ImageInfo as JSON."""
 COMMON_CHUNK = "parameters"
@@ -158,16 +160,16 @@ def require_video_writer() -> None:
         raise EnvironmentNotReady("validation clips need PyAV, which is not installed", INSTALL_VIDEO)
 
 
-def write_sample(path: Path, pixels: Tensor, info: ImageInfo) -> None:
+def write_sample(path: Path, pixels: Tensor, info: ImageInfo, sound: Sound | None = None) -> None:
     """Write what the VAE decoded, in -1..1: an image (1CHW), or files of one stem for a clip (1CFHW).
 
-    The PNG is last: where it is, all are.
+    Sound is in the MP4. The PNG is last: where it is, all are.
     """
     if pixels.ndim == 4:
         write_image(path, to_image(pixels), info)
         return
     frames = [to_image(pixels[:, :, number]) for number in range(pixels.shape[2])]
-    write_file(path.with_suffix(MP4), as_mp4(frames, info.fps))
+    write_file(path.with_suffix(MP4), as_mp4(frames, info.fps, sound))
     write_file(path.with_suffix(WEBP), as_webp(frames, info.fps))
     write_image(path, side_by_side(frames), info)
 
@@ -203,8 +205,8 @@ def side_by_side(frames: Sequence[Image.Image]) -> Image.Image:
     return sheet
 
 
-def as_mp4(frames: Sequence[Image.Image], fps: float) -> bytes:
-    """Encode as H.264 in yuv420p, the format that all browsers and players have."""
+def as_mp4(frames: Sequence[Image.Image], fps: float, sound: Sound | None = None) -> bytes:
+    """Encode as H.264 in yuv420p, and sound as AAC: the formats that all browsers and players have."""
     import av
 
     content = BytesIO()
@@ -215,13 +217,36 @@ def as_mp4(frames: Sequence[Image.Image], fps: float) -> bytes:
         # under another `taskset`, wrote another file of equal frames. x264's macroblock tree reads memory
         # that it never wrote: 1 of 300 encodings of equal frames had other bytes.
         stream.pix_fmt, stream.options = "yuv420p", {"crf": "18", "threads": "4", "mbtree": "0"}
+        # Both tracks before anything is written, which begins with the header.
+        track: Any = container.add_stream("aac", rate=sound.rate, layout=layout_of(sound)) if sound else None
         for frame in frames:
             picture = av.VideoFrame.from_image(frame).reformat(format="yuv420p")
             for plane in picture.planes:  # x264 reads beyond the width, where memory is what it was before
                 np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[:, plane.width :] = 0
             container.mux(stream.encode(picture))
         container.mux(stream.encode())
+        if sound is not None:
+            for packet in encoded_sound(track, sound, len(frames) / fps):
+                container.mux(packet)
     return content.getvalue()
+
+
+def layout_of(sound: Sound) -> str:
+    return "mono" if len(sound.waveform) == 1 else "stereo"
+
+
+def encoded_sound(track: Any, sound: Sound, seconds: float) -> Iterator[Any]:
+    """Yield the packets of sound, cut where the frames end."""
+    import av
+
+    part = np.ascontiguousarray(sound.waveform[:, : round(seconds * sound.rate)])
+    whole: Any = av.AudioFrame.from_ndarray(part, format="fltp", layout=layout_of(sound))
+    whole.sample_rate, whole.pts, whole.time_base = sound.rate, 0, Fraction(1, sound.rate)
+    cut = av.AudioResampler("fltp", layout_of(sound), sound.rate, frame_size=track.codec_context.frame_size)
+    for given in (whole, None):
+        for frame in cut.resample(given):
+            yield from track.encode(frame)
+    yield from track.encode(None)
 
 
 def as_webp(frames: Sequence[Image.Image], fps: float) -> bytes:

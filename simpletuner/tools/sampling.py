@@ -166,10 +166,10 @@ def sample_here(output: Path, options: SampleOptions, folder: Path, report: Repo
             with report.phase(f"sampling with the {weights} weights"):
                 model = build_denoiser(family, read, device, dtype)
                 with scaled(model, request.strength):
-                    pixels = sample_pixels(family, model, vae, image, device, dtype)
+                    pixels, sound = sample_pixels(family, model, vae, image, device, dtype)
                 del model  # before the next set of weights
             path = free_name(folder, f"step-{step:06d}-{weights}-{request.seed}")
-            write_sample(path, pixels, image.info(weights, step))
+            write_sample(path, pixels, image.info(weights, step), sound)
             written.append(path)
     return written
 

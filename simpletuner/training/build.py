@@ -18,6 +18,7 @@ from simpletuner.data.prefetch import RankSlice, prefetch
 from simpletuner.data.sampler.epoch_order import hash_key
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import check_heads
+from simpletuner.models.catalog.support import trains_sound
 from simpletuner.models.family.adapter import adapter_parameters, base_weights, freeze, measure_lengths
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.weights import weights_files
@@ -356,8 +357,14 @@ def build_torch_engine(
     make_engine = precision_of(settings).load(model, blocks, device, parameters_on, load_weights, stepped_by)
     adapter = adapter_parameters(model) or None
     engine = wrap(model, parallel, mesh, make_optimizer, compute_dtype(settings), adapter, make_engine)
+    engine.skips_weights = trains_sound(settings)  # clips without sound leave those of the sound without gradients
     engine.step_as(settings.optimizer)
     return engine
+
+
+def build_ddp_engine(*arguments: Any) -> Engine:
+    wrap = partial(ddp_engine, skips_weights=trains_sound(arguments[2]))
+    return build_torch_engine(wrap, *arguments)
 
 
 def build_zero_engine(*arguments: Any) -> Engine:
@@ -367,7 +374,7 @@ def build_zero_engine(*arguments: Any) -> Engine:
 
 
 ENGINES: Mapping[str, Callable[..., Engine]] = {
-    "ddp": partial(build_torch_engine, ddp_engine),
+    "ddp": build_ddp_engine,
     "fsdp2": partial(build_torch_engine, fsdp2_engine),
     "zero": build_zero_engine,
 }

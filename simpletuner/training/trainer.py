@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
-from simpletuner.data.prefetch import Batch, StepBatch
+from simpletuner.data.prefetch import LATENTS, Batch, StepBatch
 from simpletuner.data.sampler.epoch_order import hash_key
 from simpletuner.models.family.adapter import without_adapter
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.objectives import NoisedLatents, Objective, per_sample, sample_losses
+from simpletuner.models.family.objectives import NoisedLatents, Objective, per_sample
+from simpletuner.models.family.streams import noise_streams, predict_streams, stream_losses, weighted_sum
 from simpletuner.parallel.engine import Engine
 from simpletuner.report import Report
 from simpletuner.status_line import Progress, format_seconds
@@ -184,35 +184,37 @@ class Trainer:
         seed_dropout(hash_key(self.dropout_seed, self.step))
         learning_rate = self.learning_rate.at(self.step)
         self.engine.set_learning_rate(learning_rate)
-        losses, pairs = [], []
+        means, pairs = [], []
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             micro_batch = micro_batch.to(self.device, self.family.host_inputs)
-            noised = self.objective.add_noise(micro_batch.latents, micro_batch.noise, micro_batch.u)
-            target = self.regression_target(noised, micro_batch)
+            noised = self.with_base_targets(noise_streams(self.objective, micro_batch), micro_batch)
             with self.engine.micro_batch(number == len(batch.micro_batches)):
-                prediction = self.family.predict(
-                    self.engine.model, noised.x_t.to(self.dtype), noised.timesteps, micro_batch.conditioning
-                )
-                losses_B = sample_losses(prediction, target, noised.weights, micro_batch.loss_mask)
+                prediction = predict_streams(self.family, self.engine.model, noised, self.dtype, micro_batch)
+                losses = stream_losses(prediction, noised, micro_batch.loss_mask)
+                losses_B = weighted_sum(losses, self.family.stream_weights)
                 loss = losses_B.mean()
                 # Micro batches are of equal size, so the mean of their means is the mean over the batch.
                 self.engine.backward(loss / len(batch.micro_batches))
             # Without its graph, which would stay in memory until the step ends.
-            losses.append(loss.detach())
-            pairs.append((noised.timesteps, losses_B.detach()))
+            means.append(loss.detach())
+            pairs.append((noised[LATENTS].timesteps, losses_B.detach()))
         grad_norm = self.engine.step(self.max_grad_norm)
-        return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate, pairs)
+        return StepOutput(torch.stack(means).mean(), grad_norm, learning_rate, pairs)
 
-    def regression_target(self, noised: NoisedLatents, batch: Batch) -> Tensor:
-        """Return the target of a micro-batch; of regularisation data, it is what the base model predicts."""
-        if batch.from_base is None:
-            return noised.target
+    def with_base_targets(self, noised: dict[str, NoisedLatents], batch: Batch) -> dict[str, NoisedLatents]:
+        """Return a micro-batch whose target, of regularisation data, is what the base model predicts."""
+        if (is_base := batch.from_base) is None:
+            return noised
         # Not through DDP, which would count the forward pass as one with a backward pass to come.
         with torch.no_grad(), self.engine.inference(), without_adapter(self.engine.module):
-            base = self.family.predict(
-                self.engine.module, noised.x_t.to(self.dtype), noised.timesteps, batch.conditioning
+            base = predict_streams(self.family, self.engine.module, noised, self.dtype, batch)
+        return {
+            name: replace(
+                each,
+                target=torch.where(per_sample(is_base, each.target), base[name].to(each.target.dtype), each.target),
             )
-        return torch.where(per_sample(batch.from_base, noised.target), base.to(noised.target.dtype), noised.target)
+            for name, each in noised.items()
+        }
 
     def save_and_evaluate(self, batch: StepBatch) -> None:
         """Do what is due after a step. The last step is always saved, also of a run that stops."""

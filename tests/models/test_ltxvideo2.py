@@ -11,14 +11,16 @@ from diffusers import LTX2ImageToVideoPipeline
 from models import test_inputs
 from models.test_image_to_video import clip_of, first_image
 from models.test_inputs import CLIP, CPU, PROMPT, SHAPE, diffusers_pipeline, opened, recorded_call, same, sampling
-from video_files import write_video
+from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
+from video_files import damage_sound, tone, write_film, write_video
 
+from simpletuner.data.images.sounds import SoundFormat
 from simpletuner.data.prefetch import FIRST_FRAME
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import load_preset
 from simpletuner.models.families.ltxvideo2 import LTXVideo2
 from simpletuner.models.tiny.build import build_preset
-from simpletuner.settings.declared.sections import Data, Model, Settings
+from simpletuner.settings.declared.sections import Data, Model, ObjectiveSettings, Settings
 
 ISOLATED = {"number": 4, "modality_scale": 3.0}
 """The pipeline then calls the denoiser twice in each step, the second time without attention to the other's tokens."""
@@ -92,6 +94,89 @@ def test_a_first_frame_is_given_as_the_pipeline_gives_it_where_it_isolates_the_v
     for name in theirs.keys() - set(family.unused_inputs):
         same(ours.get(name), theirs[name], name)
     assert (ours["timestep"] == 0).sum() == CLIP.in_cells(family.cell).area
+
+
+def with_sound(folder: Path, weight: float = 0.5) -> LTXVideo2:
+    objective = ObjectiveSettings(sound_loss_weight=weight)
+    return LTXVideo2.open(folder, Settings(model=Model(model_family="ltxvideo2"), objective=objective))
+
+
+def expect_same_with_sound(family: LTXVideo2) -> None:
+    """Compare all that the denoiser is given of a clip with sound, and of a second caption."""
+    pipeline = diffusers_pipeline(family)
+    arguments = family.pipeline_kwargs({}, {}, sampling(1.0, CLIP))
+    theirs = recorded_call(pipeline.transformer, lambda: pipeline(prompt=PROMPT, **arguments), 2)
+    conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
+    times = pipeline.scheduler.timesteps[1:2] / 1000
+    noised = {
+        "latents": family.unpack_latents(theirs["hidden_states"], CLIP.in_cells(family.cell)),
+        "sound": theirs["audio_hidden_states"],
+    }
+    assert noised["sound"].shape[1:] == family.sound_shape(CLIP.frames) and noised["sound"].std() > 0.5
+    ours = recorded_call(
+        pipeline.transformer, lambda: family.predict_streams(pipeline.transformer, noised, times, conditioning)
+    )
+    assert ours.keys() == theirs.keys() and not ours["isolate_modalities"]
+    for name, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=1e-6, msg=name)
+        else:
+            assert ours[name] == value, name
+
+
+def test_clips_with_sound_are_given_as_the_pipeline_gives_both(pipelines):
+    expect_same_with_sound(with_sound(pipelines("ltxvideo2")))
+
+
+def test_a_later_one_is_given_video_and_sound_as_its_pipeline_gives_them(later):
+    expect_same_with_sound(with_sound(later))
+
+
+def test_sampled_sound_is_that_of_the_pipeline(pipelines):
+    family = with_sound(pipelines("ltxvideo2"))
+    pipeline, params = diffusers_pipeline(family), sampling(4.0, CLIP)
+    theirs = pipeline(prompt=PROMPT, **(family.pipeline_kwargs({}, {}, params) | {"output_type": "pt"}))[1]
+    encoder = family.text_encoder(CPU, torch.float32)
+    texts = encoder.encode([PROMPT]), family.unconditional(encoder.encode([""]))
+    with torch.no_grad():
+        _, sound = family.sample_with_sound(pipeline.transformer, family.vae(CPU), params, *texts)
+    assert sound is not None and sound.rate == 16000 and float(theirs.std()) > 1e-3
+    torch.testing.assert_close(torch.from_numpy(sound.waveform), theirs[0].float(), atol=1e-5, rtol=0)
+
+
+def test_sound_is_encoded_by_the_spectrogram_of_the_published_encoder_and_comes_back_normalized(pipelines):
+    family = with_sound(pipelines("ltxvideo2"))
+    vae, generator = family.sound_vae(CPU), torch.Generator().manual_seed(0)
+    assert vae.format == family.sound_format == SoundFormat(16000, 2, 24)
+    wave = torch.randn(1, 2, vae.format.samples(17), generator=generator) / 4
+    filters = mel_filter_bank(513, 8, 0.0, 8000.0, 16000, norm="slaney", mel_scale="slaney")
+    settings = {"hop_length": 160, "power": 1.0, "mel_filters": filters, "mel_floor": 1e-5, "log_mel": "log"}
+    theirs = spectrogram(wave[0, 1].numpy(), window_function(1024, "hann"), 1024, **settings)
+    torch.testing.assert_close(vae.spectrogram(wave)[0, 1].T, torch.from_numpy(theirs).float(), atol=1e-4, rtol=1e-4)
+
+    tokens, width = family.sound_shape(17)
+    encoded = vae.encode(wave, tokens)
+    assert encoded.shape == (1, tokens, width) == (1, 18, 4)
+    # As LTX2Pipeline takes latents of sound: unpacked and as the VAE makes them.
+    latents = vae.model.encode(vae.spectrogram(wave)).latent_dist.mode()[:, :, :tokens]
+    pipeline = diffusers_pipeline(family)
+    torch.testing.assert_close(encoded, pipeline.prepare_audio_latents(latents=latents), atol=1e-6, rtol=1e-6)
+    # A token depends on no later sound, so encoding more than is kept changes nothing.
+    wave[..., 4 * 160 * 10 :] = 0
+    torch.testing.assert_close(vae.encode(wave, tokens)[:, :8], encoded[:, :8])
+
+
+def test_all_weights_get_gradients_from_clips_with_sound(pipelines):
+    family = with_sound(pipelines("ltxvideo2"))
+    model, generator = diffusers_pipeline(family).transformer, torch.Generator().manual_seed(0)
+    conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
+    noised = {"latents": torch.randn(1, 8, 9, 8, 12, generator=generator)}
+    noised["sound"] = torch.randn(1, *family.sound_shape(17), generator=generator)
+    predicted = family.predict_streams(model, noised, torch.full((1,), 0.5), conditioning)
+    assert {name: each.shape for name, each in predicted.items()} == {name: each.shape for name, each in noised.items()}
+    sum(each.square().mean() for each in predicted.values()).backward()
+    without = {name for name, each in model.named_parameters() if each.grad is None}
+    assert without == {name for name, each in family.denoiser().named_parameters() if not each.requires_grad} == set()
 
 
 def test_the_prediction_of_a_video_depends_on_no_audio(pipelines):
@@ -188,3 +273,80 @@ def test_clips_train_and_resume_alike_and_validation_generates_clips(pipelines, 
     continued = train(tmp_path / "i2v", *flags, "--max_train_steps=1", *given)
     files = {path.name for path in (continued.output / "validation" / "step-000001").iterdir()}
     assert {"reference-01.png", "trained-01.mp4"} <= files and continued.losses[0] != whole.losses[0]
+
+
+def test_clips_with_sound_train_resume_and_are_sampled_with_it_on_one_rank_and_two(pipelines, train, tmp_path):
+    (films := tmp_path / "films").mkdir()
+    for number in range(4):
+        write_film(films / f"tone {number}.mov", tone(200 + 100 * number, 1), frames=12)
+    for number in range(2):
+        write_video(films / f"silent {number}.mp4", frames=9, rate=24)
+    entry = {"id": "films", "type": "local", "dataset_type": "video", "instance_data_dir": str(films)}
+    entry |= {"caption_strategy": "filename", "resolution": 64, "video": {"num_frames": 9}}
+    (tmp_path / "data.json").write_text(json.dumps([entry]))
+    flags = (
+        *base("ltxvideo2", pipelines("ltxvideo2"), films)[:2],
+        *("--tokenizer_max_length=24", "--aspect_bucket_alignment=32", "--sound_loss_weight=0.5", "--eval_split=0.3"),
+        *(f"--data_backend_config={tmp_path / 'data.json'}", "--allow_dataset_oversubscription"),
+        *(f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}"),
+        *("--log_sample_losses", "--max_train_steps=4"),
+    )
+    sampled = ("--validation_prompt=tone 0", "--validation_num_inference_steps=2", "--validation_resolution=64x32@9")
+    whole = train(tmp_path / "whole", *flags, "--train_batch_size=2", *sampled)
+    rows = [json.loads(line) for line in (whole.output / "sample_losses.jsonl").read_text().splitlines()]
+    assert {row["bucket"] for row in rows} == {"64x64@9", "64x64@9+sound"}
+    for steps in (2, 4):
+        halves = train(tmp_path / "halves", *flags, "--train_batch_size=2", f"--max_train_steps={steps}")
+    assert halves.losses == whole.losses and len({*whole.losses}) == 4
+    sharded = train(tmp_path / "sharded", *flags, "--train_batch_size=1", "--fsdp_enable", world=2)
+    copies = train(tmp_path / "copies", *flags, "--train_batch_size=1", world=2)
+    for ranks in (sharded, copies):
+        assert ranks.losses == pytest.approx(whole.losses, rel=1e-5)
+
+    measured = [json.loads(line) for line in (whole.output / "metrics.jsonl").read_text().splitlines()]
+    measured = [row for row in measured if "eval_loss" in row]
+    for row in measured:
+        assert row["eval_loss"] == pytest.approx(row["eval_loss_video"] + 0.5 * row["eval_loss_sound"])
+    assert measured[-1]["eval_loss_sound"] < measured[0]["eval_loss_sound"]
+    with av.open(whole.output / "validation" / "step-000004" / "trained-00.mp4") as container:
+        assert sum(frame.samples for frame in container.decode(audio=0)) / 16000 == pytest.approx(9 / 24, abs=0.07)
+
+    from diffusers import LTX2Pipeline
+
+    exported = LTX2Pipeline.from_pretrained(whole.output / "pipeline").transformer.state_dict()
+    for name, each in LTX2Pipeline.from_pretrained(pipelines("ltxvideo2")).transformer.state_dict().items():
+        assert not torch.equal(each, exported[name]), name
+    again = (
+        *flags,
+        f"--pretrained_model_name_or_path={whole.output / 'pipeline'}",
+        "--model_type=lora",
+        "--lora_rank=4",
+    )
+    lora = train(tmp_path / "again", *again, "--max_train_steps=1")
+    pipeline = LTX2Pipeline.from_pretrained(whole.output / "pipeline")
+    pipeline.load_lora_weights(lora.output / "pipeline_lora_weights")
+    assert any("audio_attn1" in name and ".lora_A." in name for name, _ in pipeline.transformer.named_parameters())
+
+
+def test_films_with_damaged_sound_are_left_out_and_a_dataset_may_leave_sound_out(pipelines, train, tmp_path):
+    (films := tmp_path / "films").mkdir()
+    for number in range(2):
+        write_film(films / f"tone {number}.mp4", tone(200, 1), frames=12, codec="aac")
+    content = damage_sound(write_film(films / "damaged.mp4", tone(200, 1), frames=12, codec="aac")).read_bytes()
+    (others := tmp_path / "others").mkdir()
+    (others / "kept.mp4").write_bytes(content)
+    entry = {"type": "local", "dataset_type": "video", "caption_strategy": "filename", "resolution": 64}
+    own = {"id": "films", "instance_data_dir": str(films), "video": {"num_frames": 9}}
+    other = {"id": "others", "instance_data_dir": str(others), "video": {"num_frames": 9, "sound": False}}
+    (tmp_path / "data.json").write_text(json.dumps([entry | own, entry | other]))
+    flags = (
+        *base("ltxvideo2", pipelines("ltxvideo2"), films)[:2],
+        *("--tokenizer_max_length=24", "--aspect_bucket_alignment=32", "--sound_loss_weight=1", "--max_train_steps=1"),
+        *("--train_batch_size=1", f"--data_backend_config={tmp_path / 'data.json'}"),
+    )
+    said = train(tmp_path / "run", *flags).said
+    assert "films/damaged.mp4: has a damaged sound track" in said
+    assert "(64x64@9: 1, 64x64@9+sound: 2)" in said
+    (tmp_path / "data.json").write_text(json.dumps([entry | other]))
+    said = train(tmp_path / "silent", *flags, code=4).said
+    assert "sound_loss_weight is set, and no clip of the datasets is known to have a sound track" in said

@@ -46,6 +46,7 @@ def drawn(*targets: tuple[int, int], dataset: str = "d", repeats: int = 0, first
     schema = pa.schema([SCANNED.field(name) for name in values])
     sides = np.array(targets, np.int64).reshape(-1, 2)
     rows = np.arange(len(names), dtype=np.int32)
-    sizes = Sizes(sides, sides, sides, np.ones_like(rows), np.ones_like(rows), np.ones(len(rows)), rows)
+    ones = np.ones_like(rows)
+    sizes = Sizes(sides, sides, sides, ones, ones, np.ones(len(rows)), 0 * ones, rows)
     made = LocalImages.model_construct(id=dataset, repeats=repeats, caption_strategy="textfile", **keys)
     return DatasetSamples(made, LocalStorage(Path()), pa.table(values, schema), rows, sizes, 0)

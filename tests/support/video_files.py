@@ -55,6 +55,51 @@ def write_video(
     return path
 
 
+def tone(hertz: float, seconds: float, rate: int = 48000) -> np.ndarray:
+    return np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate).astype(np.float32)
+
+
+def write_film(
+    path: Path,
+    *tracks: np.ndarray,
+    frames: int = 24,
+    rate: int = 24,
+    sound_rate: int = 48000,
+    layout: str = "stereo",
+    codec: str = "pcm_s16le",
+) -> Path:
+    """Write a video with sound tracks, each of one wave (samples,) on all its channels."""
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("libx264", rate=rate)
+        (stream.width, stream.height), stream.pix_fmt = SIZE, "yuv420p"
+        sounds: list[Any] = [container.add_stream(codec, rate=sound_rate, layout=layout) for _ in tracks]
+        for number in range(frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame_of(number), format="rgb24")))
+        container.mux(stream.encode(None))
+        for wave, sound in zip(tracks, sounds, strict=True):
+            of_all = np.tile(wave, (sound.codec_context.channels, 1))
+            whole: Any = av.AudioFrame.from_ndarray(of_all, format="fltp", layout=layout)
+            whole.sample_rate, whole.pts, whole.time_base = sound_rate, 0, Fraction(1, sound_rate)
+            context = sound.codec_context
+            convert = av.AudioResampler(context.format, layout, sound_rate, context.frame_size or None)
+            for given in (whole, None):
+                for frame in convert.resample(given):
+                    container.mux(sound.encode(frame))
+            container.mux(sound.encode(None))
+    return path
+
+
+def damage_sound(path: Path) -> Path:
+    """Overwrite each packet of a film's sound with noise."""
+    noise, content = np.random.default_rng(0), bytearray(path.read_bytes())
+    with av.open(str(path)) as container:
+        for packet in container.demux(audio=0):
+            if packet.size and packet.pos is not None:
+                content[packet.pos : packet.pos + packet.size] = noise.bytes(packet.size)
+    path.write_bytes(content)
+    return path
+
+
 def write_films(folder: Path, videos: int, folders: int, frames: int = 9) -> Path:
     """Write videos and folders of frames, each with a caption."""
     folder.mkdir()

@@ -62,11 +62,12 @@ class FakeModel:
     """A family and objective in one: the loss is the square of the latents."""
 
     host_inputs = ()
+    stream_weights = {}
 
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, u: torch.Tensor) -> NoisedLatents:
         return NoisedLatents(latents, u, noise, torch.ones(len(u)))
 
-    def predict(self, model, noised, timesteps, conditioning) -> torch.Tensor:
+    def predict_streams(self, model, noised, timesteps, conditioning) -> dict[str, torch.Tensor]:
         return noised
 
 

@@ -167,7 +167,8 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("webshart_optimize_captions", "webshart_optimise_captions"), LOCAL),
     "bucket_resolutions": LATER + ": buckets come from resolution and aspect_bucket_alignment",
     **dict.fromkeys(("delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"), GONE),
-    **dict.fromkeys(("audio", "audio_column", "s2v_datasets"), LATER + ": only images and videos"),
+    "audio": "the sound of videos is trained with sound_loss_weight, from their own tracks: leave it out",
+    **dict.fromkeys(("audio_column", "s2v_datasets"), LATER + ": only images and videos"),
     **dict.fromkeys(("audio_caption_fields", "lyrics_column"), LATER + ": only images and videos"),
     "is_i2v": "it belongs into the block `video`",
 }  # fmt: skip

@@ -52,6 +52,8 @@ class ImageHeader:
     frames: int = 1
     fps: float = 0
     """0 for an image."""
+    has_sound: bool = False
+    """True of a video with a sound track that can be decoded."""
 
 
 def read_header(file: BinaryIO) -> ImageHeader:

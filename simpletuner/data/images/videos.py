@@ -28,11 +28,13 @@ from simpletuner.data.images.video_formats import demuxer_of, is_webp
 from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:
-    from av import VideoFrame
+    from av import AudioFrame, VideoFrame
+    from av.audio.stream import AudioStream
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
 UNREADABLE = "is not a video in a known format, or is damaged"
+DAMAGED_SOUND = "has a damaged sound track"
 # Of FFmpeg's enums: matrix coefficients that a file does not name; transfer curves of PQ and HLG.
 UNSPECIFIED, HDR_CURVES = 2, (16, 18)
 # Height from which files without a matrix get BT.709, as in players.
@@ -138,6 +140,7 @@ class DecodedFilm:
         self._container, self._stream = container, film_stream(container)
         # Other clips are decoded by other threads at the same time.
         self._stream.codec_context.thread_count = 1
+        self.track = sound_track(container)
         self._start = self._stream.start_time or 0
         assert self._stream.time_base
         self._is_gif = container.format.name == "gif"
@@ -155,7 +158,28 @@ class DecodedFilm:
         frames = self._count_frames()
         is_untimed = self._is_gif and self._rate * UNTIMED_MS >= 1000
         fps = UNTIMED_FPS if is_untimed else float(self._rate)
-        return ImageHeader((height, width) if is_turned else (width, height), frames > 1, frames, fps)
+        size = (height, width) if is_turned else (width, height)
+        return ImageHeader(size, frames > 1, frames, fps, self.track is not None)
+
+    def time_of_frame(self, number: float) -> Fraction:
+        """Return when a frame is shown, in seconds of the container's clock."""
+        assert self._stream.time_base
+        return (self._start + Fraction(number) * self._ticks) * self._stream.time_base
+
+    def sound_from(self, begin: Fraction) -> Iterator[AudioFrame]:
+        """Yield the sound from a time in seconds, or from earlier. Raises ValueError for a damaged track."""
+        import av
+
+        assert self.track is not None and self.track.time_base
+        try:
+            if begin > 0:
+                self._container.seek(int(begin / self.track.time_base), stream=self.track)
+            for frame in self._container.decode(self.track):
+                if frame.is_corrupt or frame.pts is None:
+                    raise ValueError(DAMAGED_SOUND)
+                yield frame
+        except av.FFmpegError:
+            raise ValueError(DAMAGED_SOUND) from None
 
     def images(self, numbers: Sequence[int]) -> Iterator[Image.Image]:
         waiting = [self._start + number * self._ticks for number in numbers]
@@ -232,6 +256,13 @@ def film_stream(container: InputContainer) -> VideoStream:
         if has_decoder and not stream.disposition & Disposition.attached_pic:
             return stream
     raise ValueError("has no video track that can be decoded")
+
+
+def sound_track(container: InputContainer) -> AudioStream | None:
+    """Return the track that players choose: the default one, else the best; None without one that can be decoded."""
+    found = container.streams.best("audio")
+    # FFmpeg has no decoder for a stream without a codec context.
+    return found if getattr(found, "codec_context", None) is not None else None  # pyright: ignore[reportReturnType]
 
 
 def time_of(frame: VideoFrame) -> int:

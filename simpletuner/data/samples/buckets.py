@@ -27,7 +27,7 @@ Buckets = dict[str, Bucket]
 
 
 def shape_of(code: int) -> Shape:
-    return Shape(code >> 48, code & 0xFFFFFF, code >> 24 & 0xFFFFFF)
+    return Shape(code >> 48 & 0x7FFF, code & 0xFFFFFF, code >> 24 & 0xFFFFFF)
 
 
 def make_buckets(
@@ -60,7 +60,7 @@ def bucket_shapes(parts: Sequence[DatasetSamples]) -> tuple[list[SampleShape], l
     codes, of_sizes = different_values(np.concatenate(targets))
     of_parts = np.split(of_sizes.astype(np.uint32), np.cumsum([len(each) for each in targets])[:-1])
     of_samples = [own[part.sizes.index] for own, part in zip(of_parts, parts, strict=True)]
-    plain = [SampleShape(shape_of(code)) for code in codes.tolist()]
+    plain = [SampleShape(shape_of(code), has_sound=code < 0) for code in codes.tolist()]
     numbers = {shape: number for number, shape in enumerate(plain)}
     # A batch has a first frame of each clip or of none. Where all clips have one, their buckets keep the
     # plain names: only the model may say so, which is opened when they are made already.

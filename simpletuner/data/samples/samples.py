@@ -60,6 +60,8 @@ class Sample:
     """The images that it is made from, such as those that an edit begins with; without captions."""
     is_i2v: bool = False
     """True of a clip whose first frame the model is given."""
+    has_sound: bool = False
+    """True of a clip that is trained with its sound."""
 
     @property
     def conditioning_samples(self) -> tuple[Sample, ...]:
@@ -67,12 +69,13 @@ class Sample:
         if not self.is_i2v:
             return self.references
         first = replace(self.geometry, target=self.geometry.target._replace(frames=1))
-        return (replace(self, geometry=first, is_i2v=False),)
+        return (replace(self, geometry=first, is_i2v=False, has_sound=False),)
 
     @property
     def shape(self) -> SampleShape:
         """Shapes that the samples of a batch have in common."""
-        return SampleShape(self.geometry.target, tuple(each.geometry.target for each in self.references), self.is_i2v)
+        references = tuple(each.geometry.target for each in self.references)
+        return SampleShape(self.geometry.target, references, self.is_i2v, self.has_sound)
 
     def open(self) -> BinaryIO:
         """Open its file: an image to be read whole, a video to be read in parts."""
@@ -159,7 +162,7 @@ class DatasetSamples(Sequence[Sample]):
         row = int(self.rows[index])
         mask = self.masks and self.masks.mask(row)
         references = tuple(self._reference(each, row, geometry) for each in self.references)
-        more = mask, references, self.dataset.is_i2v
+        more = mask, references, self.dataset.is_i2v, sizes.has_sound(index)
         return Sample(sample_id, self.dataset.id, self.storage, name, version, geometry, captions, *more)
 
     def _reference(self, references: ConditioningFiles, row: int, target: Geometry) -> Sample:
@@ -175,9 +178,9 @@ class DatasetSamples(Sequence[Sample]):
 
     def checksum(self, *columns: str) -> str:
         """Checksum of all that these samples and their geometry are made of, and of columns of their scan."""
-        # Without what masks, references and class images brought, so that the digests of caches from before them stay.
+        # Without what masks, references, class images and sound brought: the digests of caches from before them stay.
         brought = {"conditioning_type", "conditioning_data", "source_dataset_id", "name_ending", *CLASS_IMAGE_KEYS}
-        dumped = self.dataset.model_dump_json(exclude=brought)
+        dumped = self.dataset.model_dump_json(exclude={**dict.fromkeys(brought, True), "video": {"sound"}})
         digest = xxhash.xxh3_128(f"{self.seed} {dumped}".encode())
         for each in self.conditioning:
             each.add_to(digest)
@@ -189,7 +192,8 @@ class DatasetSamples(Sequence[Sample]):
                 texts = pc.list_flatten(texts)
             hash_texts(digest, texts)
         for numbers in self.arrays:
-            digest.update(np.ascontiguousarray(numbers).data)
+            if numbers is not self.sizes.sounds or numbers.any():
+                digest.update(np.ascontiguousarray(numbers).data)
         return digest.hexdigest()
 
     @property

@@ -30,8 +30,8 @@ class Sizes:
     """The distinct sizes of images, the target of each, and the size of each image.
 
     `originals`, `resized` and `targets` are (sizes, 2), `index` is (images,), all int32. A video's size also
-    has the length of the video and of the clip, and the distance of frames (`strides`, float64; 1 for an
-    image).
+    has the length of the video and of the clip, the distance of frames (`strides`, float64; 1 for an image),
+    and 1 where the sound of its clips is trained.
     """
 
     originals: np.ndarray
@@ -40,6 +40,7 @@ class Sizes:
     lengths: np.ndarray
     frames: np.ndarray
     strides: np.ndarray
+    sounds: np.ndarray
     index: np.ndarray
 
     def of(self, image: int) -> tuple[Shape, Shape, Shape]:
@@ -55,10 +56,14 @@ class Sizes:
     def stride_of(self, image: int) -> float:
         return float(self.strides[self.index[image]])
 
+    def has_sound(self, image: int) -> bool:
+        return bool(self.sounds[self.index[image]])
+
     @property
     def target_codes(self) -> np.ndarray:
-        """Return frames << 48 | width << 24 | height of the target of each size, (sizes,) int64."""
-        return self.targets @ np.array([1 << 24, 1]) + (self.frames.astype(np.int64) << 48)
+        """Return sound << 63 | frames << 48 | width << 24 | height of the target of each size, (sizes,) int64."""
+        codes = self.targets @ np.array([1 << 24, 1]) + (self.frames.astype(np.int64) << 48)
+        return codes | (self.sounds.astype(np.int64) << 63)
 
     def images_where(self, mask: np.ndarray) -> np.ndarray:
         """Mask of images from a mask of sizes (sizes,), which is mostly false."""
@@ -106,12 +111,15 @@ def sizes_of(
     originals, resized, targets = map(np.concatenate, zip(*blocks, strict=True))
     if not (video := dataset.clips):
         ones = np.ones(len(codes), np.int32)
-        sizes = Sizes(originals, resized, targets, ones, ones, np.ones(len(codes)), index)
+        sizes = Sizes(originals, resized, targets, ones, ones, np.ones(len(codes)), 0 * ones, index)
         return sizes, np.ones(len(codes), bool)
     of_sizes, lengths, rates, index = different_lengths(index, *lengths_of(video, table, rows))
-    frames, strides = clip_frames(video, lengths, rates, alignment.frames), strides_of(video, rates)
+    of_clips, index = different_sizes(index, sounds_of(video, table, rows))
+    of_sizes, lengths, rates = (each[of_clips >> 32] for each in (of_sizes, lengths, rates))
+    frames, strides = clip_frames(video, lengths, rates, alignment.frames).astype(np.int32), strides_of(video, rates)
     originals, resized, targets = (each[of_sizes] for each in (originals, resized, targets))
-    sizes = Sizes(originals, resized, targets, lengths, frames.astype(np.int32), strides, index)
+    sounds = ((of_clips & LOW) * (frames > 1)).astype(np.int32)
+    sizes = Sizes(originals, resized, targets, lengths, frames, strides, sounds, index)
     return sizes, are_long_enough(video, lengths, rates, alignment.frames)
 
 
@@ -122,6 +130,11 @@ def lengths_of(video: VideoSettings, table: pa.Table, rows: np.ndarray) -> tuple
         is_folder = pc.ends_with(table["name"], "/").to_numpy()[rows]
         fps = np.where(is_folder & (fps == 0), video.frame_folders_fps, fps)
     return frames, fps
+
+
+def sounds_of(video: VideoSettings, table: pa.Table, rows: np.ndarray) -> np.ndarray:
+    """Return 1 for each video whose sound is trained, (videos,) int32."""
+    return table["sound"].to_numpy()[rows].astype(np.int32) if video.sound else np.zeros(len(rows), np.int32)
 
 
 def different_lengths(index: np.ndarray, lengths: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -34,14 +34,15 @@ SCANNED = pa.schema(
         pa.field("frames", pa.int32()),
         pa.field("fps", pa.float64()),
         pa.field("animated", pa.bool_()),
+        pa.field("sound", pa.bool_()),
         pa.field("captions", pa.large_list(pa.large_string())),
         pa.field("caption_problem", pa.large_string()),
         pa.field("caption_form", pa.large_string()),
     ]
 )
 """Columns of an image or a video: sizes in px as displayed, 0 with a `problem`; frames, 1 for an image;
-frames per second, 0 if unknown; lines of the caption file or captions of the table, or the reason for
-having none; and the kind of text that the lines form (`captions.py`)."""
+frames per second, 0 if unknown; true of a video with a sound track; lines of the caption file or captions of
+the table, or the reason for having none; and the kind of text that the lines form (`captions.py`)."""
 NO_ROW = "has no row in the table"
 """`caption_problem` of an image outside the dataset, which metadata_backend=parquet defines by its table."""
 
@@ -75,6 +76,7 @@ def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) 
         "frames": 1,
         "fps": 0.0,
         "animated": False,
+        "sound": False,
         "captions": [],
         "caption_problem": "",
         "caption_form": "",
@@ -86,7 +88,7 @@ def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) 
         return {**row, "problem": printable(str(error)) or type(error).__name__}
     width, height = header.size
     row |= {"width": width, "height": height, "frames": header.frames, "fps": header.fps}
-    row |= {"animated": header.animated and not dataset.clips}
+    row |= {"animated": header.animated and not dataset.clips, "sound": header.has_sound}
     if not file[CAPTION_VERSION] or dataset.caption_strategy != "textfile":  # no caption file, or none is wanted
         return row
     try:

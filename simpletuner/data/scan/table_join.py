@@ -215,6 +215,7 @@ def with_described(
         "frames": pa.array(np.where(known, described.frames, frames)),
         "fps": pa.array(np.where(known, described.fps, fps)),
         "animated": pc.fill_null(scanned["animated"], False),
+        "sound": pc.fill_null(scanned["sound"], False),
         "captions": described.captions if from_table else scanned["captions"],
         "caption_problem": pc.if_else(is_out, NO_ROW, problems),
         "caption_form": pc.fill_null(scanned["caption_form"], ""),

@@ -332,7 +332,7 @@ class AutomaticFamily(ModelFamily):
         return run.mu
 
     def input_shapes(
-        self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False
+        self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False, has_sound: bool = False
     ) -> dict[str, tuple[int, ...]]:
         latents, *others = (self.found.layout.axes_for(each) for each in (target, *references))
         if not (has_first_frame or self.image_to_video == "always"):
@@ -344,9 +344,9 @@ class AutomaticFamily(ModelFamily):
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(self.found.text.shapes)
 
-    def sample(
+    def sample_with_sound(
         self, model: nn.Module, vae: Any, sampling: SamplingParams, positive: Conditioning, negative: Conditioning
-    ) -> Tensor:
+    ) -> tuple[Tensor, None]:
         """Sample by the pipeline's own loop, up to `vae.decode`; return latents (1, ...)."""
         found, device = self.found, positive["prompt_embeds"].device
         predictor = Predictor(open_pipeline(self, device, None, vae.model), found)
@@ -367,7 +367,7 @@ class AutomaticFamily(ModelFamily):
         arguments["generator"] = torch.Generator().manual_seed(sampling.seed)
         with torch.no_grad():
             predictor.hooked.run(run, ["x"], sampling.shape, guidance is not None, **arguments)
-        return vae.normalize(seen[0])
+        return vae.normalize(seen[0]), None
 
 
 def smallest_of(shapes: Iterable[SampleShape]) -> list[SampleShape]:

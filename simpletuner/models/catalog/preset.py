@@ -97,6 +97,8 @@ class Preset:
     """Frame step of clips: a multiple of it, plus one, as the VAE takes them; 0 for image families."""
     fps: float = 0
     """Frames per second of the clips that the model was trained on; 0 where nothing published says it."""
+    generates_sound: bool = False
+    """True if sound_loss_weight trains the sound of clips, too."""
     flow_shift: float = 0
     """Sampling shift of the published scheduler at 1024 x 1024 px; 0 without a flow."""
     clip_shift: Mapping[str, float] = field(default_factory=dict)

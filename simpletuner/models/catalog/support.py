@@ -62,6 +62,7 @@ SCOPES = {
     "flow_sigmoid_scale": Scope(is_flow, "flow matching"),
     "flow_use_uniform_schedule": Scope(is_flow, "flow matching"),
     "flux_guidance_value": Scope(lambda preset: preset.embeds_guidance, "models that embed the guidance scale"),
+    "sound_loss_weight": Scope(lambda preset: preset.generates_sound, "models that generate clips with their sound"),
     "framerate": Scope(lambda preset: preset.frame_step > 0, "models that generate clips"),
     "tokenizer_max_length": Scope(lambda preset: not preset.fixed_prompt_length, "text encoders of variable length"),
 }
@@ -201,6 +202,12 @@ def frame_step(model: Model) -> int:
     """Frame step of clips; 0 for image families, and for one without a preset."""
     preset = preset_of(model)
     return preset.frame_step if preset else 0
+
+
+def trains_sound(settings: Settings) -> bool:
+    """True if clips that have sound are trained with it."""
+    preset = preset_of(settings.model)
+    return settings.objective.sound_loss_weight > 0 and preset is not None and preset.generates_sound
 
 
 def clip_fps(model: Model) -> float:

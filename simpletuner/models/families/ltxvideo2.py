@@ -1,13 +1,14 @@
 """LTX-2: a flow-matching transformer that denoises a video and its audio together, with Gemma 3 text.
 
-The video alone is trained: the blocks' attention between video and audio is off then, as in the pipeline's
-calls for `modality_scale`. So the prediction of the video depends on no audio, and the weights of the audio
-get no gradient. Sampling is the pipeline's, which generates both.
+Clips without sound, images, and all data unless `sound_loss_weight` is set are trained on their video alone: the
+blocks' attention between video and audio is off then, as in the pipeline's calls for `modality_scale`. So the
+prediction of the video depends on no audio, and the weights of the audio get no gradient. Clips with sound are
+given to the denoiser as the pipeline's other calls do. Sampling is the pipeline's, which generates both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,16 +16,17 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from simpletuner.data.prefetch import FIRST_FRAME
+from simpletuner.data.images.sounds import Sound
+from simpletuner.data.prefetch import FIRST_FRAME, LATENTS, SOUND
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.sampling import SamplingParams
+from simpletuner.models.family.sound import load_frozen
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.family.two_denoisers import condition_on_first_frame
 from simpletuner.models.folder.diffusers_io import component_class, diffusers_class
 from simpletuner.models.folder.malformed import read_json
-from simpletuner.models.folder.weights import any_weights_files, variant_of
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.values.shape import Shape
 
@@ -54,6 +56,7 @@ class LTXVideo2(ModelFamily):
         super().__init__(folder, settings)
         self._coords: dict[tuple[int, Shape, torch.device], tuple[Tensor, Tensor]] = {}
         self._audio_vae: nn.Module | None = None
+        self._vocoder: nn.Module | None = None
         self.check_length()
 
     def check_length(self) -> None:
@@ -91,12 +94,31 @@ class LTXVideo2(ModelFamily):
             "prompt_attention_mask": (tokens,),
         }
 
+    @property
+    def stream_weights(self) -> Mapping[str, float]:
+        weight = self.settings.objective.sound_loss_weight
+        return {SOUND: weight} if weight else {}
+
+    def sound_shape(self, frames: int) -> tuple[int, ...]:
+        """Tokens of the audio latents of a clip of so many frames, and their width."""
+        config = self.exported_config()
+        rate = config["audio_sampling_rate"] / config["audio_hop_length"] / config["audio_scale_factor"]
+        return round(frames / FRAME_RATE * rate), config["audio_in_channels"]
+
     def unused_parameters(self) -> tuple[str, ...]:
+        if self.stream_weights:
+            return (OF_KEYFRAMES,)
         blocks = (f"transformer_blocks.{number}." for number in range(self.config["num_layers"]))
         return (OF_KEYFRAMES, *(f"{place}{start}" for place in ("", *blocks) for start in OF_AUDIO))
 
     def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as LTX2(ImageToVideo)Pipeline does with the video isolated."""
+        return self.predict_streams(model, {LATENTS: noised}, timesteps_B, conditioning)[LATENTS]
+
+    def predict_streams(
+        self, model: nn.Module, streams: Mapping[str, Tensor], timesteps_B: Tensor, conditioning: Conditioning
+    ) -> Mapping[str, Tensor]:
+        """Call the transformer as LTX2(ImageToVideo)Pipeline does, without sound with the video isolated."""
+        noised, sound = streams[LATENTS], streams.get(SOUND)
         shape, dtype = Shape.of_axes(noised.shape[2:]), noised.dtype
         timesteps, mask = timesteps_B * 1000, conditioning["prompt_attention_mask"]
         times: dict[str, Tensor] = {"timestep": timesteps}
@@ -105,9 +127,10 @@ class LTXVideo2(ModelFamily):
             times = {"timestep": per_token, "audio_timestep": timesteps}
         video_coords, audio_coords = self.coords(len(noised), shape, noised.device)
         audio_frames = audio_coords.shape[2]
-        tokens, _ = model(
+        silent = (len(noised), audio_frames, self.config["audio_in_channels"])
+        tokens, audio_tokens = model(
             hidden_states=noised.flatten(2).transpose(1, 2),
-            audio_hidden_states=noised.new_zeros(len(noised), audio_frames, self.config["audio_in_channels"]),
+            audio_hidden_states=noised.new_zeros(silent) if sound is None else sound,
             encoder_hidden_states=conditioning["prompt_embeds"].to(dtype),
             audio_encoder_hidden_states=conditioning["audio_prompt_embeds"].to(dtype),
             **times,
@@ -121,11 +144,12 @@ class LTXVideo2(ModelFamily):
             audio_num_frames=audio_frames,
             video_coords=video_coords,
             audio_coords=audio_coords,
-            isolate_modalities=True,
+            isolate_modalities=sound is None,
             use_cross_timestep=True,
             return_dict=False,
         )
-        return self.unpack_latents(tokens, shape)
+        of_sound = {} if sound is None else {SOUND: audio_tokens}
+        return {LATENTS: self.unpack_latents(tokens, shape), **of_sound}
 
     @property
     def image_to_video(self) -> Literal["never", "optional", "always"]:
@@ -145,12 +169,10 @@ class LTXVideo2(ModelFamily):
         Kept, since diffusers makes them of Python numbers, which a GPU waits for.
         """
         if (key := (batch, shape, device)) not in self._coords:
-            model, config = self.meta_denoiser, self.exported_config()
-            seconds = ((shape.frames - 1) * self.cell.frames + 1) / FRAME_RATE
-            rate = config["audio_sampling_rate"] / config["audio_hop_length"] / config["audio_scale_factor"]
+            model, frames = self.meta_denoiser, (shape.frames - 1) * self.cell.frames + 1
             self._coords[key] = (
                 model.rope.prepare_video_coords(batch, *shape, device, fps=FRAME_RATE),
-                model.audio_rope.prepare_audio_coords(batch, round(seconds * rate), device),
+                model.audio_rope.prepare_audio_coords(batch, self.sound_shape(frames)[0], device),
             )
         return self._coords[key]
 
@@ -171,12 +193,28 @@ class LTXVideo2(ModelFamily):
         }
 
     def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-        """Audio VAE, for its statistics only: it decodes nothing, so it stays in host memory."""
+        """Audio VAE, in host memory: of a run that trains no sound, for its statistics only."""
         if self._audio_vae is None:
-            cls = component_class(self.index, "audio_vae", self.folder)
-            variant = variant_of(any_weights_files(self.folder / "audio_vae")[0])
-            self._audio_vae = cls.from_pretrained(self.folder / "audio_vae", use_safetensors=True, variant=variant)
+            names = ("audio_vae", "vocoder") if self.stream_weights else ("audio_vae",)
+            loaded = {
+                name: load_frozen(component_class(self.index, name, self.folder), self.folder / name, torch.float32)
+                for name in names
+            }
+            self._audio_vae, self._vocoder = loaded["audio_vae"], loaded.get("vocoder")
         return {"audio_vae": self._audio_vae}
+
+    @torch.no_grad()
+    def decode_sound(self, latents: Tensor, device: torch.device, sampling: SamplingParams) -> Sound | None:
+        if sampling.shape.frames == 1:
+            return None
+        parts = [each for each in (self._audio_vae, self._vocoder) if each is not None]
+        try:
+            vae, vocoder = (each.to(device) for each in parts)
+            waveform = vocoder(vae.decode(latents.to(device, torch.float32)).sample)[0].clamp(-1, 1)
+        finally:
+            for each in parts:
+                each.to("cpu")
+        return Sound(waveform.float().cpu().numpy(), vocoder.config.output_sampling_rate)
 
     def enter_pipeline(self, pipeline: DiffusionPipeline, positive: Conditioning) -> None:
         pipeline.register_modules(connectors=PassedConnectors(self.conditioning_shapes()["prompt_embeds"][1]))

@@ -174,7 +174,7 @@ class WanImageToVideo(Wan):
         pipeline.encode_image = lambda image, device: positive["image_embeds"]
 
     def input_shapes(
-        self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False
+        self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False, has_sound: bool = False
     ) -> dict[str, tuple[int, ...]]:
         latents = (self.config["out_channels"], *target.in_cells(self.cell).axes)
         return {"latents": latents, FIRST_FRAME: latents, **self.conditioning_shapes()}

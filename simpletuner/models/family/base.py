@@ -19,7 +19,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from simpletuner.data.images.geometry import Geometry
-from simpletuner.data.prefetch import FIRST_FRAME, named_references
+from simpletuner.data.prefetch import FIRST_FRAME, LATENTS, SOUND, named_references
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import check_model, class_path_of, import_object, preset_of
 from simpletuner.models.family.adapter import Adapter, adapter_parameters, freeze
@@ -36,6 +36,9 @@ from simpletuner.settings.values.shape import SampleShape, Shape
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+    from simpletuner.data.images.sounds import Sound, SoundFormat
+    from simpletuner.models.family.sound import SoundVae
 
 CLIP_TOKENS = 77
 """Length of every prompt that CLIP encodes."""
@@ -130,6 +133,33 @@ class ModelFamily(PipelineFolder, ABC):
         """
 
     # What a family may override.
+
+    def predict_streams(
+        self, model: nn.Module, noised: Mapping[str, Tensor], timesteps_B: Tensor, conditioning: Conditioning, /
+    ) -> Mapping[str, Tensor]:
+        """Return the prediction of each stream of `noised` (`models/family/streams.py`); here there is one."""
+        return {LATENTS: self.predict(model, noised[LATENTS], timesteps_B, conditioning)}
+
+    @property
+    def stream_weights(self) -> Mapping[str, float]:
+        """Weights in the loss of the streams that are trained beside the latents, by name."""
+        return {}
+
+    def sound_shape(self, frames: int) -> tuple[int, ...]:
+        """Shape of the latents of a clip's sound, of a family that has SOUND among its `stream_weights`."""
+        raise NotImplementedError(f"{type(self).__name__} trains no sound")
+
+    @property
+    def sound_format(self) -> SoundFormat:
+        """Form in which the sound of clips is encoded."""
+        from simpletuner.models.family.sound import sound_format  # a run without sound does not need it
+
+        return sound_format(self.folder, self.frame_rate)
+
+    def sound_vae(self, device: torch.device) -> SoundVae:
+        from simpletuner.models.family.sound import SoundVae
+
+        return SoundVae(self.folder, device, self.settings.model, self.frame_rate)
 
     @property
     def sigma_range(self) -> tuple[float, float]:
@@ -248,13 +278,14 @@ class ModelFamily(PipelineFolder, ABC):
     # What is the same for all families.
 
     def input_shapes(
-        self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False
+        self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False, has_sound: bool = False
     ) -> dict[str, tuple[int, ...]]:
-        """Shapes of the latents (C, [F,] H, W) and all conditioning of one sample of a SampleShape, in px."""
+        """Shapes of all streams and conditioning of one sample of a SampleShape, in px; latents: (C, [F,] H, W)."""
         channels = self.exported_config()["in_channels"] // self.packing
         latents, *others = ((channels, *each.in_cells(self.cell).axes) for each in (target, *references))
         first = {FIRST_FRAME: (channels, 1, *latents[-2:])} if has_first_frame else {}
-        return {"latents": latents, **self.conditioning_shapes(), **named_references(others), **first}
+        more = {SOUND: self.sound_shape(target.frames)} if has_sound else {}
+        return {LATENTS: latents, **more, **self.conditioning_shapes(), **named_references(others), **first}
 
     @cached_property
     def adapter(self) -> Adapter | None:
@@ -319,6 +350,12 @@ class ModelFamily(PipelineFolder, ABC):
         self, model: nn.Module, vae: Vae, sampling: SamplingParams, positive: Conditioning, negative: Conditioning
     ) -> Tensor:
         """Sample an image or clip with diffusers' pipeline and scheduler; returns latents (1CHW or 1CFHW)."""
+        return self.sample_with_sound(model, vae, sampling, positive, negative)[0]
+
+    def sample_with_sound(
+        self, model: nn.Module, vae: Vae, sampling: SamplingParams, positive: Conditioning, negative: Conditioning
+    ) -> tuple[Tensor, Sound | None]:
+        """Return what `sample` does, and the sound of a clip, where it is trained."""
         dtype = positive["prompt_embeds"].dtype
         others = self.sampling_components(vae.device, dtype)
         cls = (
@@ -331,9 +368,14 @@ class ModelFamily(PipelineFolder, ABC):
         if sampling.references:
             kwargs |= self.reference_kwargs(sampling.references)
         with cast_inputs(model, dtype, except_for=self.float32_inputs), vae.casting():
-            latents = pipeline(**kwargs)[0]
-        latents = vae.normalize(latents) if self.outputs_vae_latents else latents
-        return self.unpack_latents(latents, sampling.shape.in_cells(vae.cell))
+            made = pipeline(**kwargs)
+        latents = vae.normalize(made[0]) if self.outputs_vae_latents else made[0]
+        sound = self.decode_sound(made[1], vae.device, sampling) if self.stream_weights else None
+        return self.unpack_latents(latents, sampling.shape.in_cells(vae.cell)), sound
+
+    def decode_sound(self, latents: Tensor, device: torch.device, sampling: SamplingParams) -> Sound | None:
+        """Decode what the pipeline returns of a clip's sound; nothing for an image."""
+        return None
 
 
 def family_class(model: Model) -> type[ModelFamily]:

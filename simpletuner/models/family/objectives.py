@@ -47,6 +47,10 @@ class Objective(Protocol):
         """Noise latents at timesteps from uniform numbers `u` (B); returns the regression target, too."""
         ...
 
+    def at(self, latents: Tensor, noise: Tensor, timesteps: Tensor, /) -> NoisedLatents:
+        """Noise latents at given timesteps (B)."""
+        ...
+
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
     """Reshape (B,) to (B, 1, ...) so that it broadcasts along the batch of `like`."""

@@ -122,6 +122,10 @@ def set_latent_statistics(pipeline: LTXConditionPipeline | LTX2Pipeline) -> None
     channels = pipeline.vae.config.latent_channels
     pipeline.vae.register_buffer("latents_mean", torch.linspace(-0.1, 0.1, channels))
     pipeline.vae.register_buffer("latents_std", torch.linspace(0.25, 0.35, channels))
+    if hasattr(pipeline, "audio_vae"):
+        width = len(pipeline.audio_vae.latents_mean)
+        pipeline.audio_vae.latents_mean.copy_(torch.linspace(-0.1, 0.1, width))
+        pipeline.audio_vae.latents_std.copy_(torch.linspace(0.9, 1.1, width))
 
 
 def use_patch_statistics(pipeline: Flux2KleinPipeline) -> None:

@@ -218,6 +218,7 @@ class ObjectiveSettings(Section):
     flow_schedule_auto_shift: bool = knob(False, "Shift noise levels by image size, as the base model's scheduler does for sampling.")
     flow_sigmoid_scale: float = knob(1.0, "Width of the logit-normal distribution of noise levels.", when="not flow_use_uniform_schedule", gt=0)
     flow_use_uniform_schedule: bool = knob(False, "Sample noise levels uniformly instead of from a logit-normal distribution.")
+    sound_loss_weight: float = knob(0.0, "Train the sound of clips, too (LTX-2): weight of its loss beside the video's. 0: the video alone.", ge=0)
     flux_guidance_value: float = knob(1.0, "Guidance input of guidance-distilled Flux during training.", ge=0)
 
 

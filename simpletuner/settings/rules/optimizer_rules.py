@@ -127,6 +127,10 @@ def gradients_can_be_released(settings: Settings) -> Iterator[BrokenRule]:
             parallel.fsdp_offload_params,
             "frees no GPU memory with fsdp_offload_params, which moves gradients off the GPU already: leave it out",
         ),
+        "sound_loss_weight": (
+            settings.objective.sound_loss_weight > 0,
+            "updates no weight without a gradient, which clips without sound leave many of: set sound_loss_weight=0",
+        ),
         "model_type": (
             settings.model.model_type == "lora",
             "is for model_type=full: the gradients of a LoRA are small; leave it out",

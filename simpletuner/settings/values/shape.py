@@ -69,9 +69,10 @@ class SampleShape(NamedTuple):
     target: Shape
     references: tuple[Shape, ...] = ()
     has_first_frame: bool = False
+    has_sound: bool = False
 
     def __str__(self) -> str:
-        given = ["first_frame"] if self.has_first_frame else []
+        given = ["first_frame"] * self.has_first_frame + ["sound"] * self.has_sound
         return "+".join([*map(str, (self.target, *self.references)), *given])
 
     @property

@@ -11,8 +11,9 @@ import numpy as np
 import xxhash
 from PIL import Image
 
-from simpletuner.caches.latents import decode_mask
+from simpletuner.caches.latents import decode_mask, decode_sound
 from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, read_rgb
+from simpletuner.data.images.sounds import SoundFormat
 from simpletuner.data.samples.samples import DatasetSamples, Sample
 from simpletuner.system.processes.threads import run_bounded
 
@@ -50,6 +51,10 @@ class Contents:
     damaged: dict[int, str] = field(default_factory=dict)
 
 
+ANY_SOUND = SoundFormat(16000, 2, 24)
+"""Form in which sound is decoded to see whether it can be: that of a model is known once it is opened."""
+
+
 def read_contents(samples: DatasetSamples, threads: int, show: Callable[[int], object]) -> Contents:
     contents = Contents()
     read = run_bounded(lambda index: read_content(samples[index]), range(len(samples)), threads, lambda: None)
@@ -74,6 +79,8 @@ def read_content(sample: Sample) -> Content | str:
                 with sample.storage.open(name) as file:
                     while block := file.read(1 << 20):
                         digest.update(block)
+            if sample.has_sound and isinstance(why := decode_sound(sample, ANY_SOUND), str):
+                return why
             return content_of(digest.digest(), image)
         with sample.open() as file:
             content = file.read()

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from simpletuner.counting.step_memory import Workload
 from simpletuner.counting.step_trace import StepTrace
+from simpletuner.data.prefetch import LATENTS
 from simpletuner.models.family.adapter import freeze
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.streams import take_streams
 from simpletuner.parallel.devices import FLOAT32_BYTES, Device, MemoryInputs, compute_bytes, shard_ranks
 from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.gpu import set_float32_precision
@@ -96,13 +98,15 @@ def random_inputs(settings: Settings, workload: Workload, device: torch.device) 
 
 def take_step(settings: Settings, family: ModelFamily, engine: Engine, inputs: dict[str, Tensor]) -> Tensor:
     training = settings.training
-    latents = inputs.pop("latents").to(compute_dtype(settings))
+    noised = {name: each.to(compute_dtype(settings)) for name, each in take_streams(inputs).items()}
+    latents = noised[LATENTS]
     engine.set_learning_rate(settings.optimizer.learning_rate)
     timesteps = torch.full((len(latents),), 0.5, device=latents.device)
     for number in range(1, training.gradient_accumulation_steps + 1):
         with engine.micro_batch(number == training.gradient_accumulation_steps):
-            prediction = family.predict(engine.model, latents, timesteps, inputs)
-            engine.backward(prediction.float().square().mean() / training.gradient_accumulation_steps)
+            prediction = family.predict_streams(engine.model, noised, timesteps, inputs)
+            loss = torch.stack([each.float().square().mean() for each in prediction.values()]).sum()
+            engine.backward(loss / training.gradient_accumulation_steps)
     return engine.step(settings.optimizer.max_grad_norm)
 
 

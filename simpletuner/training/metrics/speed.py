@@ -153,7 +153,9 @@ class Throughput:
         if not self.is_counted:
             return None
         try:
-            flops = sum(self.counter.count(each.latents, each.conditioning) for each in batch.micro_batches)
+            flops = sum(
+                self.counter.count(each.latents, each.conditioning | each.clean_streams) for each in batch.micro_batches
+            )
         except RuntimeError as error:  # what torch raises where a denoiser reads numbers, which the meta device has not
             self.is_counted = False
             self.report.warn(f"no TFLOP/s are shown, since the model cannot run on the meta device: {error}")

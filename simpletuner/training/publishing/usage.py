@@ -51,10 +51,16 @@ def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> s
     if sample is not None and is_clip:
         called[-1] += ".frames[0]"
         saved = f'encode_video(frames, fps={sample.fps:g}, output_path="clip.mp4")'
+        if family.stream_weights:  # the sound of the clip, whose rate the vocoder has
+            called = ["made = pipeline(", *called[1:-1], ")"]
+            rate = "audio_sample_rate=pipeline.vocoder.config.output_sampling_rate"
+            sound = f'audio=made.audio[0].float().cpu(), {rate}, output_path="clip.mp4"'
+            saved = f"encode_video(made.frames[0], fps={sample.fps:g}, {sound})"
     else:
         called[-1] += ".frames[0][0]" if any(each.startswith("num_frames") for each in call) else ".images[0]"
         saved = 'image.save("image.png")'
-    called[0] = f"{'frames' if is_clip else 'image'} = {called[0]}"
+    if not called[0].startswith("made"):
+        called[0] = f"{'frames' if is_clip else 'image'} = {called[0]}"
     lines += [*called, saved]
     return "\n".join([*head, "", *lines])
 

@@ -42,6 +42,7 @@ from simpletuner.checkpoints.tensors import plan_group, read_tensors
 from simpletuner.checkpoints.verification import CheckpointDamaged, Verification
 from simpletuner.counting.trained_weights import trained_weights
 from simpletuner.data.config.places import default_folder
+from simpletuner.data.prefetch import LATENTS, SOUND
 from simpletuner.data.samples.samples import Samples
 from simpletuner.errors import OtherRunsFolder, RemoteFailure, SettingsError, SimpleTunerError, explain_system_errors
 from simpletuner.models.catalog.architecture import copied_bytes
@@ -406,7 +407,8 @@ def bytes_to_encode(
 
 
 def latent_values(family: ModelFamily, shape: SampleShape) -> int:
-    return prod(family.input_shapes(shape.target, shape.references, shape.has_first_frame)["latents"])
+    shapes = family.input_shapes(shape.target, shape.references, shape.has_first_frame, shape.has_sound)
+    return sum(prod(shapes[name]) for name in (LATENTS, SOUND) if name in shapes)
 
 
 def device_of(folder: Path) -> int:

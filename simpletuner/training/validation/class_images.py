@@ -217,7 +217,8 @@ def make_share(
         image = images[number]
         prompt = image.planned.prompt
         planned = replace(image.planned, prompt=prompt.encoded(**encoded[prompt.prompt.prompt, prompt.negative_prompt]))
-        write_sample(image.path, sample_pixels(family, model, vae, planned, device, dtype), image.info)
+        pixels, _ = sample_pixels(family, model, vae, planned, device, dtype)
+        write_sample(image.path, pixels, image.info)
         show(world.add_progress(PLACE, 1))
         number = world.next_chunk(PLACE)
 

@@ -11,11 +11,12 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from simpletuner.data.prefetch import Batch, RankSlice, SampleReader, collate
+from simpletuner.data.prefetch import LATENTS, Batch, RankSlice, SampleReader, collate
 from simpletuner.data.sampler.batch_sampler import GlobalBatch
 from simpletuner.data.samples.samples import held_out_batches
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.family.objectives import Objective, sample_losses
+from simpletuner.models.family.objectives import Objective
+from simpletuner.models.family.streams import STREAM_NAMES, noise_streams, predict_streams, stream_losses, weighted_sum
 from simpletuner.parallel.engine import Engine, compute_dtype, evaluation
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.preparation.plan import Plan
@@ -152,14 +153,22 @@ class HeldOutLoss:
         return is_there
 
     def measure(self, name: str, advance: Callable[[int], None]) -> dict[str, float | list[float]]:
-        """Return the mean loss over all images and timesteps as `name`, and those of parts of both. Collective."""
+        """Return the mean loss over all images and timesteps as `name`, and those of parts of both, and of each
+        stream where there are several. Collective."""
         device, ranges, groups = self.mesh.world.device, min(self.timesteps, LEVELS), max(self.group_of.values()) + 1
         # In float64, since the order of additions depends on the number of ranks.
         total = torch.zeros(2, dtype=torch.float64, device=device)
+        weights = self.family.stream_weights
+        streams = [LATENTS, *weights] if weights else []
+        of_streams = torch.zeros(2, len(streams), dtype=torch.float64, device=device)
         cells = torch.zeros(2, ranges, groups, dtype=torch.float64, device=device)
         with evaluation(self.engine) as denoiser:
             for batch, weight, part, indices in self._own_batches():
-                losses = self._losses(denoiser, batch.to(device, self.family.host_inputs)).double()
+                by_stream = self._losses(denoiser, batch.to(device, self.family.host_inputs))
+                losses = weighted_sum(by_stream, weights).double()
+                for number, stream in enumerate(streams):
+                    if (own := by_stream.get(stream)) is not None:
+                        of_streams[:, number] += weight * torch.stack([own.double().sum(), torch.ones_like(own).sum()])
                 values = weight * torch.stack([losses, torch.ones_like(losses)])
                 total += values.sum(1)
                 # A product, since additions by index have no order on a GPU.
@@ -167,18 +176,19 @@ class HeldOutLoss:
                 own[range(len(indices)), [self.group_of[index] for index in indices]] = 1
                 cells[:, part * ranges // self.timesteps] += values @ own.to(device)
                 advance(self.mesh.data_size)
-        means = self.mesh.data_mean(torch.cat([total, cells.flatten()]))
-        loss, count = means[:2].tolist()
-        sums, counts = means[2:].view(2, ranges, groups)
+        means = self.mesh.data_mean(torch.cat([total, of_streams.flatten(), cells.flatten()]))
+        (loss, count), rest = means[:2].tolist(), means[2:]
+        split = zip(streams, *rest[: 2 * len(streams)].view(2, -1).tolist(), strict=True) if streams else ()
+        named = {f"{name}_{STREAM_NAMES.get(each, each)}": own / number for each, own, number in split if number}
+        sums, counts = rest[2 * len(streams) :].view(2, ranges, groups)
         of_levels = (sums.sum(1) / counts.sum(1)).tolist() if ranges > 1 else []
         levels = {LEVEL_OF.format(name, number, ranges): each for number, each in enumerate(of_levels, start=1)}
-        return {name: loss / count, **levels, PARTS_OF.format(name): (sums.sum(0) / counts.sum(0)).tolist()}
+        return {name: loss / count, **named, **levels, PARTS_OF.format(name): (sums.sum(0) / counts.sum(0)).tolist()}
 
-    def _losses(self, denoiser: nn.Module, batch: Batch) -> Tensor:
-        noised = self.objective.add_noise(batch.latents, batch.noise, batch.u)
-        latents = noised.x_t.to(self.dtype)
-        prediction = self.family.predict(denoiser, latents, noised.timesteps, batch.conditioning)
-        return sample_losses(prediction, noised.target, noised.weights, batch.loss_mask)
+    def _losses(self, denoiser: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        noised = noise_streams(self.objective, batch)
+        prediction = predict_streams(self.family, denoiser, noised, self.dtype, batch)
+        return stream_losses(prediction, noised, batch.loss_mask)
 
     def _own_batches(self) -> Iterator[tuple[Batch, int, int, Sequence[int]]]:
         """Yield this rank's batches with their weight, part of the noise levels, and indices of images.
@@ -241,6 +251,9 @@ def open_held_out_loss(
 def digest_measured(settings: Settings, plan: Plan) -> str:
     """Return a digest of images, noise and objective: losses with another one are not comparable."""
     names = [plan.samples[index].id for index in plan.held_out.tolist()]
-    objective = [settings.model.prediction_type, settings.objective.model_dump(mode="json")]
+    given = settings.objective.model_dump(mode="json")
+    if not given["sound_loss_weight"]:
+        del given["sound_loss_weight"]  # as runs have it that were begun before it was a setting
+    objective = [settings.model.prediction_type, given]
     measured = [names, settings.training.seed, settings.validation.eval_timesteps, objective]
     return xxhash.xxh3_64_hexdigest(json.dumps(measured).encode())

@@ -129,10 +129,10 @@ class RequestedSamples:
         try:
             for weights in request.weights:
                 with scaled(self.state.engine.module, request.strength):
-                    for each, pixels in validator.pixels(weights, advance):
+                    for each, pixels, sound in validator.pixels(weights, advance):
                         path = output / SAMPLES / f"{name}-{weights}.png"
                         path.parent.mkdir(exist_ok=True)
-                        write_sample(path, pixels, each.info(weights, step))
+                        write_sample(path, pixels, each.info(weights, step), sound)
                         images.append(f"{SAMPLES}/{path.name}")
         except torch.OutOfMemoryError:
             return_memory(self.session.world.device)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -38,6 +39,9 @@ from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.ema import EMA, evaluated_variants, weights_of
 from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.validation.image_grid import Cell, grid
+
+if TYPE_CHECKING:
+    from simpletuner.data.images.sounds import Sound
 
 
 @dataclass(frozen=True)
@@ -140,9 +144,10 @@ class Validator:
         folder = round_folder(self.folder, step)
         folder.mkdir(parents=True, exist_ok=True)
         for equal in self._to_sample(step):
-            for planned, pixels in self.pixels(equal[0], advance):
+            for planned, pixels, sound in self.pixels(equal[0], advance):
                 for variant in equal:
-                    write_sample(self._path(folder, variant, planned), pixels, self._info(planned, variant, step))
+                    path, info = self._path(folder, variant, planned), self._info(planned, variant, step)
+                    write_sample(path, pixels, info, sound)
         self.mesh.world.barrier()
         if self.mesh.world.is_first:
             for _, path, image, info in self._references(step):
@@ -151,11 +156,13 @@ class Validator:
             if self.metrics is not None:
                 self.metrics.add_image(self._grid(step), step)
 
-    def pixels(self, variant: str, advance: Callable[[int], None]) -> Iterator[tuple[PlannedImage, Tensor]]:
-        """Yield this rank's images of a set of weights, decoded. Collective."""
+    def pixels(
+        self, variant: str, advance: Callable[[int], None]
+    ) -> Iterator[tuple[PlannedImage, Tensor, Sound | None]]:
+        """Yield this rank's images of a set of weights, decoded, with the sound of clips. Collective."""
         with self._weights(variant), self.vae.on(self.mesh.world.device):
-            for planned, latents in self._samples(advance):
-                yield planned, self.vae.decode(latents)
+            for planned, latents, sound in self._samples(advance):
+                yield planned, self.vae.decode(latents), sound
 
     def is_complete(self, step: int) -> bool:
         """True if the grid of a step, which is written last, is there. Collective."""
@@ -217,25 +224,25 @@ class Validator:
             return without_adapter(self.engine.module)
         return weights_of(self.ema, variant)
 
-    def _samples(self, advance: Callable[[int], None]) -> Iterator[tuple[PlannedImage, Tensor]]:
-        """Yield this rank's images with their latents (1CHW), clips with theirs (1CFHW)."""
+    def _samples(self, advance: Callable[[int], None]) -> Iterator[tuple[PlannedImage, Tensor, Sound | None]]:
+        """Yield this rank's images with their latents (1CHW), clips with theirs (1CFHW) and their sound."""
         for images in group_by_denoiser_calls(self.images):
             for first in range(0, len(images), self.mesh.data_size):
                 index = first + self.mesh.data_rank
                 # A rank without an image left repeats the last one: the others need its shards.
                 planned = images[min(index, len(images) - 1)]
                 with evaluation(self.engine):
-                    latents = self._sample(planned)
+                    latents, sound = self._sample(planned)
                 if index < len(images) and self.mesh.cp_rank == 0:  # the others of its group have sampled the same
-                    yield planned, latents
+                    yield planned, latents, sound
                 advance(min(self.mesh.data_size, len(images) - first))
 
-    def _sample(self, planned: PlannedImage) -> Tensor:
+    def _sample(self, planned: PlannedImage) -> tuple[Tensor, Sound | None]:
         positive, negative = (
             {name: self._as_batch(value) for name, value in conditioning.items()}
             for conditioning in (planned.prompt.positive, planned.prompt.negative)
         )
-        return self.family.sample(self.engine.module, self.vae, planned.sampling, positive, negative)
+        return self.family.sample_with_sound(self.engine.module, self.vae, planned.sampling, positive, negative)
 
     def _as_batch(self, value: Tensor) -> Tensor:
         """Return one prompt's tensor as a batch of one on the device; masks keep their dtype."""

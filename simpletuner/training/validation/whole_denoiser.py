@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils import set_module_tensor_to_device
@@ -20,6 +21,9 @@ from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae
 from simpletuner.models.opening.stored_weights import denoiser_weights
 from simpletuner.training.validation.validator import PlannedImage
+
+if TYPE_CHECKING:
+    from simpletuner.data.images.sounds import Sound
 
 Read = Callable[[str], Tensor]
 
@@ -56,10 +60,11 @@ def build_denoiser(family: ModelFamily, read: Read | None, device: torch.device,
 
 def sample_pixels(
     family: ModelFamily, model: nn.Module, vae: Vae, image: PlannedImage, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Return the decoded image (1CHW), or clip (1CFHW)."""
+) -> tuple[Tensor, Sound | None]:
+    """Return the decoded image (1CHW), or clip (1CFHW) with its sound."""
     batch = [as_batch(each, device, dtype) for each in (image.prompt.positive, image.prompt.negative)]
-    return vae.decode(family.sample(model, vae, image.sampling, *batch))
+    latents, sound = family.sample_with_sound(model, vae, image.sampling, *batch)
+    return vae.decode(latents), sound
 
 
 def as_batch(conditioning: Conditioning, device: torch.device, dtype: torch.dtype) -> Conditioning:
