@@ -94,8 +94,8 @@ def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData
         replace(scan, conditioning=tuple(scan_of[each.id] for each in scan.dataset.conditioning))
         for scan in (scan_of[each.id] for each in datasets)
     ]
-    sounded = {each.id: with_sound(settings, each) for each in datasets}
-    return ScannedData([*sounded.values()], texts, [replace(each, dataset=sounded[each.dataset.id]) for each in own])
+    own = [replace(each, dataset=with_sound(settings, each.dataset)) for each in own]
+    return ScannedData([with_sound(settings, each) for each in datasets], texts, own)
 
 
 def with_sound(settings: Settings, dataset: ImageDataset) -> ImageDataset:
