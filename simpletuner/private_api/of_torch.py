@@ -124,6 +124,17 @@ def device_of(tensor: FakeTensor) -> torch.device:
     return META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
+def trace_operators(function: Any, given: Iterable[Tensor]) -> Any:
+    """Return a graph of the operators of a function of tensors, none of which writes into a tensor.
+
+    torch.fx.symbolic_trace gives a function proxies for tensors, which pipelines do not take; torch.export wants a
+    module. Raises RuntimeError where the function reads a value.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy
+
+    return make_fx(torch.func.functionalize(function))(*given)
+
+
 def written_by(operator: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that an operator writes into, by its schema."""
     schema = getattr(operator, "_schema", None)

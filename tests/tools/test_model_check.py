@@ -49,7 +49,7 @@ def test_a_built_in_class_is_compared_with_the_pipeline_s_own_run(flux, checked)
 def test_a_modular_pipeline_is_proven(flux, checked, tmp_path):
     folder = as_modular(flux, tmp_path / "modular", "FluxModularPipeline")
     found = json.loads(checked("--check", str(folder), "--json")[0])
-    assert found["passed"] and found["pipeline"] == "FluxModularPipeline" and len(found["checks"]) == 7
+    assert found["passed"] and found["pipeline"] == "FluxModularPipeline" and len(found["checks"]) == 8
 
 
 def test_a_class_with_a_wrong_sign_is_named(flux, checked, tmp_path):

@@ -180,6 +180,8 @@ class AutomaticFamily(ModelFamily):
         found = self.found
         versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
         calls = f"one call for each sample, since {found.unbatched}" if found.unbatched else "one call for all samples"
+        if found.joins:
+            calls = "one call for all samples of one shape"
         guided = f"without guidance, since {found.unguided}" if found.unguided else "with guidance"
         images = found.images
         given = {} if images is None else {"given": f"{images.kind} by {', '.join(images.inputs)}"}

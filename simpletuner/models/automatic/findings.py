@@ -101,6 +101,10 @@ class Findings:
     """Batch axes of the text's leaves; None: one call of the pipeline per sample."""
     unbatched: str = ""
     """Reason for one call per sample; empty for batches."""
+    replays: bool = False
+    """True if a call's operators alone, traced, are the same as the call."""
+    joins: bool = False
+    """True if samples whose calls are made one by one can share one call of the denoiser."""
     guidance: GuidedText | None = None
     """Text layout for guidance; None: images are sampled without."""
     unguided: str = ""

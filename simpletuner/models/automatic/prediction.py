@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,14 +15,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.findings import Findings, GuidedText, latents_among
 from simpletuner.models.automatic.hooks import HookedPipeline, image_argument
 from simpletuner.models.automatic.pipeline_run import PipelineRun, StopCall, refused
+from simpletuner.models.automatic.replay import CallReplay, Denoise, NotTraced, form_of
 from simpletuner.models.automatic.text import all_equal, collate_texts
 from simpletuner.private_api.of_torch import tree_flatten
 from simpletuner.settings.values.shape import Shape
-
-Denoise = Callable[[dict[str, Any]], Any]
 
 # Base of element indices in a pipeline: two numbers below it survive float32 and scales.
 DIGIT = 1024
@@ -45,6 +46,38 @@ class VaeMap:
     scale: Tensor
     shift: Tensor
 
+    def apply(self, latents: Tensor) -> Tensor:
+        """Convert denoiser latents (B, ...) to the VAE's, float32."""
+        flat = latents.flatten(1).double()[:, self.where] * self.scale + self.shift
+        return flat.view(-1, *self.shape).float()
+
+    def of_first_frame(self, axes: tuple[int, ...], frames: int) -> VaeMap:
+        """Return the map of one latent frame alone, as clips with latents of these axes have it first."""
+        numbers = torch.arange(math.prod(axes), device=self.where.device).view(axes).narrow(frames, 0, 1).flatten()
+        place = torch.empty(math.prod(axes), dtype=torch.long, device=numbers.device)
+        place[numbers] = torch.arange(len(numbers), device=numbers.device)
+        where, scale, shift = (each.view(self.shape)[:, :1] for each in (self.where, self.scale, self.shift))
+        return VaeMap(tuple(where.shape), place[where.flatten()], scale.flatten(), shift.flatten())
+
+
+@dataclass(frozen=True)
+class PipelineCall:
+    """Arguments of one call of a pipeline: the noised latents, times, latents of images, and leaves of texts."""
+
+    tensors: Sequence[Tensor]
+    images: int
+    """Number of images among the tensors, from the third on."""
+    leaves: Sequence[Any]
+    """Leaves of texts that are the same for all captions, None for the others."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.images, *map(form_of, self.tensors)
+
+
+MOST_REPLAYS = 256
+"""Shapes whose calls are traced by one predictor: of texts of any length there may be thousands."""
+
 
 @dataclass
 class Predictor:
@@ -55,6 +88,9 @@ class Predictor:
     images: dict[Shape, Image.Image] = field(default_factory=dict)
     orders: dict[tuple[int, ...], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
+    first_maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
+    replays: dict[tuple[Any, ...], CallReplay | None] = field(default_factory=dict)
+    traced: set[tuple[Any, ...]] = field(default_factory=set)
 
     def predict(
         self,
@@ -68,36 +104,86 @@ class Predictor:
 
         `given` are latents (B, ...) of references, or of a first frame, as the denoiser sees those of samples.
         """
-        found, device = self.found, noised.device
-        if len(noised) > 1 and found.axes is None:
-            parts = zip(*(each.split(1) for each in given), strict=True) if given else [()] * len(noised)
-            each = zip(noised.split(1), timesteps.split(1), texts, parts, strict=True)
-            return torch.cat([self.predict(denoise, one, time, [text], own) for one, time, text, own in each])
-        text = found.text.build(texts[0]) if found.axes is None else collate_texts(found.text, found.axes, texts)
-        run = PipelineRun(text=text, noise=noised, time=found.schedule.time(timesteps).to(device), denoise=denoise)
+        found = self.found
+        if len(noised) == 1 or found.axes is not None:
+            leaves = texts[0] if found.axes is None else collate_texts(found.axes, texts)
+            return self.predict_by(denoise, [self.call_of(noised, timesteps, leaves, given)])
+        parts = zip(*(each.split(1) for each in given), strict=True) if given else [()] * len(noised)
+        each = zip(noised.split(1), timesteps.split(1), texts, parts, strict=True)
+        return self.predict_by(denoise, [self.call_of(*one) for one in each])
+
+    def call_of(
+        self, noised: Tensor, timesteps: Tensor, leaves: Sequence[Any], given: Sequence[Tensor]
+    ) -> PipelineCall:
+        time = self.found.schedule.time(timesteps).to(noised.device)
+        names = self.found.text.names
+        tensors = [noised, time, *given, *(leaves[number] for number in names)]
+        others = [None if number in names else each for number, each in enumerate(leaves)]
+        return PipelineCall(tensors, len(given), others)
+
+    def predict_by(self, denoise: Denoise, calls: Sequence[PipelineCall]) -> Tensor:
+        """Make calls of the pipeline; samples of equal shapes share a call of the denoiser if that is proven."""
+        axes = tuple(calls[0].tensors[0].shape[1:])
+        replays = [self.replay(each) for each in calls] if self.found.replays else [None] * len(calls)
+        if len(calls) > 1 and self.found.joins and (first := replays[0]) and all(each is first for each in replays):
+            prediction = first.predict_together(denoise, [each.tensors for each in calls])
+        else:
+            pairs = zip(calls, replays, strict=True)
+            each = [self.replayed(call, replay, denoise) for call, replay in pairs]
+            prediction = torch.cat(each) if len(each) > 1 else each[0]
+        return self.found.sign * self.from_step(prediction, axes)
+
+    def replayed(self, call: PipelineCall, replay: CallReplay | None, denoise: Denoise) -> Tensor:
+        if replay is not None:
+            return replay.predict(denoise, call.tensors)
+        prediction = self.run_call(call, call.tensors, denoise)
+        if prediction is None:
+            raise self.no_step()
+        if self.found.replays and len(self.replays) < MOST_REPLAYS:
+            self.replays.setdefault(call.key)  # to trace the next: images are prepared now, and orders are found
+        return prediction
+
+    def replay(self, call: PipelineCall) -> CallReplay | None:
+        """Return the trace of calls of these shapes, None for the first of them or if there is none."""
+        key = call.key
+        if key in self.replays and key not in self.traced:
+            self.traced.add(key)
+            own = replace(call, tensors=[])
+            with suppress(NotTraced):
+                self.replays[key] = CallReplay(lambda given, denoise: self.run_call(own, given, denoise), call.tensors)
+        return self.replays.get(key)
+
+    def run_call(self, call: PipelineCall, given: Sequence[Tensor], denoise: Denoise) -> Tensor | None:
+        """Return what the scheduler's `step` gets as the prediction; None if `denoise` ended the call."""
+        found, (noised, time, *others) = self.found, given
+        images, leaves = others[: call.images], list(call.leaves)
+        for number, each in zip(found.text.names, others[call.images :], strict=True):
+            leaves[number] = each
+        run = PipelineRun(text=found.text.build(leaves), noise=noised, time=time, denoise=denoise)
         shape, axes = found.layout.in_px(noised.shape[1:]), tuple(noised.shape[1:])
-        run.latents = [self.vae_latents(each.float(), axes) for each in given]
+        run.latents = [self.vae_latents(each.float(), axes) for each in images]
         sizes = found.images.sizes(shape) if found.images and found.images.is_first_frame else None
-        sizes = sizes or [found.layout.in_px(each.shape[1:]) for each in given]
-        images = self.placeholders(sizes[: len(given)])
-        self.hooked.run(run, ["x"] * len(noised), shape, **found.arguments, **images)
-        prediction, sample = self._handed(run)
+        sizes = sizes or [found.layout.in_px(each.shape[1:]) for each in images]
+        placeholders = self.placeholders(sizes[: len(images)])
+        self.hooked.run(run, ["x"] * len(noised), shape, **found.arguments, **placeholders)
+        if run.handed is None:
+            return None
+        prediction, sample = run.handed
         if prediction.shape != sample.shape or len(run.calls) != 1:
             raise refused(
                 self.hooked.cls.__name__,
                 f"its scheduler gets a prediction {tuple(prediction.shape)} for latents {tuple(sample.shape)}",
             )
-        return found.sign * self.from_step(prediction, axes)
+        return prediction
 
     def vae_latents(self, given: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Convert latents (B, ...) of a given image to the VAE's own; `axes` are those of the sample's latents."""
         frames = self.found.layout.frames
         if given.ndim != len(axes) + 1 or tuple(given.shape[1:]) == axes or frames is None:
             return self.to_vae(given)
-        # One latent frame alone, whose map is that of a clip's first one.
-        whole = given.new_zeros(len(given), *axes)
-        whole.narrow(1 + frames, 0, 1).copy_(given)
-        return self.to_vae(whole)[:, :, :1]
+        if axes not in self.first_maps:
+            self.first_maps[axes] = self.vae_map(self.found.layout.in_px(axes)).of_first_frame(axes, frames)
+        return self.first_maps[axes].apply(given)
 
     def placeholders(self, sizes: Sequence[Shape]) -> dict[str, Any]:
         """Argument of a call for images of these shapes in px, whose latents are replayed."""
@@ -195,9 +281,7 @@ class Predictor:
 
     def to_vae(self, latents: Tensor) -> Tensor:
         """Convert denoiser latents (B, ...) to VAE latents, float32."""
-        known = self.vae_map(self.found.layout.in_px(latents.shape[1:]))
-        flat = latents.flatten(1).double()[:, known.where] * known.scale + known.shift
-        return flat.view(-1, *known.shape).float()
+        return self.vae_map(self.found.layout.in_px(latents.shape[1:])).apply(latents)
 
     def blank(self, given: Mapping[str, object]) -> Any:
         """Return an output of the denoiser that is zero."""
@@ -216,8 +300,11 @@ class Predictor:
 
     def _handed(self, run: PipelineRun) -> tuple[Tensor, Tensor]:
         if run.handed is None:
-            raise refused(self.hooked.cls.__name__, "it never calls its scheduler's `step`")
+            raise self.no_step()
         return run.handed
+
+    def no_step(self) -> SettingsError:
+        return refused(self.hooked.cls.__name__, "it never calls its scheduler's `step`")
 
     def _checked(self, where: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return places (N) in latents of a shape, if they are all of them once, but for a given first frame."""

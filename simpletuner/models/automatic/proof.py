@@ -58,6 +58,7 @@ class Proof:
         if reason:
             self.found = replace(self.found, axes=None, unbatched=reason)
         self.note("batch", f"one call for each sample, since {reason}" if reason else "two samples share a call")
+        self.find_replays()
         return self.found
 
     def confirm(self) -> Findings:
@@ -192,6 +193,50 @@ class Proof:
             return error.message.partition(f"{REFUSED}: ")[2]
         off = distance(together, alone)
         return "" if off < CLOSE else f"two samples in one call differ by {off:.1g} from each alone"
+
+    def find_replays(self) -> None:
+        """Find whether traced calls predict what calls do, and whether their samples can share the denoiser's."""
+        known = self.found
+        self.study.hooked.remember_images()  # as in training: PIL and numpy are not traced
+        for joins in (True, False) if known.axes is None else (False,):
+            self.found = replace(known, replays=True, joins=joins)
+            if (off := self.replay_difference()) < CLOSE:
+                self.predictor = self._predictor(self.found)
+                shared = ", and samples share a call of the denoiser" if joins else ""
+                self.note("replay", f"of a call's operators is the same{shared}", off, CLOSE)
+                return
+        self.found = known
+
+    def replay_difference(self) -> float:
+        """Return the largest difference between calls and their replays, for two samples of the same shapes;
+        infinity where there is no trace, or samples do not share a call.
+        """
+        # Of one encoding, so that both have its strides, as the texts of a batch have.
+        text, other = (
+            [scale * each if isinstance(each, Tensor) and each.is_floating_point() else each for each in self.text(0)]
+            for scale in (1, -1)
+        )
+        pairs = zip(*map(self.cached, (self.study.images, self.study.others)), strict=True)
+        given = [torch.cat(each) for each in pairs]
+        times = self.found.schedule.timesteps(0.2, 0.8).to(self.device)
+        plain, replayed = (self._predictor(each) for each in (replace(self.found, replays=False), self.found))
+        calls: list[object] = []
+
+        def denoise(named: dict[str, Any]) -> Any:
+            calls.append(None)
+            return self.denoise(named)
+
+        def predictions(predictor: Predictor, seed: int) -> Tensor:
+            noised = random(self.axes, seed, count=2).to(self.device)
+            calls.clear()
+            return predictor.predict(denoise, noised, times.roll(seed), [text, other], given)
+
+        with torch.no_grad():
+            # The first is a call, the second a trace; the third is of what the denoiser may have written into.
+            found = [predictions(replayed, seed) for seed in (3, 3, 4)][1:]
+            if not any(replayed.replays.values()) or (self.found.joins and len(calls) > 1):
+                return float("inf")
+            return max(distance(each, predictions(plain, seed)) for each, seed in zip(found, (3, 4), strict=True))
 
     def unused_parameters(self, named: Callable[[], object]) -> tuple[str, ...]:
         noised = random(self.axes, 4).to(self.device)

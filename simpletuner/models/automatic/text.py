@@ -134,17 +134,16 @@ class TextLayout:
         return self.leaves(record, 0)
 
 
-def collate_texts(layout: TextLayout, axes: Sequence[int | None], texts: Sequence[Sequence[object]]) -> Any:
-    """Return leaves of single captions as what `encode_prompt` returns for all; shorter ones are padded with
-    zeros.
+def collate_texts(axes: Sequence[int | None], texts: Sequence[Sequence[object]]) -> list[Any]:
+    """Return leaves of single captions as those of what `encode_prompt` returns for all; shorter ones are padded
+    with zeros.
 
     `axes` has each leaf's batch axis, None for one that has none.
     """
-    leaves = [
+    return [
         longest(column) if axis is None else torch.cat(padded(column, axis), axis)
         for column, axis in zip(zip(*texts, strict=True), axes, strict=True)
     ]
-    return layout.build(leaves)
 
 
 def as_rows(leaf: Tensor, varying: int) -> Tensor:

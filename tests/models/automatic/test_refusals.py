@@ -135,7 +135,12 @@ def test_a_scheduler_that_draws_noise_while_it_steps_is_proven_by_where_it_ends(
     ancestral = {"class_name": "EulerAncestralDiscreteScheduler"}
     family = automatic(build_foreign("PixArtAlphaPipeline", tmp_path / "base", scheduler=ancestral))
     assert family.found.schedule.objective == "diffusion" and family.found.sign == 1.0
-    assert [check.name for check in family.checks if check.off is not None] == ["own loop", "image", "later step"]
+    assert [check.name for check in family.checks if check.off is not None] == [
+        "own loop",
+        "image",
+        "later step",
+        "replay",
+    ]
 
 
 def test_no_language_model_rewrites_captions():
