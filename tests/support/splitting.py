@@ -78,7 +78,7 @@ def computed(world: World, settings: Any, prepared: Prepared, steps: int, *, is_
         are_sampled = bool(settings.validation.validation_prompt)  # what is prepared serves cases without prompts, too
         validators = [each for each in trainer.evaluations if are_sampled and isinstance(each, Validator)]
         samples = [sample for each in validators for sample in each._samples(lambda done: None)]
-        latents = {planned.prompt.name: tensor.clone() for planned, tensor in samples}
+        latents = {planned.prompt.name: tensor.clone() for planned, tensor, _ in samples}
         return Result(taken + steps_of(trainer, world, steps - 1), gradients, latents, compiled_graphs())
 
 

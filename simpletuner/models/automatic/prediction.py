@@ -76,7 +76,7 @@ class PipelineCall:
 
 
 MOST_REPLAYS = 256
-"""Shapes whose calls are traced by one predictor: of texts of any length there may be thousands."""
+"""Shapes whose traces a predictor keeps: of texts of any length there may be thousands."""
 
 
 @dataclass
@@ -90,7 +90,6 @@ class Predictor:
     maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
     first_maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
     replays: dict[tuple[Any, ...], CallReplay | None] = field(default_factory=dict)
-    traced: set[tuple[Any, ...]] = field(default_factory=set)
 
     def predict(
         self,
@@ -139,19 +138,25 @@ class Predictor:
         prediction = self.run_call(call, call.tensors, denoise)
         if prediction is None:
             raise self.no_step()
-        if self.found.replays and len(self.replays) < MOST_REPLAYS:
-            self.replays.setdefault(call.key)  # to trace the next: images are prepared now, and orders are found
         return prediction
 
     def replay(self, call: PipelineCall) -> CallReplay | None:
-        """Return the trace of calls of these shapes, None for the first of them or if there is none."""
+        """Return the trace of calls of these shapes, None if there is none.
+
+        It is made before the first of them, so that a run which goes on from a checkpoint computes a step as one that
+        began earlier does: samples that share a call of the denoiser differ in the last bits from each alone.
+        """
         key = call.key
-        if key in self.replays and key not in self.traced:
-            self.traced.add(key)
+        if key not in self.replays:
+            if len(self.replays) >= MOST_REPLAYS:
+                del self.replays[next(iter(self.replays))]
+            self.replays[key] = None
+            with torch.no_grad():  # images are prepared, and orders found, which a trace cannot
+                self.run_call(call, call.tensors, self.blank)
             own = replace(call, tensors=[])
             with suppress(NotTraced):
                 self.replays[key] = CallReplay(lambda given, denoise: self.run_call(own, given, denoise), call.tensors)
-        return self.replays.get(key)
+        return self.replays[key]
 
     def run_call(self, call: PipelineCall, given: Sequence[Tensor], denoise: Denoise) -> Tensor | None:
         """Return what the scheduler's `step` gets as the prediction; None if `denoise` ended the call."""

@@ -232,8 +232,8 @@ class Proof:
             return predictor.predict(denoise, noised, times.roll(seed), [text, other], given)
 
         with torch.no_grad():
-            # The first is a call, the second a trace; the third is of what the denoiser may have written into.
-            found = [predictions(replayed, seed) for seed in (3, 3, 4)][1:]
+            # The second is of what the denoiser may have written into.
+            found = [predictions(replayed, seed) for seed in (3, 4)]
             if not any(replayed.replays.values()) or (self.found.joins and len(calls) > 1):
                 return float("inf")
             return max(distance(each, predictions(plain, seed)) for each, seed in zip(found, (3, 4), strict=True))
@@ -241,10 +241,9 @@ class Proof:
     def unused_parameters(self, named: Callable[[], object]) -> tuple[str, ...]:
         noised = random(self.axes, 4).to(self.device)
         time = self.found.schedule.timesteps(0.5).to(self.device)
+        plain = self._predictor(replace(self.found, replays=False))  # shapes that cannot be traced are called
         with torch.enable_grad():
-            prediction = self.predictor.predict(
-                self.denoise, noised, time, [self.text(1)], self.cached(self.study.images)
-            )
+            prediction = plain.predict(self.denoise, noised, time, [self.text(1)], self.cached(self.study.images))
         if not prediction.requires_grad:
             raise self.study.refused("its call computes no gradients")
         prediction.square().mean().backward()

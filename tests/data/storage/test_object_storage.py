@@ -19,7 +19,7 @@ from video_files import frame_of, write_video
 
 from simpletuner.caches.latents import decode_image
 from simpletuner.data.config.dataset_parts import TableSettings
-from simpletuner.data.config.dataset_types import ImageDataset, LocalImages, S3Images
+from simpletuner.data.config.dataset_types import LocalImages, S3Images
 from simpletuner.data.config.places import S3
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.scan.comparison import hash_ends
@@ -131,18 +131,19 @@ def test_folders_of_frames_in_a_bucket_are_clips_and_the_scan_reads_one_frame_of
         LocalImages(id="d", instance_data_dir=films, resolution=64, **values),
         images_at(proxy, "frames", **values),
     )
-    folders: dict[ImageDataset, list] = {}
+    folders = []
     for dataset, storage in ((local, LocalStorage(films)), (far, open_bucket(far))):
         found = discover([scanning.scanned(dataset, storage)], Shape(1, 64, 64), 0)
         assert not requests_for(proxy, "/2.png")
         proxy.latency_seconds, proxy.most_at_once = 0.02, 0
-        folders[dataset] = [(each.name, each.captions, decode_image(each)) for each in found.samples]
+        folders.append([(each.name, each.captions, decode_image(each)) for each in found.samples])
         versions = [each.version for each in found.samples]
-    assert [name for name, _, _ in folders[local]] == ["a/walk/", "a-b/é x%20+/", "clip.v2/"]
-    for (name, captions, pixels), own in zip(folders[far], folders[local], strict=True):
+    here, there = folders
+    assert [name for name, _, _ in here] == ["a/walk/", "a-b/é x%20+/", "clip.v2/"]
+    for (name, captions, pixels), own in zip(there, here, strict=True):
         assert (name, captions) == own[:2] and captions == (f"of {name[:-1]}",)
         assert np.array_equal(pixels, own[2]), name
-    assert folders[far][0][2] == "frame 3.png: is not an image in a known format, or is damaged"
+    assert there[0][2] == "frame 3.png: is not an image in a known format, or is damaged"
     assert proxy.most_at_once > 1 and len(requests_for(proxy, "clip.v2/5.png")) == 1
     far = images_at(proxy, "changed", **values)
     again = discover([scanning.scanned(far, open_bucket(far))], Shape(1, 64, 64), 0).samples

@@ -67,7 +67,7 @@ def trained(
         return family.predict(denoiser, noised.x_t, noised.timesteps, conditioning)
 
     inputs, prediction, mask = recorded_call(denoiser, predict), predict(), torch.ones_like(clean[:, :1])
-    replayed = recorded_call(denoiser, predict)  # `auto` traces a call that it makes for the second time
+    replayed = recorded_call(denoiser, predict)  # by `auto` of a trace, as the one before
     assert replayed.keys() == inputs.keys()
     for name, each in inputs.items():
         same(replayed[name], each, name)
