@@ -70,7 +70,10 @@ def test_going_on_from_a_checkpoint_comparing_two_and_deleting_one(page: Page, s
     page.wait_for_url("**/runs/checkpoints/compare?run=out&one=checkpoint-000002&two=checkpoint-000004")
     assert page.locator("figcaption").all_inner_texts() == ["trained, step 2", "trained, step 4"]
     page.locator("figure img").last.scroll_into_view_if_needed()
-    page.wait_for_function("[...document.querySelectorAll('figure img')].every((each) => each.naturalWidth > 0)")
+    for image in page.locator(
+        "figure img"
+    ).all():  # wait_for_function looks once, then asks for an eval, which CSP forbids
+        expect(image).not_to_have_js_property("naturalWidth", 0)
     loss = (
         page.locator("tr", has=page.get_by_role("rowheader", name="Loss", exact=True)).locator("td").all_inner_texts()
     )
