@@ -41,12 +41,12 @@ def attention_by(name: str, device: torch.device, dtype: torch.dtype, kernel: st
     It holds for the whole process, including recomputation in autograd's threads. `kernel` is `flash3`'s on
     the hub. Raises SettingsError for a kernel that is missing, or unfit for this device and dtype.
     """
-    cudnn = of_torch.equal_gradient_layouts() if device.type == "cuda" else None
+    library = of_torch.equal_gradient_layouts() if device.type == "cuda" else None
     try:
         with chosen_kernel(name, device, dtype, kernel):
             yield
     finally:
-        del cudnn
+        del library  # torch's own kernel is back with the last reference; a second registration beside it is refused
 
 
 @contextmanager

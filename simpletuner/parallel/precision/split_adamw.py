@@ -213,7 +213,7 @@ def factors_of(steps: int, group: dict[str, Any]) -> list[float]:
     return [1 - beta1, *squares, group["eps"], 1 - rate * group["weight_decay"], rate / (1 - beta1**steps)]
 
 
-# Defined by its schema: `custom_op` takes the host 7 us more for each of a model's weights.
+# Defined by its schema: `custom_op` takes the host 6 us more for each of a model's weights.
 LIBRARY = torch.library.Library("simpletuner", "DEF")
 LIBRARY.define(
     "split_adamw(Tensor(a!)[] weights, Tensor(b!)[] remainders, Tensor[] gradients, Tensor(c!)[] mean_codes, "

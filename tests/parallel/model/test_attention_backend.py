@@ -71,6 +71,13 @@ def joined(query, key, value):
 
 def test_gradients_come_in_the_layout_of_the_output():
     """By the CPU's operator, since cuDNN's has the same first arguments: see `layouts` in benchmarks/gpu/machine.py."""
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    for operator in (CPU_BACKWARD, cudnn):
+        names = [each.name for each in operator._schema.arguments[:5]]
+        assert names == ["grad_out", "query", "key", "value", "out"]
+    for _ in range(2):  # a run after another one registers it again
+        library = equal_gradient_layouts()
+        del library
     leaves = [torch.randn(2, 16, 4, 8, requires_grad=True) for _ in range(3)]
     gradient = torch.randn(2, 16, 64)
     with Strides() as before:
