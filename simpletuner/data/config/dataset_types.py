@@ -346,13 +346,25 @@ def conditioning_of(dataset: ImageDataset, datasets: Iterable[ImageDataset]) -> 
 def mistakes_of_class_images(
     entries: Sequence[tuple[ImageDataset, DatasetEntry]], refused: Collection[str]
 ) -> Iterator[Mistake]:
-    """Yield mistakes in names of datasets whose captions are prompts of class images."""
+    """Yield mistakes in names of datasets whose captions are prompts of class images, and in their folders."""
+    scanned = [
+        (each.id, each.instance_data_dir.resolve())
+        for each, _ in entries
+        if isinstance(each, LocalImages) and not each.prior_images
+    ]
     captioned = [each.id for each, _ in entries if not (each.conditioning_type or each.prior_images)]
     for dataset, entry in entries:
         source = dataset.prior_captions_of
         if source is not None and source not in (*captioned, *refused):
             message = "no dataset of images with captions has this id"
             yield entry.mistake("prior_captions_of", message, did_you_mean(source, captioned))
+        if dataset.prior_images and isinstance(dataset, LocalImages):
+            folder = dataset.instance_data_dir.resolve()
+            if within := next((name for name, each in scanned if folder.is_relative_to(each)), None):
+                message = (
+                    f"class images would be taken for images of dataset `{within}`: give them a folder of their own"
+                )
+                yield entry.mistake("instance_data_dir", message)
 
 
 def mistakes_of_pairs(

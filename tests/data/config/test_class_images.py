@@ -16,8 +16,8 @@ from simpletuner.errors import DataError, SettingsError
 from simpletuner.preparation.class_images import scan_of_class_images
 from simpletuner.settings.declared.sections import Model, Settings, Validation
 
-MADE = {"id": "class", "prior_images": 3, "prior_prompt": "a  dog"}
-BY_CAPTIONS = {"id": "class", "prior_images": 3, "prior_captions_of": "one", "class_words": {"sks dog": "dog"}}
+MADE = {"id": "class", "instance_data_dir": "made", "prior_images": 3, "prior_prompt": "a  dog"}
+BY_CAPTIONS = {**MADE, "prior_prompt": None, "prior_captions_of": "one", "class_words": {"sks dog": "dog"}}
 
 
 def test_class_words_replace_whole_trigger_words_the_longest_first():
@@ -52,10 +52,12 @@ def test_captions_of_class_images_are_their_prompts_whatever_the_settings_say(tm
         ({"caption_strategy": "filename"}, "captions of class images are their prompts: leave it out"),
         ({"prepend_instance_prompt": True}, "captions of class images are their prompts: leave it out"),
         ({"dataset_type": "video"}, "class images are of type local and dataset_type image"),
-        ({**BY_CAPTIONS, "prior_prompt": None, "class_words": {" ": "b"}}, "use the class word of each trigger word"),
-        ({**BY_CAPTIONS, "prior_prompt": None, "class_words": ["b"]}, "use the class word of each trigger word"),
-        ({**BY_CAPTIONS, "prior_prompt": None, "prior_captions_of": "class"}, "no dataset of images with captions"),
-        ({**BY_CAPTIONS, "prior_prompt": None, "prior_captions_of": "o1e"}, "did you mean `one`?"),
+        ({**BY_CAPTIONS, "class_words": {" ": "b"}}, "use the class word of each trigger word"),
+        ({**BY_CAPTIONS, "class_words": ["b"]}, "use the class word of each trigger word"),
+        ({**BY_CAPTIONS, "prior_captions_of": "class"}, "no dataset of images with captions"),
+        ({**BY_CAPTIONS, "prior_captions_of": "o1e"}, "did you mean `one`?"),
+        ({"instance_data_dir": "pictures"}, "class images would be taken for images of dataset `one`"),
+        ({"instance_data_dir": "pictures/of/dogs"}, "class images would be taken for images of dataset `one`"),
     ],
 )
 def test_mistakes_are_named_at_their_key(changes, said, tmp_path):
