@@ -122,11 +122,11 @@ def plan_data(
     alignment = bucket_alignment(settings, data.datasets, session.world, session.stop.check)
     found = discover(data.scans, alignment, settings.training.seed)
     accept(found.samples)
-    check_sound(settings, found.samples)
     if scans_folder is None:
         list_uncaptioned(found, session)
     plan = checked_plan(settings, data, found)
     report_left_out(found, session.report)
+    check_sound(settings, found.samples)  # after what is wrong with the images, which may be why
     rates = (remark_on_rates(scan, clip_fps(settings.model))[1] for scan in found.scans)
     for warning in (*dataset_warnings(found, alignment.width), *filter(None, rates)):
         session.report.warn(warning)

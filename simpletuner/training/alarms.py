@@ -67,7 +67,8 @@ class RunAlarms:
 
     def tell_with_causes(self, alarm: Alarm) -> None:
         causes = [*self.machine_causes(), *slowed_by(self.session.world.device, os.getpid())]
-        why = "; ".join(causes) or "neither swapping nor load, and no other process on the GPU"
+        load = f"a load of {os.getloadavg()[0]:.1f} on {os.cpu_count() or 1} CPUs"
+        why = "; ".join(causes) or f"no swapping, no other process on the GPU, {load}"
         self.tell(Alarm(alarm.name, f"{alarm.sentence}; {why}", alarm.hint))
 
     def machine_causes(self) -> list[str]:
