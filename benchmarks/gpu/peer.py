@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu.records import Record
-from gpu.steps import Step, forget_peaks, on_gpu, settings_of, shape_of, tell_step
+from gpu.steps import Step, forget_peaks, on_gpu, settings_of, shape_of, tell_step, trace
 from torch import Tensor, nn
 
 from simpletuner.counting.step_memory import Workload
@@ -40,11 +40,9 @@ def measure_diffusers_step(name: str, step: Step, tiny: bool) -> None:
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
         workload = Workload(family, shape_of(step, step.flags_here(tiny)["resolution"], tiny))
         inputs = random_inputs(settings, workload, accelerator.device)
-        latents, taken = inputs.pop("latents"), list[float]()
-        for number in range(step.warm_up + step.count):
-            if number == step.warm_up:
-                forget_peaks(tiny)
-            began = time.perf_counter()
+        latents = inputs.pop("latents")
+
+        def take_step() -> None:
             with accelerator.accumulate(model):
                 loss = loss_of(family, model, latents, inputs, is_lora)
                 accelerator.gather(loss.repeat(len(latents))).mean().item()
@@ -55,8 +53,17 @@ def measure_diffusers_step(name: str, step: Step, tiny: bool) -> None:
                 optimizer.zero_grad()
             if on_gpu(tiny):
                 torch.cuda.synchronize()
+
+        taken: list[float] = []
+        for number in range(step.warm_up + step.count):
+            if number == step.warm_up:
+                forget_peaks(tiny)
+            began = time.perf_counter()
+            take_step()
             taken.append(time.perf_counter() - began)
         tell_step(f"{name}, as diffusers' script", step, step.resolutions(tiny)[0], tiny, taken[step.warm_up :])
+        if step.is_traced:
+            trace(f"{name}, as diffusers' script", take_step, tiny)
 
 
 def loss_of(family: ModelFamily, model: nn.Module, latents: Tensor, inputs: Record, is_lora: bool) -> Tensor:

@@ -255,7 +255,7 @@ def trace(name: str, take_step: Callable[[], object], tiny: bool) -> None:
     spent = [(e.key[:90], e.count, (e.self_device_time_total if gpu else e.self_cpu_time_total) / 1e6) for e in events]
     spent.sort(key=lambda each: -each[2])
     busy, launches = sum(each[2] for each in spent), sum(each[1] for each in spent)
-    tell(step=name, kind="trace", seconds=seconds, busy=busy, launches=launches, top=spent[:12])
+    tell(step=name, kind="trace", seconds=seconds, busy=busy, launches=launches, top=spent[:30])
     if gpu and (out := os.environ.get("OUT")):
         file = Path(out) / f"trace-{name.replace(' ', '_').replace(',', '')}.json.gz"
         profiled.export_chrome_trace(str(file))
