@@ -152,8 +152,9 @@ class MetricColumn:
         self.last = np.concatenate([self.last, added[1, -ENDS:]])[-ENDS:]
         self.tail = np.concatenate([self.tail, added], axis=1)
         while blocks := min(self.tail.shape[1] // self.size, MAX_BLOCKS - self.count):
-            full, self.tail = np.split(self.tail, [blocks * self.size], axis=1)
+            full, tail = np.split(self.tail, [blocks * self.size], axis=1)
             self._add(full.reshape(2, blocks, self.size))
+            self.tail = tail.copy()  # a view would keep all points that were added with these
             if self.count == MAX_BLOCKS:
                 self._halve()
 
