@@ -192,5 +192,4 @@ def print_error(error: SimpleTunerError) -> None:
 
 
 def train_main() -> None:
-    """Run `simpletuner-train`, which is `simpletuner train`."""
     main(program="simpletuner-train")

@@ -6,12 +6,12 @@ import re
 
 # `user:password@` of an address. A user alone may be a token, as in `https://ghp_...@host`.
 USERINFO = re.compile(r"(?<=://)[^\s/?#\\'\"<>]*@")
+# Query parameters that give access, such as S3's X-Amz-Signature, Azure's `sig`, and `token`.
 SIGNED = re.compile(
     r"""([?&;](?:[\w.-]*(?:token|signature|secret|passw|credential|api[_-]?key|access[_-]?key)[\w.-]*|sig|key|auth|pwd)=)
     [^\s&;\#\\'"<>]+""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""Query parameters that give access, such as S3's X-Amz-Signature, Azure's `sig`, and `token`."""
 MASK = "..."
 
 

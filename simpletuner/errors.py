@@ -29,8 +29,8 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
+# Exit codes after a signal, which is not an error.
 SIGNAL_CODES = frozenset({ExitCode.HANGUP, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
-"""Exit codes after a signal, which is not an error."""
 
 
 class SimpleTunerError(Exception):
@@ -80,8 +80,8 @@ class BrokenRule(Mistake):
         return f"{self.message} [{self.place}]" if self.place else self.message
 
 
+# Largest number of mistakes printed. Nearest names, which take long to find, are sought in no more.
 MAX_MISTAKES = 100
-"""Largest number of mistakes printed. Nearest names, which take long to find, are sought in no more."""
 
 
 class SettingsError(SimpleTunerError):

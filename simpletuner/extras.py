@@ -29,8 +29,8 @@ EXTRAS = {
 }
 """The optional dependencies of pyproject.toml, with which a test compares them."""
 OTHER_PROGRAM = "This is not the package `simpletuner` of the package index, which is another program."
+# Modules that the other program has in its package, and this one has not.
 OF_THE_OTHER = ("helpers", "cli")
-"""Modules that the other program has in its package, and this one has not."""
 ENTRY_POINT = "simpletuner.app:main"
 
 

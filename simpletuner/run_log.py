@@ -23,12 +23,12 @@ MOST_KEPT = 1000
 LOG = "log.txt"
 CONSOLE = "console.txt"
 """Output of the run that has the folder, where a page has started it."""
+# Beginning of the first entry of a start: what is above is of earlier ones.
 STARTED = "started: "
-"""Beginning of the first entry of a start: what is above is of earlier ones."""
 # Output of a start from a page until it has the folder: a mistake in its settings is nowhere else.
 START_CONSOLE = "console.start.txt"
+# Flags for appending to a run's own files: symbolic links are not followed, and a FIFO is not waited for.
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Flags for appending to a run's own files: symbolic links are not followed, and a FIFO is not waited for."""
 
 # Characters that move the cursor, reverse text or cannot be printed: C0 and C1 controls except tab and
 # newline, bidirectional marks, and the surrogates that stand for bytes of a file name that are not UTF-8.

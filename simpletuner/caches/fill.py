@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from simpletuner.parallel.world import World
     from simpletuner.report import Report
 
+# Requests looked up at once.
 BLOCK = 1 << 14
-"""Requests looked up at once."""
 MAX_COMPARED = 1000
 """Records of another dataset's folder that are compared by their names."""
 

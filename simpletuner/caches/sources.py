@@ -160,7 +160,6 @@ def open_paired(
 
 
 def reads_images(family: ModelFamily, part: DatasetSamples) -> bool:
-    """True if text encoders read a dataset's references or first frames."""
     return family.reads_references and bool(part.references or part.dataset.is_i2v)
 
 

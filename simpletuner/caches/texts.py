@@ -68,7 +68,6 @@ class TextSource(RecordSource[str, str]):
 
 
 def key_parts(family: ModelFamily, dtype: torch.dtype) -> KeyParts:
-    """Key parts of all embeddings of a run."""
     encoders = folder_fingerprint(text_folders(family.folder))
     return {**text_parts(encoders, str(dtype), family.max_length), **family.cache_facts}
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 # A listing of 10,000 shards takes 5 ms.
 REFRESH_SECONDS = 1.0
+# Records to wait for before a merge: number, or share. A row takes 64 bytes, a location 800.
 MERGED_AT, MERGED_SHARE = 4096, 16
-"""Records to wait for before a merge: number, or share. A row takes 64 bytes, a location 800."""
 
 
 class RecentRecords:

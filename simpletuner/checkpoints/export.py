@@ -44,13 +44,11 @@ from simpletuner.system.files.mounts import rename_over
 from simpletuner.system.files.regular_files import read_file
 
 ENCODER_STEM = "model"
+# Components written from the family's config, with the run's prediction type; others are copied.
 SCHEDULER = "scheduler/scheduler_config.json"
-"""Components written from the family's config, with the run's prediction type; others are copied."""
 
 
 class MarkerFields(BaseModel):
-    """Fields of `simpletuner.json`."""
-
     steps: int = Field(ge=0)
     files: dict[str, int]
     checksums: dict[str, str]

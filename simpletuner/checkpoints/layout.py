@@ -39,14 +39,14 @@ NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
 SET_ASIDE = "set-aside"
 PAGE = "report.html"
+# Folder of requests for images (`training/validation/sample_requests.py`), and ends of their names.
 REQUESTS, REQUEST, TAKEN_REQUEST = "sample-requests", ".request", ".taken"
-"""Folder of requests for images (`training/validation/sample_requests.py`), and ends of their names."""
 REQUEST_NAME = re.compile(rf"(?P<id>[0-9a-f]{{24}})\{REQUEST}", re.ASCII)
+# Names of that folder that a run looks at, so that a full one costs no time.
 MOST_LISTED = 1000
-"""Names of that folder that a run looks at, so that a full one costs no time."""
+# Folders beside `checkpoints` to which a run exports, by model_type; of the average with `-ema`, of a checkpoint with
+# its step.
 EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
-"""Folders beside `checkpoints` to which a run exports, by model_type; of the average with `-ema`, of a
-checkpoint with its step."""
 BEST_SUFFIX = "-best"
 """Ending of the folder to which the best step by the held-out loss is exported."""
 # In an exported folder: its number of steps, with size and checksum of every file; written last.
@@ -85,8 +85,6 @@ class ScheduleFields(BaseModel):
 
 
 class StateFields(BaseModel):
-    """Required fields of `state.json`."""
-
     step: Count
     position: PositionFields
     data: str

@@ -31,7 +31,6 @@ Content = tuple[torch.dtype, tuple[int, ...]]
 
 
 def write_sharded(folder: Path, group: TensorGroup, world: World) -> dict[str, str]:
-    """Write the shards of this rank into one file, and return its checksum by name."""
     if not group.local:
         return {}
     name = f"shard-{world.rank + 1:05d}-model-00001-of-00001.safetensors"

@@ -222,8 +222,8 @@ def prompts_as_settings(prompts: Sequence[Mapping[str, Any]], output: Path | Non
 
 
 MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path")
+# Sections that do not change what is trained: settings of theirs that cannot be run are left out.
 OPTIONAL = ("validation", "logging", "compile")
-"""Sections that do not change what is trained: settings of theirs that cannot be run are left out."""
 ONLY_FASTER = ("fuse_qkv_projections",)
 
 

@@ -102,8 +102,8 @@ TOPICS = {
 """Subjects of the check, with the sentence where nothing is found."""
 IN_PART = {"images": "every header can be read", "captions": "none is missing"}
 """The sentence where only a part of a topic was checked."""
+# Topics about which nothing is known unless they are checked.
 UNKNOWN = {"repeats"}
-"""Topics about which nothing is known unless they are checked."""
 STYLES = {"ok": "green", "look": "yellow", "FAIL": "bold red", "-": "dim"}
 MAX_BUCKETS = 20
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from simpletuner.parallel.model.blocks import BlockClass
 
 SETTING = "fsdp_transformer_layer_cls_to_wrap"
+# The settings that name the model: the flags of this command.
 SHOWN = ("model_family", "model_flavour", "pretrained_model_name_or_path", "revision", "model_families")
-"""The settings that name the model: the flags of this command."""
 
 Refresh = Annotated[bool, typer.Option("--refresh", help="Detect again, even if the result is cached.")]
 Lora = Annotated[bool, typer.Option("--lora", help="Show the attention projections that model_type=lora adapts.")]

@@ -19,8 +19,8 @@ DEBUG = ("--debug", "Show the whole traceback of an error.")
 
 ALL = "simpletuner.all_settings"
 """Key of a context in which each setting is listed."""
+# Attribute of a command's function: makes the options of settings.
 MAKE_OPTIONS = "make_options"
-"""Attribute of a command's function: makes the options of settings."""
 FLAGS = "simpletuner.flags"
 """Key of a context with the values of settings' flags."""
 HELP_ALL = ("--help-all", f"Show all {len(setting_fields())} settings.")

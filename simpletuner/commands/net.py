@@ -30,8 +30,8 @@ SHOWN = (
 )
 """Settings that decide the ranks and their communication."""
 
+# Limits of the matrix of pairs, and of the list of the slowest ones where there are more machines or ranks.
 MOST_COLUMNS, MOST_ROWS = 8, 12
-"""Limits of the matrix of pairs, and of the list of the slowest ones where there are more machines or ranks."""
 
 
 def build_net() -> typer.Typer:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from simpletuner.tools.nfs.check import CheckOutcome
     from simpletuner.tools.nfs.rendezvous import Node
 
+# The settings that say which machines there are, and how much the run will write.
 SHOWN = (
     *("model_family", "model_flavour", "model_type", "pretrained_model_name_or_path", "output_dir", "max_train_steps"),
     *("optimizer", "use_ema", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
     *("checkpoint_step_interval", "checkpoints_total_limit"),
 )
-"""The settings that say which machines there are, and how much the run will write."""
 
 WORDS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
 STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red", "-": "dim"}

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from simpletuner.tools.plan.search import Proposal
 
 LEGEND = "P parameters that are trained, F frozen ones, U those of the largest unit, N ranks that share them"
+# Names of the parts of a step, where those of the fields do not say it.
 PARTS = {"products": "matrix products", "other": "all other operators"}
-"""Names of the parts of a step, where those of the fields do not say it."""
 
 Gpu = Annotated[
     str | None,

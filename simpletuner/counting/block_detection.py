@@ -103,8 +103,8 @@ def to_lines(entries: Mapping[str, object]) -> bytes:
     return f"{{\n{lines}\n}}\n".encode()
 
 
+# Version of the cached form and of how units are chosen: a new number makes all cached entries invalid.
 CACHE_VERSION = 2
-"""Version of the cached form and of how units are chosen: a new number makes all cached entries invalid."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,6 @@ class Detection:
     cached: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """The form of `--json` and of the block cache."""
         return {
             "model_family": self.model_family,
             "model_flavour": self.model_flavour,

@@ -29,14 +29,12 @@ T = TypeVar("T")
 EqualBlocks = Mapping[nn.Module, tuple[str, object]]
 """Name and kind of each block of which a model has others of the same kind."""
 
+# Attribute of diffusers' modules: the function that calls a block whose activations are recomputed.
 CHECKPOINT = "_gradient_checkpointing_func"
-"""Attribute of diffusers' modules: the function that calls a block whose activations are recomputed."""
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Form of a tensor, and its place in its storage."""
-
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -214,8 +212,6 @@ class AfterBlock(Function):
 
 
 class Recorder:
-    """Run a call of a block alone, and record what it takes."""
-
     def __init__(self, execution: Execution, call: BlockCall, unused: Sequence[int]) -> None:
         """`unused` are the numbers of the outputs that no gradient reaches."""
         self.call, self.anchor, self.unused = call, call.anchor, unused
@@ -361,7 +357,6 @@ class BlockReplays:
 
     @contextmanager
     def replaced(self, model: nn.Module, blocks: EqualBlocks) -> Iterator[None]:
-        """Replay those blocks of a model within."""
         recomputes = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
         callers = [each for each in model.modules() if hasattr(each, CHECKPOINT)] if recomputes else []
         alone = [] if recomputes else [*blocks]

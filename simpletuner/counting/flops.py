@@ -264,6 +264,7 @@ def use_cuda_kernels(model: nn.Module) -> None:
             module.forward = partial(fused_rms_norm, norm=module)
 
 
+# Functions that autocast computes in float32 on CUDA (ATen/autocast_mode.h), but in bf16 on a CPU.
 FLOAT32_ON_CUDA = frozenset(
     [
         "acos",
@@ -332,7 +333,6 @@ FLOAT32_ON_CUDA = frozenset(
         "sum",
     ]
 )
-"""Functions that autocast computes in float32 on CUDA (ATen/autocast_mode.h), but in bf16 on a CPU."""
 
 # Names under which Python calls them.
 ALIASES = {

@@ -29,13 +29,13 @@ from simpletuner.system.files.unread import MALFORMED
 T = TypeVar("T")
 
 FOLDER = "counts"
+# The newest are kept: 0.1 MB each for FLUX.
 MOST_RECORDS = 500
-"""The newest are kept: 0.1 MB each for FLUX."""
 FAMILIES = "simpletuner.models.families."
 SOURCES = ("counting", "models/families", "models/family", "parallel/model", "private_api")
 """Folders of the package whose code decides a count."""
+# Settings of `model` that say where it is: its config decides.
 ELSEWHERE = {"pretrained_model_name_or_path", "revision", "variant"}
-"""Settings of `model` that say where it is: its config decides."""
 
 
 @dataclass(frozen=True)

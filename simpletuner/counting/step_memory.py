@@ -195,11 +195,9 @@ class Workload:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the inputs of one sample."""
         return self.family.input_shapes(*self.largest)
 
     def trained_model(self, settings: Settings) -> nn.Module:
-        """Denoiser on the meta device, with the trainable parameters and dtypes of a training step."""
         model = self.family.denoiser()
         if self.family.adapter is not None:
             freeze(model, compute_dtype(settings))
@@ -221,7 +219,6 @@ class Workload:
         return count_parameters(self.family.meta_denoiser)
 
     def gathered(self, settings: Settings, trace: StepTrace) -> Iterator[float]:
-        """Yield the bytes that FSDP2 gathers and reduces at each point of a trace."""
         if not self.numel:  # by the names in a trace, whatever the dtypes are
             self.numel = {name: each.numel() for name, each in self.trained_model(settings).named_parameters()}
         return gathered_points(settings, self.units(settings), trace, self.numel)

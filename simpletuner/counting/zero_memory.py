@@ -22,13 +22,13 @@ from simpletuner.settings import Settings
 from simpletuner.settings.foreign.deepspeed_config import deepspeed_config
 from simpletuner.system.numbers import format_gib
 
+# DeepSpeed's defaults, in elements (0.19.8: runtime/zero/config.py and offload_config.py).
 DEFAULT_ELEMENTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_max_live_parameters": 1_000_000_000,
     "sub_group_size": 1_000_000_000,
     "max_in_cpu": 1_000_000_000,
 }
-"""DeepSpeed's defaults, in elements (0.19.8: runtime/zero/config.py and offload_config.py)."""
 
 OPTIMIZER_BUFFER_COUNT, PARAM_BUFFER_COUNT = 4, 5
 """DeepSpeed's default numbers of buffers for swapping optimizer state and weights to files."""
@@ -119,7 +119,6 @@ def place_of(config: Mapping[str, object], block: str) -> str:
 
 
 def weight_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes of a weight in the compute dtype."""
     return 2 if config["bf16"]["enabled"] else FLOAT32_BYTES
 
 

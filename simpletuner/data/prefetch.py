@@ -24,8 +24,8 @@ from simpletuner.data.samples.samples import Sample
 PREFIX = "reference."
 FIRST_FRAME = "first_frame"
 """Name in conditioning of what a model is given of a clip's first frame."""
+# Names of what is noised of a sample: its image or video, and the sound of a clip.
 LATENTS, SOUND = "latents", "sound"
-"""Names of what is noised of a sample: its image or video, and the sound of a clip."""
 
 T = TypeVar("T")
 
@@ -75,7 +75,6 @@ class Batch:
 
     @property
     def clean_streams(self) -> dict[str, Tensor]:
-        """Latents of further streams, without noise."""
         return {name: clean for name, (clean, _) in self.streams.items()}
 
     def pinned(self) -> Batch:

@@ -145,7 +145,6 @@ class DeepSpeedEngine:
         return sorted({moment for moments in self.moments_of.values() for moment in moments})
 
     def with_moment(self, moment: str) -> list[str]:
-        """Return the names of the parameters that have a moment."""
         return [name for name, moments in self.moments_of.items() if moment in moments]
 
     def optimizer_state(self) -> OptimizerState:

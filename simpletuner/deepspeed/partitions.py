@@ -40,8 +40,6 @@ from simpletuner.parallel.torch_engine import ShardUpdate
 
 
 class ElementRange(NamedTuple):
-    """The elements [start, end) of a flattened parameter."""
-
     start: int
     end: int
 
@@ -119,9 +117,7 @@ class OptimizerPartitions(Protocol):
     `moment` names one of the optimizer's moments (`exp_avg`, ...); None means the float32 weights themselves.
     """
 
-    def element_range(self, name: str) -> ElementRange:
-        """Return the range of a parameter's elements that this rank has."""
-        ...
+    def element_range(self, name: str) -> ElementRange: ...
 
     def local_shards(
         self, moment: str | None = None, names: Collection[str] | None = None

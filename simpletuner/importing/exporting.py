@@ -51,8 +51,6 @@ class ForeignRun:
 
 @dataclass(frozen=True)
 class Writer:
-    """A format of `config export --to`."""
-
     trainer: ForeignTrainer
     write: Callable[[Settings, Sequence[Mapping[str, Any]]], ForeignRun]
     """Makes what the table of keys cannot: model, network, noise levels, folders."""

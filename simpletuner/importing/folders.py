@@ -91,8 +91,8 @@ def files_in(path: Any) -> list[Path]:
         return []
 
 
+# Suffixes of latents and text embeddings that other programs have cached.
 CACHED = (".pt", ".npz", ".safetensors", ".arrow")
-"""Suffixes of latents and text embeddings that other programs have cached."""
 
 
 def has_caches(path: object) -> bool:
@@ -201,13 +201,13 @@ def put_around(found: Translation, key: str, before: str, behind: str = "") -> N
 NEAREST = "an image takes the size of the nearest w/h there, and of the nearest ratio here: one between two may differ"
 """A remark on buckets of sd-scripts and musubi-tuner."""
 
+# Options behind a prompt of sd-scripts and musubi-tuner (train_util.py, line_to_prompt_dict) by our keys.
 FLAGS = {
     "n": "negative_prompt",
     "d": "seed",
     "s": "num_inference_steps",
     "l": "guidance",
 }
-"""Options behind a prompt of sd-scripts and musubi-tuner (train_util.py, line_to_prompt_dict) by our keys."""
 FLAG = re.compile(r" --(\w+) ?")
 
 

@@ -112,7 +112,6 @@ class Translation:
         self.left_out.append(UnmappedValue(key, shown, self.place(key), reason, effect))
 
     def leave(self, effect: Effect, key: str, reason: str, value: Any = None) -> None:
-        """Leave a key out for a reason."""
         self.remark(key, reason, value, effect)
         self.values.pop(key, None)
 
@@ -157,13 +156,11 @@ class Translation:
         return found if isinstance(found, list) else [found]
 
     def within(self, values: Mapping[str, Any], key: str = "") -> Translation:
-        """Return the translation of a part of the file, such as one of its datasets."""
         line = self.lines.get(key, 0)
         file = self.datasets_file or self.file
         return Translation(self.trainer, file, dict(flatten(values)), dict.fromkeys(flat_keys(values), line))
 
     def answer(self, table: KeyTable) -> None:
-        """Answer all other keys by a table."""
         for key, value in list(self.values.items()):
             found = map_field(table, MappedField(key, table.aliases.get(key, key), value, "unknown"))
             if found.outcome == "set":

@@ -29,16 +29,16 @@ CLASSES: dict[str, dict[str, str]] = {
     "Flux2FeedForward": {"flux2": "transformer_blocks.*.ff*.*"},
 }
 """Layers in a class of modules of the original's denoisers, by our family."""
+# Ends of the names of denoisers' own classes: all layers.
 WHOLE_MODEL = ("Transformer2DModel", "Transformer3DModel", "UNet2DConditionModel")
-"""Ends of the names of denoisers' own classes: all layers."""
+# A rank above any layer's: LyCORIS and peft then keep the second factor of LoKr as one matrix, at scale 1.
 FULL_RANK = 65_536
-"""A rank above any layer's: LyCORIS and peft then keep the second factor of LoKr as one matrix, at scale 1."""
 HALF = 10_000
 """Sizes from this on are written to have whole matrices."""
 SIZES = ("factor", "linear_dim", "linear_alpha")
 READ = (*SIZES, "algo", "multiplier", "full_matrix", "apply_preset")
+# Arguments that change how a product is computed, and not which.
 SAME = ("bypass_mode",)
-"""Arguments that change how a product is computed, and not which."""
 
 
 def lycoris_values(given: RawValue, path: Path, family: str) -> list[RawValue]:

@@ -30,8 +30,6 @@ Effect = Literal["none", "look", "lost"]
 
 @dataclass(frozen=True)
 class UnmappedValue:
-    """A value of the original's file that the new file does not have."""
-
     name: str
     value: Any
     place: str

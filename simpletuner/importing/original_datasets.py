@@ -26,6 +26,7 @@ from simpletuner.settings.values.spelling import normalize_name
 PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file", "csv_cache_dir", "caption_filter_list")
 CACHE_FOLDERS = ("cache_dir", "cache_dir_vae")
 HINT = "docs/dataset-file.md lists the keys of a dataset"
+# Keys without which an entry would be another dataset.
 ESSENTIAL = (
     "id",
     "type",
@@ -40,18 +41,17 @@ ESSENTIAL = (
     "instance_prompt",
     "resolution",
 )
-"""Keys without which an entry would be another dataset."""
 BUCKETS = ("aws", "gcs", "azure")
 """Values of `type` with which the path of a table is that of an object."""
 NOT_COPIED = "a secret is not copied: write it into the new file, or use the environment or a profile in ~/.aws"
 HARMLESS = ("image_embeds", "default", "cache_dir", *NO_EFFECT)
 """Keys without an effect here, besides settings of the same name without one."""
+# Keys that do not change what is trained on.
 KEEPS_RESULT = (
     *("vae_cache_clear_each_epoch", "delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"),
     *("text_encoder_batch_size", "conditioning_image_embed_batch_size", "streaming", "num_proc", "hf_token"),
     "parquet.audio_duration_column",
 )
-"""Keys that do not change what is trained on."""
 KEEPS_ZERO = ("repeats", "crop", "disabled", "disable", "prepend_instance_prompt", "default")
 
 

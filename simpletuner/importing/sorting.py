@@ -45,8 +45,8 @@ from simpletuner.system.files.paths import expand_path
 # Names whose value cannot be left out, not even with --partial: nothing would be left to train.
 DECISIVE = ("model_family", "model_type", "controlnet", "control", "refiner_training")
 NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args")}
+# Sections that do not change what is trained.
 ASIDE = ("checkpoints", "compile", "hub", "launch", "logging", "validation")
-"""Sections that do not change what is trained."""
 ALSO_ASIDE = (
     *("attention_backend", "gradient_checkpointing", "offload_activations", "fuse_qkv_projections", "allow_tf32"),
     *("vae_dtype", "vae_enable_tiling", "vae_enable_slicing", "vae_batch_size", "text_encoder_batch_size"),
@@ -165,8 +165,8 @@ def take_or_leave(given: RawValue, value: RawValue, config: OriginalConfig, orig
 
 
 BESIDE, WRITTEN = ("data_backend_config", "validation_prompt_file"), "written beside it"
+# Of a warm-up of w steps, the k-th has (k - 1)/w of the rate in other trainers, and k/(w + 1) here.
 FROM_ZERO = "its first step has rate 0 there, and a step's share here"
-"""Of a warm-up of w steps, the k-th has (k - 1)/w of the rate in other trainers, and k/(w + 1) here."""
 
 
 def take_translated(original: Original, run: Translation) -> None:

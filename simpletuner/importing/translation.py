@@ -20,8 +20,6 @@ from simpletuner.settings.values.spelling import normalize_name
 
 @dataclass(frozen=True)
 class OriginalOptimizer:
-    """An optimizer of the original: its replacement here, and the values that it has there."""
-
     ours: str
     betas: tuple[float, float] | None = None
     epsilon: float | None = None
@@ -68,14 +66,12 @@ ORIGINAL_OPTIMIZERS: dict[str, OriginalOptimizer] = {
     "bnb_lion8bit_paged": OriginalOptimizer("lion", FASTER, note="its momentum is of 8 bits there"),
 }
 DEFAULT_OPTIMIZER = "adamw_bf16"
+# Optimizers that the original silently replaces by adamw_schedulefree with FSDP2.
 NOT_WITH_FSDP2 = ("optimi_", "bnb_", "soap")
-"""Optimizers that the original silently replaces by adamw_schedulefree with FSDP2."""
 
 
 @dataclass(frozen=True)
 class OriginalFamily:
-    """Behaviour of the original in every run of a family."""
-
     forces: Mapping[str, Any] = field(default_factory=dict)
     """Settings that have these values whatever the file says."""
     limits: Mapping[str, float] = field(default_factory=dict)
@@ -91,8 +87,8 @@ def aligned(pixels: int, **forces: object) -> dict[str, Any]:
 BY_PIPELINE = OriginalFamily(
     lost="there code of its own trains it, which was not compared with diffusers' pipeline, by which it trains here"
 )
+# Of a family whose code there is that of diffusers' pipeline (bc8e6ab7): texts, positions, times and target.
 BY_CODE_LIKE_IT = OriginalFamily()
-"""Of a family whose code there is that of diffusers' pipeline (bc8e6ab7): texts, positions, times and target."""
 
 ORIGINAL_FAMILIES: dict[str, OriginalFamily] = {
     "anima": BY_PIPELINE,
@@ -128,18 +124,19 @@ ORIGINAL_FAMILIES: dict[str, OriginalFamily] = {
     "wan": OriginalFamily(aligned(32, tokenizer_max_length=512)),
 }
 
+# Flavours (`""`: the default one) whose LoRA the original trains on top of an assistant LoRA.
 ASSISTED = {"z_image": ("", "turbo", "turbo_ostris_v2"), "flux": ("schnell",)}
-"""Flavours (`""`: the default one) whose LoRA the original trains on top of an assistant LoRA."""
 
 IMAGE_STREAM = "to_k,to_q,to_v,to_out.0"
+# Layers that a LoRA adapts where the file names none; those of IMAGE_STREAM in all other families.
 LORA_TARGETS = {
     "flux": f"{IMAGE_STREAM},add_k_proj,add_q_proj,add_v_proj,to_add_out",
     "kandinsky5_video": "to_key,to_query,to_value",
     "flux2": "attn.to_q,attn.to_k,attn.to_v,attn.to_out.0,attn.to_qkv_mlp_proj",
 }
-"""Layers that a LoRA adapts where the file names none; those of IMAGE_STREAM in all other families."""
 CONTEXT = "add_k_proj,add_q_proj,add_v_proj,to_add_out"
 FEED_FORWARD = "ff.net.0.proj,ff.net.2,ff_context.net.0.proj,ff_context.net.2,proj_mlp,proj_out"
+# Layers by the original's flux_lora_target, those that diffusers' FLUX.1 has.
 FLUX_LORA_TARGETS = {
     "all": LORA_TARGETS["flux"],
     "context": CONTEXT,
@@ -150,19 +147,18 @@ FLUX_LORA_TARGETS = {
     "tiny": "single_transformer_blocks.7.proj_out,single_transformer_blocks.20.proj_out",
     "nano": "single_transformer_blocks.7.proj_out",
 }
-"""Layers by the original's flux_lora_target, those that diffusers' FLUX.1 has."""
 
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay")
 OVERRIDES = ("optimizer_beta1", "optimizer_beta2", "optimizer_config")
 CONFIG_KEYS = {"eps": "adam_epsilon", "weight_decay": "adam_weight_decay"}
+# base_model_precision there: a kind of number, its bits, and the library that quantizes.
 QUANTIZED = re.compile(r"(u?int|fp|nf)([1-8]|16)(?:uz)?_(?:quanto|sdnq|torchao|bnb)")
-"""base_model_precision there: a kind of number, its bits, and the library that quantizes."""
+# Optimizers there that are not those of the same name here.
 OTHER_METHODS = {
     "muon": "the original's Muon also clips queries and keys, and decays by 0.1",
     "prodigy": "the original's Prodigy has options of its own, such as an end of its search; here it is the paper's",
 }
-"""Optimizers there that are not those of the same name here."""
 PRECISIONS = {"int8": (1, 0.9), "float8": (1, 2.6), "nf4": (0.52, 9.2)}
 """Bytes per weight here, and the error of normal weights in percent (docs/lora.md)."""
 LIMITS = {"max_grad_norm": 2.0, "aspect_bucket_alignment": 64.0}

@@ -245,8 +245,8 @@ def one_trainer(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> For
     return ForeignRun(values, values, said=said)
 
 
+# Of 23df3832. A file without one is migrated from the first, which ends in a KeyError (TrainConfig.py:626).
 VERSION, CONCEPT_VERSION = 11, 2
-"""Of 23df3832. A file without one is migrated from the first, which ends in a KeyError (TrainConfig.py:626)."""
 PEFT = {"loha": "LOHA", "lokr": "LOKR", "oft": "OFT_2"}
 OPTIMIZERS_THERE = {"adamw_schedulefree": "schedule_free_adamw"}
 

@@ -22,6 +22,7 @@ from simpletuner.system.files.lease_record import boot_id, pid_namespace
 from simpletuner.system.network import own_address_towards
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
+# Settings about a machine's place and equipment, not training; and rank 0's own settings.
 MAY_DIFFER = (
     "machine_rank",
     "main_process_ip",
@@ -31,7 +32,6 @@ MAY_DIFFER = (
     "notify_url",
     "notify_format",
 )
-"""Settings about a machine's place and equipment, not training; and rank 0's own settings."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class NodeInfo:
 
 
 def identify(settings: dict[str, Any], versions: dict[str, str], address: str = "") -> NodeInfo:
-    """Make the NodeInfo of this process."""
     nonce = secrets.token_hex(8)
     return NodeInfo(
         socket.gethostname(), os.getpid(), settings, versions, address, nonce, os.geteuid(), boot_of_machine()
@@ -68,7 +67,6 @@ def identify(settings: dict[str, Any], versions: dict[str, str], address: str = 
 
 
 def node_info(loaded: Loaded) -> NodeInfo:
-    """Make the NodeInfo of a launcher or rank."""
     launch = loaded.settings.launch
     settings = {name: value for name, value in settings_as_json(loaded).items() if name not in MAY_DIFFER}
     # absolute: each machine has its own current folder

@@ -20,8 +20,8 @@ from simpletuner.system.files.paths import descriptor_of
 # Longest wait for a killed process; one that waits for a broken disk or driver never ends.
 KILL_SECONDS = 10
 MESSAGE_BYTES = 1 << 16
+# Longest wait for ranks that write their last collectives: they look once a second whether they should.
 DUMP_SECONDS = 5.0
-"""Longest wait for ranks that write their last collectives: they look once a second whether they should."""
 # Time without heartbeat after which a rank is not waited for.
 SILENT_SECONDS = 3.0
 

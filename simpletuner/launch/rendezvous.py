@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 POLL_SECONDS = 0.05
+# Wait before a message says so.
 NOTICE_SECONDS = 5
-"""Wait before a message says so."""
 
 
 @dataclass(frozen=True)

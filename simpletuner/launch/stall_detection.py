@@ -132,8 +132,6 @@ class Stall:
 
 
 class StallDetector:
-    """Finds stalled ranks of this machine."""
-
     def __init__(self, ranks: Ranks, stall_seconds: float) -> None:
         self.ranks, self.stall_seconds = ranks, stall_seconds
         sample = min(SAMPLE_SECONDS, stall_seconds / 8)

@@ -49,8 +49,6 @@ class Task:
 
 @dataclass(frozen=True)
 class MpiNames:
-    """The variables of one MPI implementation."""
-
     program: str
     rank: str
     count: str

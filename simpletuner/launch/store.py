@@ -25,10 +25,10 @@ Message = TypeVar("Message")
 Parser = Callable[[Mapping[str, Any]], Message | None]
 """Turns a JSON object into a message; None if it is not one."""
 
+# Environment variable with the secret itself; the setting run_secret_file names a file with it.
 SECRET = "SIMPLETUNER_RUN_SECRET"
-"""Environment variable with the secret itself; the setting run_secret_file names a file with it."""
+# Least length of a secret: shorter ones can be guessed.
 SECRET_CHARACTERS = 16
-"""Least length of a secret: shorter ones can be guessed."""
 # Attempts to rewrite a key that somebody else overwrites; doing so all the time prevents the run.
 ATTEMPTS = 10
 
@@ -40,17 +40,13 @@ class Store(Protocol):
         """Write a value, replacing an earlier one."""
         ...
 
-    def existing(self, keys: Collection[str]) -> set[str]:
-        """Return the keys that exist, of those given."""
-        ...
+    def existing(self, keys: Collection[str]) -> set[str]: ...
 
     def all_exist(self, keys: Collection[str]) -> bool:
         """True if all keys exist, by a single request."""
         ...
 
-    def get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys that exist."""
-        ...
+    def get(self, keys: Sequence[str]) -> list[bytes]: ...
 
     def compare_set(self, key: str, expected: bytes, desired: str) -> bytes:
         """Write a value if the present one is `expected` (empty: none); return the value then held."""
@@ -115,15 +111,12 @@ class MessageSigner:
 
 
 class MessageStore:
-    """JSON objects in a store, signed and verified."""
-
     def __init__(self, store: Store, signer: MessageSigner | None = None) -> None:
         self.store, self.signer = store, signer or MessageSigner()
         self.rejected_key = ""
         """The key of the first message that was not valid."""
 
     def for_run(self, nonce: str) -> MessageStore:
-        """Use the signer of one run."""
         return MessageStore(self.store, self.signer.for_run(nonce))
 
     def write(self, key: str, values: Mapping[str, object]) -> None:

@@ -54,8 +54,6 @@ DEAD_PEER_EXIT_SECONDS = 4
 
 @dataclass(frozen=True)
 class SupervisedRun:
-    """The objects that the launcher of one machine supervises."""
-
     ranks: Ranks
     peers: PeerMonitor
     stop: StopRequest
@@ -211,7 +209,6 @@ def shut_down(run: SupervisedRun, termination: Termination) -> None:
 
 
 def exit_seconds(termination: Termination) -> float:
-    """Seconds that ranks get to exit."""
     if termination.signal_number:
         return SAVE_ON_SIGNAL_SECONDS
     return DEAD_PEER_EXIT_SECONDS if termination.killed else EXIT_SECONDS

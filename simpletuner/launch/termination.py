@@ -114,8 +114,8 @@ def machine_silent(machine: int, name: str, seconds: float) -> Termination:
 ASK_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
 NO_NOTICE = (HTTPStatus.NOT_FOUND, HTTPStatus.NO_CONTENT)
+# Exit codes of a shell whose command is no program, or is not there.
 CANNOT_RUN = (126, 127)
-"""Exit codes of a shell whose command is no program, or is not there."""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from simpletuner.tools.config_files import new_config, own_output_dir
 # Bounds of a search that may begin in a home folder.
 MAX_FILES = 300
 MAX_FOLDERS = 2000
+# A folder with more entries holds images or a cache: reading it to its end can take minutes.
 MAX_ENTRIES = 2000
-"""A folder with more entries holds images or a cache: reading it to its end can take minutes."""
 # Larger files are data.
 MAX_BYTES = 256 << 10
 NO_CONFIG = (".txt", ".jpg", ".jpeg", ".png", ".webp", ".mp4", ".safetensors")
@@ -40,8 +40,6 @@ SHOWN = ("model_family", "model_flavour", "model_type", "num_processes")
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A config file in a list."""
-
     name: str
     settings: int
     shown: dict[str, str]

@@ -17,6 +17,7 @@ from simpletuner.page.rendering import field, folders_of, respond
 from simpletuner.settings.showing.export import FORMATS, Exported
 from simpletuner.tools.config_files import export_checked
 
+# Names of formats that are not their own in capitals.
 TITLES = {
     "cli": "Command line",
     "env": ".env",
@@ -28,7 +29,6 @@ TITLES = {
     "skypilot": "SkyPilot",
     "dstack": "dstack",
 }
-"""Names of formats that are not their own in capitals."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from simpletuner.settings.files.formats import MAX_FILE_BYTES
 
+# A settings file in a form: percent-encoding can triple a text, but not one of settings.
 MAX_BODY_BYTES = 2 * MAX_FILE_BYTES
-"""A settings file in a form: percent-encoding can triple a text, but not one of settings."""
 # parse_qsl has no bound by default (bpo-34866): 8 MiB of `a&` would be four million fields.
 MAX_FIELDS = 5000
 CSRF_HEADER = "X-CSRF-Token"

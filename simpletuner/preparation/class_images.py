@@ -201,7 +201,6 @@ def with_versions(part: DatasetSamples, versions: Mapping[str, str]) -> DatasetS
 
 
 def with_file_versions(plan: Plan) -> Plan:
-    """Return a plan with the versions of the class images that are there now."""
     parts = [
         with_versions(part, {str(path): stored_file(path.name, path.stat).version for path in paths_of(part)})
         if part.dataset.prior_images

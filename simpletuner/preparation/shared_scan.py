@@ -195,7 +195,6 @@ class SharedScan:
         return [path for path in intact_files(self.folder, self._kind("scan")) if open_table(path)[0].schema == SCANNED]
 
     def _task(self, files: FileList, described: Callable[[], TableDescription | None]) -> dict[str, Any]:
-        """Write down which files are to be read, unless a kept scan is that of the same files."""
         for path in self._kept():
             table, others = open_table(path)
             if table.select(IDENTITY).equals(files.table.select(IDENTITY)) and OtherFiles(**others) == files.others:

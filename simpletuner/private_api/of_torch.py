@@ -182,8 +182,8 @@ def operator_build_folder(name: str) -> str:
 
 
 COMPILER, KERNELS = "torch._dynamo", "torch._inductor"
+# Names where a tensor comes from; a fake one of a real one is given such a name.
 SOURCE = f"{COMPILER}.source"
-"""Names where a tensor comes from; a fake one of a real one is given such a name."""
 ALONE = [f"{COMPILER}.config", f"{COMPILER}._trace_wrapped_higher_order_op"]
 """Modules of it that do without the others. Recomputation reads the first, transformers imports the second."""
 

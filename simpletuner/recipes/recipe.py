@@ -14,17 +14,17 @@ from simpletuner.settings.declared.sections import setting_fields
 UNPROVEN = "not proven here"
 COMPUTED = "computed here"
 YOURS = "yours"
+# Words in place of a source: not shown here by anybody, counted by `simpletuner plan`, or dependent on the images
+# alone.
 OWN_SOURCES = (UNPROVEN, COMPUTED, YOURS)
-"""Words in place of a source: not shown here by anybody, counted by `simpletuner plan`, or dependent on the
-images alone."""
 # Settings that decide every run's result: by a default, their numbers would have no source.
 REQUIRED = (
     "model_type", "resolution", "caption_dropout_probability", "train_batch_size", "gradient_accumulation_steps",
     "learning_rate", "lr_scheduler", "lr_warmup_steps", "max_train_steps", "gradient_checkpointing",
     "validation_guidance", "validation_prompt",
 )  # fmt: skip
+# Settings that a recipe cannot have: they are fields of it, or the user's.
 PLACES = ("model_family", "model_flavour", "instance_data_dir", "data_backend_config", "num_processes")
-"""Settings that a recipe cannot have: they are fields of it, or the user's."""
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 

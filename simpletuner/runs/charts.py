@@ -214,8 +214,8 @@ def read_out(curves: Sequence[Curve], across: Callable[[Any], Any], points: int 
     ]
 
 
+# Styles of runs in a chart, one each; more could not be told apart.
 STYLES: tuple[Style, ...] = ("run-1", "run-2", "run-3", "run-4", "run-5", "run-6")
-"""Styles of runs in a chart, one each; more could not be told apart."""
 COMPARED = (
     ("Loss", "loss", True),
     ("Loss on held-out images", "eval_loss", True),
@@ -241,8 +241,8 @@ CURVE = "loss.png"
 SIZE_PX = (960, 540)
 FRAME_PX = (76, 48, 936, 480)
 """Left, top, right and bottom of the area of the lines."""
+# Lines are drawn so many times larger and then reduced: Pillow has no antialiased lines.
 FINER = 2
-"""Lines are drawn so many times larger and then reduced: Pillow has no antialiased lines."""
 INK, GRID, EDGE = "#333333", "#e4e7eb", "#9aa3ad"
 LINES: dict[Style, tuple[str, int]] = {
     "raw": ("#9ecae1", 1),

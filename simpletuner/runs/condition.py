@@ -24,8 +24,8 @@ from simpletuner.system.files.lease_folder import StandingRecords
 from simpletuner.system.files.lease_record import Record
 from simpletuner.system.processes.run_status import ENDS, STATUS, RunState, RunStatus
 
+# A run writes a status line to its log each minute, whatever it is doing; one that misses two is stuck.
 SILENT_SECONDS = 2.5 * LINE_SECONDS
-"""A run writes a status line to its log each minute, whatever it is doing; one that misses two is stuck."""
 CONSOLE_BYTES = 64 << 10
 RESUME_HINT = "start it again to go on from its last checkpoint"
 

@@ -43,8 +43,8 @@ LISTINGS = "data_listings"
 KEPT = 10
 # Images of a local dataset whose content is kept: a copy has another time, others may have its name.
 WITNESSES = 200
+# Letters of a caption that are shown; whether it changed is known by its digest.
 SHOWN_LETTERS = 120
-"""Letters of a caption that are shown; whether it changed is known by its digest."""
 ROWS_AT_ONCE = 10_000
 COLUMNS = pa.schema(
     {

@@ -35,8 +35,6 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """A dataset as it takes part in a run."""
-
     id: str
     images: int
     repeats: int

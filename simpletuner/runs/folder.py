@@ -24,8 +24,8 @@ from simpletuner.system.processes.run_status import STATUS
 HINT = "start the page with --folder to open others"
 # Levels of folders that a search for configurations or runs goes down: it may begin in a home folder.
 MAX_DEPTH = 4
+# Names of folders that such a search does not enter.
 SKIPPED = {"node_modules", "site-packages", "checkpoints", "cache", "__pycache__", "venv"}
-"""Names of folders that such a search does not enter."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Folders:
 
 
 FILES = (STATUS, METRICS, LOG, SETTINGS, CONSOLE)
+# A folder with one of them is the output folder of a run; one of settings alone is not.
 RUN_FILES = (STATUS, METRICS, RUN_LOCK, CONSOLE, START_CONSOLE)
-"""A folder with one of them is the output folder of a run; one of settings alone is not."""
 MAX_RUNS = 200
 
 

@@ -26,8 +26,6 @@ from simpletuner.system.processes.run_status import ENDS, STATUS, RunState, RunS
 
 @dataclass(frozen=True)
 class Summary:
-    """A summary of a run in one line."""
-
     run: RunFolder
     condition: Condition
     status: RunStatus
@@ -92,8 +90,8 @@ SETTLED = ENDS | {RunState.UNKNOWN}
 # Folders of a run besides SKIPPED. In others there may be runs: `output` is the
 # default folder, and `output/cat` that of cat.toml.
 OF_RUN = re.compile(r"validation|logs|profile|data_listings|pipeline.*|base-.*")
+# Lifetime of the summary of a run that has not ended, however many ask.
 LIVE_SECONDS = 1.0
-"""Lifetime of the summary of a run that has not ended, however many ask."""
 # Within this time of a change, a folder may change again without another time: clocks of file systems are
 # coarse.
 SETTLED_SECONDS = 1.0

@@ -60,8 +60,8 @@ def thin_out(steps: np.ndarray, values: np.ndarray, columns: int) -> tuple[np.nd
 METRICS = "metrics.jsonl"
 
 HELD_OUT = ("eval_loss", "eval_loss_ema")
+# Most ranges of noise levels whose held-out losses are told apart; name of the n-th of m, least noise first.
 LEVELS, LEVEL_OF = 4, "{}_noise_{}of{}"
-"""Most ranges of noise levels whose held-out losses are told apart; name of the n-th of m, least noise first."""
 LOSSES = ("loss", *HELD_OUT)
 """Every row of the metrics has a step, and at least one of these."""
 
@@ -198,8 +198,8 @@ def summarized(points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return chosen[0], chosen[1], points.mean(axis=2)
 
 
+# Of a metrics file, how much is parsed at once: rows of 280 bytes take four times as much as objects.
 PIECE_BYTES = 4 << 20
-"""Of a metrics file, how much is parsed at once: rows of 280 bytes take four times as much as objects."""
 
 
 class MetricColumns:

@@ -36,8 +36,6 @@ Cell = Sequence[tuple[str, GalleryImage]]
 
 @dataclass(frozen=True)
 class TableHead:
-    """The head of a row or of a column."""
-
     title: str
     note: str = ""
 

@@ -149,6 +149,7 @@ def append(path: Path, row: Mapping[str, object]) -> None:
         file.write(f"{torn}{json.dumps(row)}\n")
 
 
+# Facts of a run that an export needs; none can run code, reach the network or name a file.
 TAKEN = frozenset(
     {
         *("model_family", "model_flavour", "model_type", "prediction_type", "variant", "tokenizer_max_length"),
@@ -156,7 +157,6 @@ TAKEN = frozenset(
         *("assistant_lora_strength", "export_format", "flux_guidance_value"),
     }
 )
-"""Facts of a run that an export needs; none can run code, reach the network or name a file."""
 SAMPLED = frozenset(
     {
         *("resolution", "resolution_type", "seed", "mixed_precision", "aspect_bucket_alignment", "framerate"),
@@ -165,8 +165,8 @@ SAMPLED = frozenset(
     }
 )
 """Facts of a run by which an image is sampled as in its validation."""
+# Modules to import, folders to read and repositories to download: the user names them, not the run's folder.
 NAMED: tuple[str, ...] = ("pretrained_model_name_or_path", "single_file_config", "revision", "model_families")
-"""Modules to import, folders to read and repositories to download: the user names them, not the run's folder."""
 LONGEST_SHOWN = 300
 
 

@@ -26,8 +26,8 @@ from simpletuner.system.processes.threads import in_daemon
 from simpletuner.training.hooks import RunHook
 from simpletuner.training.step_logger import Timestamp
 
+# Bytes read back from swap, in a run, that are more than what slept since its start.
 MUCH_SWAPPED = 100 << 20
-"""Bytes read back from swap, in a run, that are more than what slept since its start."""
 
 
 class RunAlarms:

@@ -42,9 +42,9 @@ from simpletuner.system.processes.host_memory import available_bytes
 # and torch's allocator leaves gaps between tensors. Not measured on a GPU.
 USABLE = 0.9
 
+# Taken of a GPU after its free memory is read: buffers of NCCL's communicators, workspaces of cuBLAS and cuDNN. Not
+# measured.
 LATER_BYTES = 600 * 2**20
-"""Taken of a GPU after its free memory is read: buffers of NCCL's communicators, workspaces of cuBLAS and
-cuDNN. Not measured."""
 
 KEPT, RECOMPUTED = {"gradient_checkpointing": False}, {"gradient_checkpointing": True}
 BUDGET_STEP = 0.05
@@ -52,6 +52,7 @@ BUDGET_STEP = 0.05
 # Folder in the user's home with the bytes of each choice, so that later starts, of other runs too, need not
 # count them: a trace took 0.7 of the 4.4 CPU s of a new run of the tiny SDXL.
 NOTES = "memory"
+# Settings by which the bytes may change, but for those of `model`.
 DECIDE = {
     "training": True,
     "optimizer": True,
@@ -61,7 +62,6 @@ DECIDE = {
     "launch": {"num_processes", "num_machines", "use_cpu"},
     "checkpoints": {"async_checkpointing"},
 }
-"""Settings by which the bytes may change, but for those of `model`."""
 DECIDE_NOTHING = {
     "training": {"output_dir", "continue_with_other_data", "seed", "max_train_steps", "num_train_epochs"},
     "optimizer": {"learning_rate", "lr_scheduler", "lr_warmup_steps", "lr_end", "lr_power"},

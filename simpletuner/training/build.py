@@ -94,7 +94,6 @@ def build_trainer(
     hooks: Sequence[RunHook] = (),
     sample_losses: SampleLossLog | None = None,
 ) -> Trainer:
-    """Connect what the training loop works with."""
     settings, mesh, training = session.settings, session.mesh, session.settings.training
     ahead = settings.data.dataloader_prefetch_qlen
     durations = Durations(training.output_dir / DURATIONS if mesh.world.is_first else None)

@@ -68,8 +68,6 @@ class RunHook:
 
 
 class ReportPage(RunHook):
-    """`report.html`."""
-
     page: HtmlReport | None = None
 
     def opened(self, facts: RunFacts, max_steps: int, stack: ExitStack) -> None:
@@ -85,6 +83,7 @@ class ReportPage(RunHook):
 
 # The first is told first how the run ended: a mirror uploads what those before it have left, and the notifier
 # tells of an upload that failed.
+# By the place of each hook below this package, the settings that switch it on: no other is imported.
 HOOKS: Mapping[str, Callable[[Settings], bool | str]] = {
     "hooks.ReportPage": lambda settings: True,
     "metrics.trackers.Trackers": lambda settings: settings.logging.report_to != "none",
@@ -92,7 +91,6 @@ HOOKS: Mapping[str, Callable[[Settings], bool | str]] = {
     "mirroring.run_mirror.RunMirror": lambda settings: settings.checkpoints.mirror_output,
     "publishing.notifier.Notifier": lambda settings: bool(settings.logging.notify_url),
 }
-"""By the place of each hook below this package, the settings that switch it on: no other is imported."""
 
 
 def open_hooks(session: Session) -> list[RunHook]:

@@ -92,8 +92,8 @@ def saved_schedule(saved: Mapping[str, Any]) -> Schedule:
     return Schedule(saved["max_steps"], **saved["schedule"])
 
 
+# The engines of optimizers that a plain TorchEngine does not step.
 STEPPED_BY: Mapping[str, type[TorchEngine]] = {"adamw_schedulefree": ScheduleFreeEngine}
-"""The engines of optimizers that a plain TorchEngine does not step."""
 
 
 def make_optimizer(
@@ -165,8 +165,6 @@ class Lion(ShardOptimizer):
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate as a function of the step."""
-
     schedule: Schedule
     settings: Optimizer
 

@@ -38,8 +38,8 @@ TRAINING = "training"
 """Title of the steps in the status line."""
 
 
+# Vote of the first rank where an image is asked for: far below the 1 of any rank that has to stop.
 ASKED = 2.0**-10
-"""Vote of the first rank where an image is asked for: far below the 1 of any rank that has to stop."""
 
 
 class RequestWatcher:
@@ -90,7 +90,6 @@ class StopVote:
         return torch.full((), 1.0 if stops else ASKED * self.is_asked(), device=device)
 
     def count(self, mean: float, ranks: int) -> None:
-        """Count the mean of the votes of so many ranks."""
         self.passed = self.passed or mean * ranks > 0.5
         self.asked = self.asked or 0 < mean * ranks <= 0.5
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 SHARD_BYTES = 128 << 20
 # Of shards, at random: two of a million are equal with odds of 5e-4.
 NUMBERS = 10**15
+# Shards of a rank that are uploaded at once, each in parts, while the next one is written.
 UPLOADS = 2
-"""Shards of a rank that are uploaded at once, each in parts, while the next one is written."""
 
 
 @dataclass(eq=False)

@@ -19,9 +19,9 @@ from simpletuner.settings.values.spelling import normalize_name, normalize_value
 from simpletuner.system.files.paths import expand_path
 from simpletuner.system.files.regular_files import read_file
 
+# Not all at which str.splitlines() ends a line: U+2028, U+2029, NEL, VT, FF, FS, GS and RS stand within captions that
+# were copied from documents and web pages.
 LINE_ENDS = re.compile(r"\r\n|\n|\r")
-"""Not all at which str.splitlines() ends a line: U+2028, U+2029, NEL, VT, FF, FS, GS and RS stand within
-captions that were copied from documents and web pages."""
 # Characters that make a rule a regular expression. A dot alone does not: it ends sentences.
 REGULAR = re.compile(r"[\\^$*+?{}\[\]()|]")
 SUBSTITUTION = re.compile(r"s/((?:\\.|[^/\\])+)/((?:\\.|[^/\\])*)(?:/([gi]*))?")
@@ -122,8 +122,6 @@ def compile_rule(rule: object) -> Callable[[str], str]:
 
 
 class CaptionKeys(DatasetSettings):
-    """Keys of a dataset about its captions."""
-
     only_instance_prompt: bool = False
     disable_multiline_split: bool | None = None
     """The original's name of `caption_lines`: one if it is true, alternatives if it is false."""

@@ -40,8 +40,6 @@ OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """A dataset of the file."""
-
     file: Path
     line: int
     keys: list[FileEntry]
@@ -102,7 +100,6 @@ def dataset_entries(path: Path) -> list[DatasetEntry]:
 
 
 def refuse_foreign(path: Path, text: str) -> None:
-    """Raise SettingsError for a TOML or YAML file: datasets of other trainers."""
     if path.suffix.lower() not in (".toml", ".yaml", ".yml"):
         return
     values: dict[str, object] = {}
@@ -184,10 +181,10 @@ NO_EFFECT: dict[str, str] = {
     "disable_validation": "validation draws from text alone",
 }
 """Keys that ask for the default, or for something that nobody misses."""
+# Keys that have no effect here, though the original's result may depend on them.
 MISSED: dict[str, str] = {
     "vae_cache_clear_each_epoch": "random crops are chosen once per image",
 }
-"""Keys that have no effect here, though the original's result may depend on them."""
 
 RULES: dict[str, Rule] = {
     **{key: Refuses(reason) for key, reason in REASONS.items()},
@@ -195,6 +192,7 @@ RULES: dict[str, Rule] = {
     **{key: Ignores(reason) for key, reason in MISSED.items()},
 }
 
+# Values that the original accepts and this program does not, by key.
 VALUES: dict[str, dict[str, str]] = {
     "type": {**dict.fromkeys(("memory", "webshart"), LOCAL), **dict.fromkeys(("http", "https"), ONLY_LISTS)},
     "dataset_type": {
@@ -210,4 +208,3 @@ VALUES: dict[str, dict[str, str]] = {
     "metadata_backend": {"huggingface": ONLY_SNAPSHOTS, "webshart": LATER + ": name a table in `parquet`"},
     "crop_style": {"face": LATER},
 }
-"""Values that the original accepts and this program does not, by key."""

@@ -34,8 +34,6 @@ def parse_aspects(value: object) -> Any:
 
 
 class CropKeys(DatasetSettings):
-    """Keys of a dataset about resizing and cropping."""
-
     maximum_image_size: float | None = Field(default=None, gt=0)
     target_downsample_size: float | None = Field(default=None, gt=0)
     max_upscale_threshold: float | None = Field(default=None, ge=0)
@@ -188,8 +186,8 @@ def copies_per_epoch(datasets: Sequence[ImageDataset]) -> list[Copies]:
 
 FORMATS = {".parquet": "Parquet", ".csv": "CSV", ".jsonl": "JSON lines", ".json": "JSON lines"}
 """Names of table formats, by the suffix of the file."""
+# Values of caption_strategy that mean the table, whatever its format.
 TABLE_STRATEGIES = ("parquet", "csv")
-"""Values of caption_strategy that mean the table, whatever its format."""
 
 ONLY_IMAGES = "not supported by this version: only sizes, lengths and captions"
 PARQUET = "parquet"

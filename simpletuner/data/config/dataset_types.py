@@ -214,8 +214,6 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys, ClassImageKeys):
 
 
 class LocalImages(ImageDataset):
-    """A folder of images."""
-
     instance_data_dir: Annotated[Path, AfterValidator(no_address)]
 
 

@@ -36,6 +36,7 @@ from simpletuner.settings.rules.effects import has_effect, why_without_effect
 from simpletuner.settings.values.spelling import choices_of, normalize_name, normalize_value
 from simpletuner.system.files.paths import shown_path
 
+# Keys with another value than null for "not set" in the original.
 KEEPS_OFF: dict[str, Rule] = {
     **dict.fromkeys(("minimum_image_size", "maximum_image_size", "target_downsample_size"), Keeps(zero_as(None))),
     **dict.fromkeys(("max_num_samples", "end_epoch", "end_step"), Keeps(zero_as(None))),
@@ -45,7 +46,6 @@ KEEPS_OFF: dict[str, Rule] = {
     "caption_filter_list": Keeps(lambda value: () if is_off(value) else value),
     "crop_aspect_buckets": Keeps(lambda value: None if is_off(value) else value),
 }
-"""Keys with another value than null for "not set" in the original."""
 
 BLOCKS: dict[str, type[Section]] = {PARQUET: TableSettings, VIDEO: VideoSettings}
 """Keys of a dataset that are blocks of keys."""
@@ -133,8 +133,6 @@ def data_facts(datasets: Iterable[ImageDataset]) -> dict[str, bool]:
 
 @dataclass
 class DatasetFile:
-    """The parsed dataset file."""
-
     datasets: list[tuple[ImageDataset | Embeds, DatasetEntry]] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
     unused: dict[str, list[str]] = field(default_factory=dict)
@@ -229,7 +227,6 @@ def compression(data: Data) -> dict[str, Any]:
 
 
 def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
-    """Add one dataset, or its mistakes, to the parsed file."""
     kind = kind_of_entry(entry)
     fields = fields_with_blocks(kind)
     keys = dict.fromkeys(fields, Keeps()) | {key: rule for key, rule in KEEPS_OFF.items() if key in fields}

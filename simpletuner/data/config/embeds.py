@@ -49,8 +49,6 @@ class BucketEmbeds(BucketPlace):
 
 
 class BucketTextEmbeds(BucketEmbeds, TextEmbeds):
-    """Text embeddings cached in a bucket."""
-
     cache_dir: Path = Path("{output_dir}/cache/text_embeds/{id}")
 
     def of_pairs(self, dataset: ImageDataset) -> BucketTextEmbeds:
@@ -58,8 +56,6 @@ class BucketTextEmbeds(BucketEmbeds, TextEmbeds):
 
 
 class BucketImageEmbeds(BucketEmbeds, ImageEmbeds):
-    """Latents cached in a bucket."""
-
     cache_dir: Path = Path("{output_dir}/cache/image_embeds/{id}")
 
 

@@ -259,11 +259,11 @@ class AzurePlace(BucketPlace):
 
 
 SECRET_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "azure_access_key", "azure_sas_token")
+# Keys that may differ between the machines of a run: how each of them reaches the same bucket.
 MACHINE_KEYS = frozenset(
     {*SECRET_KEYS, "gcs_service_account"}
     | {f"{each.keys}_{end}" for each in (S3, GCS, AZURE) for end in ("endpoint_url", "max_pool_connections")}
 )
-"""Keys that may differ between the machines of a run: how each of them reaches the same bucket."""
 MIRROR = "mirror_output"
 """The `id` of the folder that a run's results go to, which is the name of a setting."""
 PLACES_BY_SCHEME: dict[str, type[BucketPlace]] = {"s3": S3Place, "gs": GcsPlace, "az": AzurePlace}
@@ -284,7 +284,6 @@ def no_address(folder: Path) -> Path:
 
 
 def mirror_place(address: str) -> BucketPlace:
-    """Place of mirror_output, with credentials from the environment."""
     scheme, bucket, folder = parse_bucket(address) or ("", "", "")
     place = PLACES_BY_SCHEME[scheme]
     keys = place.service.keys

@@ -49,10 +49,10 @@ UNSAID: Final = (0, 2, 3)
 SAME: Final = 0.0025
 
 EXIF_IFD, INTEROPERABILITY_IFD, COLOUR_SPACE, INDEX = 0x8769, 0xA005, 0xA001, 1
+# DCF 2.0: the index of files in its optional colour space, which is Adobe RGB; R98 is sRGB.
 ADOBE_INDEX: Final = b"R03"
-"""DCF 2.0: the index of files in its optional colour space, which is Adobe RGB; R98 is sRGB."""
+# Bounds of gamma, of a matrix, and of the span of three colours (sRGB: 19); beyond is damaged.
 LEAST_GAMMA, LARGEST, LEAST_VOLUME = 0.1, 10.0, 0.01
-"""Bounds of gamma, of a matrix, and of the span of three colours (sRGB: 19); beyond is damaged."""
 
 
 @dataclass(frozen=True)

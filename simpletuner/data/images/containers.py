@@ -19,10 +19,10 @@ from simpletuner.data.images.orientation import EXIF_MARK, SIDEWAYS, orientation
 from simpletuner.system.files.regular_files import RangeReader
 
 JPEG_MARK, PNG_MARK = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
+# Markers of a frame header; the three others define tables, or are reserved.
 SOF: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
-"""Markers of a frame header; the three others define tables, or are reserved."""
+# Markers without a length: TEM, RSTn, SOI, EOI.
 ALONE: Final = frozenset({0x01, *range(0xD0, 0xDA)})
-"""Markers without a length: TEM, RSTn, SOI, EOI."""
 SOS, APP0, APP1, APP2, APP14, COM = 0xDA, 0xE0, 0xE1, 0xE2, 0xEE, 0xFE
 XMP_MARK, ICC_MARK = b"http://ns.adobe.com/xap/1.0/\0", b"ICC_PROFILE\0"
 # Shortest segments to keep: shorter ones mean nothing to libjpeg, and make Pillow give up (JFIF, Adobe).
@@ -38,8 +38,8 @@ TEXTS: Final = {
     b"Raw profile type APP1": "raw",
 }
 TEXT_KINDS: Final = (b"tEXt", b"zTXt", b"iTXt")
+# Marks of chunks to look for behind the pixels, and the bytes from the chunk's type to them.
 NOTE_MARKS: Final = {b"eXIf": 0, b"XML:com.adobe.xmp\0": 4, b"Raw profile type ": 4}
-"""Marks of chunks to look for behind the pixels, and the bytes from the chunk's type to them."""
 # Bytes read from the end of a PNG, the place of EXIF and XMP written by exiftool and editors. Walking all
 # chunks would read most of the file, since libpng writes 8 KiB of pixels per chunk. In a bucket this is a
 # second request per PNG.

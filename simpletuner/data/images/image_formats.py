@@ -15,12 +15,12 @@ PLUGIN_FORMAT = "HEIF"
 INSTALL = install_command("heif")
 READ = f"JPEG, PNG, WebP, AVIF, TIFF, BMP, GIF, and HEIC after `{INSTALL}`"
 
+# Suffixes of files that a user may take for training data, but that are not read; they are counted.
 OTHER_SUFFIXES = frozenset(
     {".jp2", ".jxl", ".psd", ".exr", ".hdr", ".svg", ".tga", ".ppm", ".pgm", ".ico"}
     | {".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"}
     | {".mp4", ".mov", ".webm", ".mkv", ".avi", ".zip", ".tar", ".parquet"}
 )
-"""Suffixes of files that a user may take for training data, but that are not read; they are counted."""
 
 HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
 AVIF_BRANDS = (b"avif", b"avis")

@@ -27,17 +27,17 @@ DECODE_ERRORS = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image
 MAX_PIXELS = 400_000_000
 PILLOW_MAX_PIXELS = {"WEBP": 178_956_970}
 """Pixel limits of Pillow decoders with a limit of their own, one for the whole process."""
+# Pixel count of a large image: it is decoded alone, and shrunk before the conversion of its colours, which takes up to
+# four times its memory.
 LARGE_PIXELS = 1 << 26
-"""Pixel count of a large image: it is decoded alone, and shrunk before the conversion of its colours, which
-takes up to four times its memory."""
 STRIP_PIXELS = 1 << 22
 ONE_LARGE_IMAGE = Lock()
 
 ONE_CHANNEL = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 """Pillow's modes of greys."""
 
+# White of grey images beyond 8 bits, and the largest value of 12 bits, which then is 6 % of white.
 WHITE, DARK = 65535, 4095
-"""White of grey images beyond 8 bits, and the largest value of 12 bits, which then is 6 % of white."""
 
 DOUBT = "simpletuner_doubt"
 """Key of what may be wrong about the colours, in the `info` of a decoded image."""
@@ -233,9 +233,9 @@ ALL_BLACK = "its mask is black where the image is trained: nothing of it counts"
 PAINTED = "its mask has an alpha channel: what is transparent does not count, the rest by its grey"
 CUT_OUT = "its mask is a picture with an alpha channel, which is taken for the mask"
 EDGE_GREY = 16
+# Share of opaque pixels in black or white (up to EDGE_GREY) that makes the grey the mask; otherwise the alpha channel
+# is.
 MOSTLY = 0.9
-"""Share of opaque pixels in black or white (up to EDGE_GREY) that makes the grey the mask; otherwise the
-alpha channel is."""
 
 
 def read_mask_image(file: BinaryIO, smallest: tuple[int, int]) -> Image.Image:

@@ -16,8 +16,8 @@ TAG, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values that swap width and height."""
 
 EXIF_MARK: Final = b"Exif\0\0"
+# Bytes and sign of the types that hold one: SHORT by the standard; phones and editors write others, too.
 INTEGERS: Final = {3: (2, False), 4: (4, False), 6: (1, True), 8: (2, True), 9: (4, True)}
-"""Bytes and sign of the types that hold one: SHORT by the standard; phones and editors write others, too."""
 IN_XMP: Final = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
 UPRIGHT: Final = {

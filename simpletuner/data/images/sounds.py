@@ -29,7 +29,6 @@ class SoundFormat:
     frame_rate: float
 
     def samples(self, frames: int) -> int:
-        """Return the number of samples that last as long as so many frames."""
         return round(frames / self.frame_rate * self.rate)
 
 

@@ -46,13 +46,11 @@ MOST_STRETCHED = 16
 UNTIMED_MS, UNTIMED_FPS = 10, 10.0
 """Frames that are to be shown no longer are shown ten per second, as browsers and FFmpeg do."""
 
+# Bytes that are read at once of headers and of frames, each a request where the file is in a bucket.
 HEADER_BYTES, READ_BYTES = 1 << 15, 1 << 18
-"""Bytes that are read at once of headers and of frames, each a request where the file is in a bucket."""
 
 
 class Film(Protocol):
-    """An opened video."""
-
     def header(self) -> ImageHeader: ...
 
     def images(self, numbers: Sequence[int]) -> Iterator[Image.Image]:
@@ -319,7 +317,6 @@ def strides_of(video: VideoSettings, rates: np.ndarray) -> np.ndarray:
 
 
 def usable_frames(lengths: np.ndarray, strides: np.ndarray) -> np.ndarray:
-    """Number of frames per video at these strides."""
     return np.floor((lengths - 1) / strides).astype(np.int64) + 1
 
 

@@ -139,7 +139,6 @@ class GlobalBatchSampler:
         return state.step - first
 
     def contains(self, state: SamplerState) -> bool:
-        """True if `state` is a position in this data."""
         buckets, taken, epoch = self._buckets(state), state.consumed, state.epoch
         return taken.keys() == buckets.keys() and all(
             taken[name] <= each.items_until(epoch + 1) - each.items_until(epoch) for name, each in buckets.items()
@@ -171,7 +170,6 @@ class GlobalBatchSampler:
         return sum(items // state.batch_size for items in self._count_left(state, epoch).values())
 
     def _count_left(self, state: SamplerState, epoch: int) -> dict[str, int]:
-        """Number of items of each bucket from `state` to the start of `epoch`."""
         # Carried samples are consumed but not in a batch yet, so they count as left; they may be of earlier
         # epochs, so this is negative near the start of an epoch.
         begun = {name: state.consumed[name] - len(state.carried.get(name, ())) for name in state.consumed}

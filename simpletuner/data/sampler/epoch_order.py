@@ -103,7 +103,6 @@ class Bucket:
         return self.items_until(1)
 
     def items_until(self, epoch: int) -> int:
-        """Number of items in all epochs before `epoch`."""
         copies_of_all = ((self.passes * copies, len(samples)) for copies, samples in self.groups.items())
         return sum(epoch * copies * count // 1 for copies, count in copies_of_all)
 

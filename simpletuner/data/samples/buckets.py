@@ -155,7 +155,6 @@ def fill_buckets(buckets: Buckets, effective_batch_size: int, oversubscribe: boo
 
 
 def sufficient_passes(bucket: Bucket, effective_batch_size: int) -> int:
-    """Repeats of a bucket that fill the effective batch in each epoch."""
     # An epoch of a fractional group may have up to one item less than on average.
     average = bucket.passes * sum(copies * len(samples) for copies, samples in bucket.groups.items())
     most = math.ceil((effective_batch_size + len(bucket.groups)) / average)

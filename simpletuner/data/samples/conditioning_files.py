@@ -70,11 +70,9 @@ class ConditioningFiles:
         return self.scan.dataset
 
     def of(self, rows: np.ndarray, column: str, missing: Any) -> np.ndarray:
-        """Return the values of a column for rows of the scan."""
         return np.append(self.scan.table[column].to_numpy(), missing)[self.rows[rows]]
 
     def file(self, row: int) -> tuple[str, str]:
-        """Return name and version of a row's file."""
         return self._value("name", row), self._value("version", row)
 
     def mask(self, row: int) -> Mask:

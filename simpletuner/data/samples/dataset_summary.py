@@ -45,15 +45,12 @@ class BucketSummary:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """Statistics of one dataset."""
-
     id: str
     address: str
     buckets: list[BucketSummary]
 
     @property
     def total(self) -> BucketSummary:
-        """All buckets together."""
         counts = [bucket.images + bucket.held_out for bucket in self.buckets]
         means = [bucket.mean_cropped for bucket in self.buckets]
         return BucketSummary(
@@ -120,8 +117,8 @@ def summarize_buckets(
 # pyarrow comes without types.
 
 
+# Rows that are converted to Python strings at once.
 BLOCK = 1 << 14
-"""Rows that are converted to Python strings at once."""
 
 
 class TextColumn(Sequence[str]):

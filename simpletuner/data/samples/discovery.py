@@ -204,7 +204,6 @@ def unusable_conditioning(table: pa.Table, files: ConditioningFiles, chosen: np.
 
 
 def pick(column: pa.ChunkedArray, mask: np.ndarray) -> list:
-    """Return the values of a column where `mask` is true."""
     return column.take(pa.array(np.flatnonzero(mask))).to_pylist() if mask.any() else []
 
 

@@ -39,8 +39,8 @@ from simpletuner.settings.values.shape import SampleShape
 # pyarrow comes without types.
 
 
+# Requests for the frames of one clip in a bucket; several clips are read at the same time.
 FRAMES_AT_ONCE = 4
-"""Requests for the frames of one clip in a bucket; several clips are read at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,6 @@ class RowReader:
 
 
 class DatasetSamples(Sequence[Sample]):
-    """The samples of one dataset: `rows` of the table of its scan, whose sizes are `sizes`."""
-
     def __init__(
         self,
         dataset: ImageDataset,
@@ -206,7 +204,6 @@ class DatasetSamples(Sequence[Sample]):
         return DatasetSamples(self.dataset, self.storage, self.table, rows, Sizes(*sizes), self.seed, self.conditioning)
 
     def of(self, dataset: ImageDataset) -> DatasetSamples:
-        """Return the same samples with other keys of their dataset."""
         return DatasetSamples(dataset, self.storage, self.table, self.rows, self.sizes, self.seed, self.conditioning)
 
     def where(self, mask: np.ndarray) -> DatasetSamples:

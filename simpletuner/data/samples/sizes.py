@@ -20,8 +20,8 @@ from simpletuner.data.sampler.stable_choice import hash_names
 from simpletuner.settings.values.shape import Shape
 from simpletuner.system.processes.threads import map_in_threads
 
+# Sizes per block of bucket computation, within a core's caches: twice as fast as all at once.
 BLOCK_SIZES = 1 << 15
-"""Sizes per block of bucket computation, within a core's caches: twice as fast as all at once."""
 LOW = 0xFFFFFFFF
 
 

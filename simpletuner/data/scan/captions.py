@@ -42,8 +42,8 @@ DANGLING = re.compile(
     re.IGNORECASE,
 )
 """Ends of lines at which no caption ends."""
+# Share of the words of the shorter of two texts that both have; alternatives describe the same.
 LIKE_ANOTHER = 0.4
-"""Share of the words of the shorter of two texts that both have; alternatives describe the same."""
 LONG_PARAGRAPH_LETTERS = 80
 
 

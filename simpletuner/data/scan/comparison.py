@@ -54,8 +54,6 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """The image files of one dataset on one machine."""
-
     dataset: ImageDataset
     storage: Storage
     list: FileList
@@ -77,7 +75,6 @@ class DatasetFiles:
 
 
 def digest_of(tables: Iterable[pa.Table]) -> str:
-    """Return one digest of the rows of tables, whatever their batches."""
     digest = xxhash.xxh3_128()
     for table in tables:
         for column in table.columns:

@@ -38,8 +38,6 @@ from simpletuner.errors import DataError
 
 @dataclass
 class OpenFolder:
-    """A folder whose files are being listed."""
-
     name: str
     frames: list[StoredFile] = field(default_factory=list)
     has_videos: bool = False
@@ -99,10 +97,10 @@ def local_folder_version(root: Path, name: str) -> str:
 
 
 BLOCK_FILES = 65_536
+# Columns of a file; `problem` is why it is not opened, or empty.
 FILE = pa.schema(
     {"name": pa.large_string(), "size_bytes": pa.int64(), "version": pa.large_string(), "problem": pa.large_string()},
 )
-"""Columns of a file; `problem` is why it is not opened, or empty."""
 CAPTION_VERSION = "caption_version"
 
 

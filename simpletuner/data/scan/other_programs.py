@@ -34,6 +34,7 @@ GENERATED = (
     r"|(^|/)sample/|(^|/)validation/step-\d{6}/|(^|/)validation_images/"
 )
 """Samples of sd-scripts, ai-toolkit, OneTrainer, this program and the original."""
+# Patterns of image names; the first match counts. 20_cat means 20 repeats to sd-scripts.
 BY_NAME = {
     SAMPLES: GENERATED,
     CLASS_IMAGES: r"(^|/)(regs?|reg_(images|data)|regulari[sz]ation(_images|_data)?|class(_images|_data))/",
@@ -41,7 +42,6 @@ BY_NAME = {
     REPEATS: r"(^|/)[1-9]\d{0,2}_[^/]+/[^/]+$",
     MASKS: r"(^|/)masks?/[^/]+$|[-_.](mask|masklabel|condlabel)\.\w+$",
 }
-"""Patterns of image names; the first match counts. 20_cat means 20 repeats to sd-scripts."""
 MASK_ENDING = r"(?i)([-_.](mask|masklabel|condlabel))?\.[^./]*$"
 
 

@@ -25,6 +25,9 @@ from simpletuner.data.scan.captions import form_of, lines_of, read_caption_file
 from simpletuner.data.scan.file_list import CAPTION_VERSION, FILE, OtherFiles, printable
 from simpletuner.data.storage.storage import MAX_BYTES, Storage, UnreadableFileError
 
+# Columns of an image or a video: sizes in px as displayed, 0 with a `problem`; frames, 1 for an image; frames per
+# second, 0 if unknown; true of a video with a sound track; lines of the caption file or captions of the table, or the
+# reason for having none; and the kind of text that the lines form (`captions.py`).
 SCANNED = pa.schema(
     [
         *FILE,
@@ -40,9 +43,6 @@ SCANNED = pa.schema(
         pa.field("caption_form", pa.large_string()),
     ]
 )
-"""Columns of an image or a video: sizes in px as displayed, 0 with a `problem`; frames, 1 for an image;
-frames per second, 0 if unknown; true of a video with a sound track; lines of the caption file or captions of
-the table, or the reason for having none; and the kind of text that the lines form (`captions.py`)."""
 NO_ROW = "has no row in the table"
 """`caption_problem` of an image outside the dataset, which metadata_backend=parquet defines by its table."""
 

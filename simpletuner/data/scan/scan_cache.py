@@ -105,8 +105,8 @@ def match_rows(files: pa.Table, known: pa.Table) -> pa.Array:
 # pyarrow comes without types.
 
 
+# So many files are listed in less than a second, and then a rewritten one is noticed before training.
 FEW_FILES = 100_000
-"""So many files are listed in less than a second, and then a rewritten one is noticed before training."""
 # File systems whose folders have the time of the last file that was added, renamed or removed. Others may
 # not: FAT, and buckets that are mounted as folders.
 KEEP_TIMES = frozenset(

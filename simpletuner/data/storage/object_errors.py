@@ -8,11 +8,11 @@ from simpletuner.data.config.places import Service
 from simpletuner.errors import DataError, EnvironmentNotReady, SimpleTunerError
 
 BUCKET_GONE = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"})
+# Codes of errors that concern one object alone, and why it is not read.
 DAMAGED_OBJECTS = {
     **dict.fromkeys(("InvalidObjectState", "BlobArchived"), "is archived: restore it first"),
     "InvalidRange": "is empty, or was made shorter while it was read",
 }
-"""Codes of errors that concern one object alone, and why it is not read."""
 
 AGAIN = "then run the same command again: it continues"
 RENEW = f"renew the credentials, {AGAIN}"
@@ -52,12 +52,11 @@ ENDING: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("InsufficientStorageSpace", "quotaExceeded"), FULL),
     **dict.fromkeys(("500", "502", "503", "504"), FAILS),
 }
+# Meanings of several codes each: the message has the one that came.
 NAMED = (DENIED, LOCKED, FULL, FAILS)
-"""Meanings of several codes each: the message has the one that came."""
 REFUSALS = (DENIED, LOCKED)
+# Error texts about locked objects: AWS (InvalidRequest, AccessDenied), Google (AccessDenied), Azure's batches (409).
 IN_WORDS = re.compile(r"object.?lock|retention|immutab|legal hold|\bWORM\b", re.IGNORECASE)
-"""Error texts about locked objects: AWS (InvalidRequest, AccessDenied), Google (AccessDenied), Azure's
-batches (409)."""
 # Metadata server of a cloud instance, the last place that obstore asks, which other machines do not have.
 LAST_PLACES = r"Error performing \w+ \S*(/latest/(api|meta-data)/|/computeMetadata/|/metadata/identity/)"
 

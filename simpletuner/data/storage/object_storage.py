@@ -39,12 +39,12 @@ from simpletuner.system.files.regular_files import RangeReader
 
 # First range read of an image; headers are longer only where cameras write large thumbnails into them.
 HEADER_BYTES = 64 << 10
+# Part size and number of a multipart upload: S3 allows 10,000 parts of at least 5 MiB.
 PART_BYTES, MOST_PARTS = 8 << 20, 9_000
-"""Part size and number of a multipart upload: S3 allows 10,000 parts of at least 5 MiB."""
 PARTS_AT_ONCE = 6
 BELOW_SLASH = re.compile("[\0-.]")
+# Text of obstore's error for a range answered with 200: `rclone serve s3`, some lakeFS and s3s versions.
 NOT_PARTIAL = "non-partial response"
-"""Text of obstore's error for a range answered with 200: `rclone serve s3`, some lakeFS and s3s versions."""
 
 
 class Ranges:

@@ -29,6 +29,8 @@ EXPORTED = {f"{name}{end}" for name in ("pipeline", "pipeline_lora_weights") for
 OUTPUT_NAMES = frozenset({"cache", "checkpoints", "validation", "logs", "loss.png", *EXPORTED})
 """Names that a run writes into output_dir, for users who keep images in the same folder."""
 
+# Folders of network drives and systems, in lower case: thumbnails, deleted files, snapshots; and those that ai-toolkit
+# writes among images, of which _controls has images. Those with a dot at their beginning are hidden anyway.
 SYSTEM_FOLDERS = frozenset(
     {
         "@eadir",
@@ -44,8 +46,6 @@ SYSTEM_FOLDERS = frozenset(
     | {"_controls", "_latent_cache", "_t_e_cache", "_clip_vision_cache"}
     | {"system volume information", "lost+found", "found.000", "__macosx", "network trash folder", "temporary items"}
 )
-"""Folders of network drives and systems, in lower case: thumbnails, deleted files, snapshots; and those that ai-toolkit
-writes among images, of which _controls has images. Those with a dot at their beginning are hidden anyway."""
 SHADOW_COPY = "@gmt-"
 """Begins the names of a Windows share's snapshots."""
 

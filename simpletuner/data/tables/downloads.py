@@ -36,16 +36,16 @@ from simpletuner.system.files.mounts import rename_over
 from simpletuner.system.network import http_request
 from simpletuner.system.processes.threads import run_bounded
 
+# The largest image that is downloaded; of videos, it is what is read of a dataset.
 MAX_BYTES = 256 << 20
-"""The largest image that is downloaded; of videos, it is what is read of a dataset."""
 BLOCK_BYTES = 1 << 20
 THREADS = 16
 ATTEMPTS = 5
 # Before the second attempt; doubled before each further one.
 WAIT_SECONDS = 0.5
 TIMEOUT_SECONDS = 30
+# HTTP statuses below 500 that may be others next time.
 PASSING = frozenset({408, 425, 429})
-"""HTTP statuses below 500 that may be others next time."""
 INDEX = "images.jsonl"
 # With %, so that an address that is quoted already stays as it is.
 SAFE = ":/?#[]@!$&'()*+,;=%~"

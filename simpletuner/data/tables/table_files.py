@@ -44,6 +44,7 @@ SIZE_COLUMNS = {"width_column": "width", "height_column": "height"}
 LENGTH_COLUMNS = {"num_frames_column": "num_frames", "fps_column": "fps"}
 """Default columns of video lengths, read if the dataset names none."""
 
+# Columns of a table row; sizes in px, 0 if unusable; an image has 1 frame and 0 per second.
 ROW = pa.schema(
     {
         "identifier": pa.large_string(),
@@ -54,7 +55,6 @@ ROW = pa.schema(
         "fps": pa.float64(),
     }
 )
-"""Columns of a table row; sizes in px, 0 if unusable; an image has 1 frame and 0 per second."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,6 @@ class TableFile:
         return [replace(self, settings=self.settings.model_copy(update={"path": each})) for each in files]
 
     def is_file(self, name: str) -> bool:
-        """True if `name` in the dataset's store is the table."""
         if self.is_stored:
             return name == self.name
         return Path(self.storage.describe(name)).resolve() in {each.settings.path.resolve() for each in self.parts()}

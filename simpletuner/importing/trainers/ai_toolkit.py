@@ -29,8 +29,8 @@ from simpletuner.settings.foreign.original_names import is_off
 from simpletuner.settings.foreign.recognition import AITOOLKIT
 from simpletuner.settings.values.spelling import normalize_name
 
+# Types of a process that trains a model; the others make sliders, captions, images or embeddings.
 TRAINERS = ("sd_trainer", "ui_trainer", "diffusion_trainer")
-"""Types of a process that trains a model; the others make sliders, captions, images or embeddings."""
 STAGES = ("train_high_noise", "train_low_noise")
 SAMPLED = "its validation is another one here"
 
@@ -330,8 +330,8 @@ def network(run: Translation) -> None:
     layers(run, arch)
 
 
+# A rank above any layer's: peft and ai-toolkit then keep the second factor of LoKr as one matrix.
 FULL_RANK = 65_536
-"""A rank above any layer's: peft and ai-toolkit then keep the second factor of LoKr as one matrix."""
 SAME_NAMES = "its layers have other names there"
 
 
@@ -379,6 +379,7 @@ def convolutions(run: Translation, chosen: str) -> str:
     return "*"
 
 
+# Optimizers (toolkit/optimizer.py) with their weight decay; moments of 8 bits are whole here.
 OPTIMIZERS = (
     dict.fromkeys(("adamw", "adamw8bit"), ("adamw", 0.01))
     | dict.fromkeys(("adamw8", "adam8"), ("adamw", 0.0))
@@ -387,7 +388,6 @@ OPTIMIZERS = (
     | dict.fromkeys(("prodigy", "prodigy8bit"), ("prodigy", 0.0))
     | {"adagrad": ("adagrad", 0.0)}
 )
-"""Optimizers (toolkit/optimizer.py) with their weight decay; moments of 8 bits are whole here."""
 
 
 def optimizer(run: Translation) -> None:

@@ -9,8 +9,8 @@ from simpletuner.importing.foreign_trainer import Translation
 from simpletuner.settings.values.spelling import normalize_name
 
 MMDIT = "transformer_blocks.*,single_transformer_blocks.*"
+# Linear layers and 1 x 1 convolutions of a U-Net (lora_special.py:585).
 UNET = "to_q,to_k,to_v,to_out.0,proj_in,proj_out,ff.net.0.proj,ff.net.2,time_emb_proj,conv_shortcut,linear_1,linear_2"
-"""Linear layers and 1 x 1 convolutions of a U-Net (lora_special.py:585)."""
 BY_SIZE = "by size"
 
 
@@ -60,10 +60,10 @@ ARCHS = {
     "wan22_14b_i2v": Arch(**WAN, flavours=("i2v-14b-2.2-high", "i2v-14b-2.2-low")),
     "wan22_5b": Arch("wan", "blocks.*", 32, 5.0),
 }
+# Models that are given control images, by what these are here: stretched to the image's size, or of their own.
 EDITORS = {"flux_kontext": "reference_strict", "qwen_image_edit": "reference_strict"} | dict.fromkeys(
     ("qwen_image_edit_plus", "flux2", "flux2_klein_4b", "flux2_klein_9b"), "reference_loose"
 )
-"""Models that are given control images, by what these are here: stretched to the image's size, or of their own."""
 
 
 def name_of_arch(value: object) -> str:

@@ -121,17 +121,17 @@ FOLDER = "images"
 COUNTED = (".jpg", ".jpeg", ".png", ".webp")
 """Images that the GUI counts."""
 LEFT_OUT = "the GUI writes no 0, false or empty value for sd-scripts, whose default counts"
+# Names with which 0 is not what it seems: defaults of sd-scripts that count instead.
 TOLD = {"max_grad_norm": 1.0, "network_alpha": 1.0, "guidance_scale": 3.5}
-"""Names with which 0 is not what it seems: defaults of sd-scripts that count instead."""
 
 
+# Names that no tab passes on with 0, also as text.
 OFF_AT_ZERO = (
     *("max_train_steps", "max_train_epochs", "seed", "vae_batch_size", "min_snr_gamma", "clip_skip", "noise_offset"),
     *("save_every_n_steps", "save_every_n_epochs", "sample_every_n_steps", "sample_every_n_epochs", "min_timestep"),
     *("max_timestep", "ip_noise_gamma", "multires_noise_iterations", "adaptive_noise_scale", "v_pred_like_loss"),
     *("save_last_n_steps", "save_last_n_steps_state", "save_last_n_epochs", "save_last_n_epochs_state"),
 )
-"""Names that no tab passes on with 0, also as text."""
 
 
 def as_sd_scripts(run: Translation) -> None:
@@ -266,11 +266,11 @@ def whole(run: Translation) -> None:
         set_value(run, "in_json", run.get("latent_metadata_filename", "meta_lat.json"))
 
 
+# Values that are not passed on with a type of noise.
 OF_NOISE = {
     "original": ("multires_noise_iterations", "multires_noise_discount"),
     "multires": ("noise_offset", "noise_offset_random_strength", "adaptive_noise_scale"),
 }
-"""Values that are not passed on with a type of noise."""
 
 
 def noise(run: Translation) -> None:

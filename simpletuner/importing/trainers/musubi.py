@@ -72,6 +72,7 @@ OTHER_MODELS = {
 """Models without a family here."""
 KINDS = {"loha": "loha", "lokr": "lokr"}
 BOTH = ("transformer_blocks.*", "single_transformer_blocks.*")
+# Layers that its networks adapt, by diffusers' names: all linear ones of the blocks, mostly without modulation.
 LAYERS: dict[str, tuple[str, ...]] = {
     "wan": ("blocks.*",),
     "z_image": ("layers.*.attention.*", "layers.*.feed_forward.*"),
@@ -86,7 +87,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hunyuanvideo": ("transformer_blocks.*",),
     "kandinsky5_video": ("*_transformer_blocks.*_attention.*", "*_transformer_blocks.*.feed_forward.*"),
 }
-"""Layers that its networks adapt, by diffusers' names: all linear ones of the blocks, mostly without modulation."""
 SHIFTS = {"flux": "flux_shift", "qwen_image": "qwen_shift"}
 """Samplings that shift by the size of an image on the line that the base's scheduler has."""
 FLAVOURS = {
@@ -300,8 +300,8 @@ DATASET = key_table(
         ),
     },
 )
+# Sides of buckets are multiples of it, whatever the model.
 STEP = 16
-"""Sides of buckets are multiples of it, whatever the model."""
 LISTS = ("resolution", "target_frames", "control_resolution", "fp_1f_clean_indices")
 
 

@@ -75,8 +75,8 @@ KINDS = {
     "ernie": Kind("ernie", trains_encoders=False, steps=25, guidance=4.0),
     "anima": Kind("anima", trains_encoders=False, steps=25, guidance=4.0),
 }
+# Families whose q, k and v are one matrix in files of other programs, and then one in training.
 FUSED = ("flux", "flux2", "chroma", "sd3", "pixart_sigma")
-"""Families whose q, k and v are one matrix in files of other programs, and then one in training."""
 
 RUN = key_table(
     maps={
@@ -382,6 +382,7 @@ def layers(run: Translation) -> None:
     run.drop(["layer_filter", "layer_filter_regex"], "all layers")
 
 
+# Optimizers with betas, epsilon and weight decay (create.py:190).
 OPTIMIZERS = {
     **dict.fromkeys(("adamw", "adamw_8bit"), ("adamw", 0.9, 0.999, 1e-8, 0.01)),
     **dict.fromkeys(("adam", "adam_8bit"), ("adam", 0.9, 0.999, 1e-8, 0.0)),
@@ -391,7 +392,6 @@ OPTIMIZERS = {
     "prodigy": ("prodigy", 0.9, 0.999, 1e-8, 0.0),
     "schedule_free_adamw": ("adamw_schedulefree", 0.9, 0.999, 1e-8, 0.01),
 }
-"""Optimizers with betas, epsilon and weight decay (create.py:190)."""
 NUMBERS = (
     *(("d_coef", 1, "prodigy"), ("d0", 1e-6, "prodigy"), ("slice_p", 1, "prodigy")),
     *(
@@ -401,13 +401,13 @@ NUMBERS = (
     ),
 )
 """Numbers of an optimizer with their defaults, and the ends of the names of those that read them."""
+# Keys of an optimizer that change its speed, or that these optimizers do not read.
 HARMLESS = (
     "fused fused_back_pass foreach capturable differentiable adam_w_mode is_paged optim_bits min_8bit_size block_wise "
     "stochastic_rounding bias_correction use_triton log_every fsdp_in_use quant_block_size compile"
     " __version weight_decay_by_lr split_groups split_groups_mean factored factored_fp32 d_limiter rms_rescaling"
     " use_stableadamw use_schedulefree decouple"
 )
-"""Keys of an optimizer that change its speed, or that these optimizers do not read."""
 
 
 def optimizer(run: Translation) -> None:
@@ -514,8 +514,8 @@ def objective(run: Translation) -> None:
     average(run)
 
 
+# Tokens of 16 x 16 px at which the exponent of the shift is 1.15; it is 0.5 at 256 (schedulers of the models).
 TOKENS = {"flux2": 4096, "z_image": 4096, "krea2": 6400}
-"""Tokens of 16 x 16 px at which the exponent of the shift is 1.15; it is 0.5 at 256 (schedulers of the models)."""
 
 
 def shift_levels(run: Translation, kind: Kind) -> None:

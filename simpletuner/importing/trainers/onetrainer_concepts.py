@@ -51,8 +51,8 @@ CONCEPT = key_table(
         ),
     },
 )
+# Aspects of buckets there, each in both directions (mgds AspectBucketing.py:16).
 ASPECTS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0)
-"""Aspects of buckets there, each in both directions (mgds AspectBucketing.py:16)."""
 MASK = "-masklabel"
 LABELS = (f"{MASK}.png", "-condlabel.png")
 

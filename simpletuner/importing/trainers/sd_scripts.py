@@ -43,19 +43,20 @@ from simpletuner.settings.foreign.key_table import Maps
 from simpletuner.settings.foreign.original_names import is_off
 from simpletuner.settings.foreign.recognition import KOHYA
 
+# Optimizers that differ from those here in the precision of their moments at most; Prodigy's package also uses each
+# estimate one step earlier than its paper.
 OPTIMIZERS = {
     **dict.fromkeys(("adamw", "adamw8bit", "pagedadamw8bit", "adamw8bitkahan", "adamw_optimi"), "adamw"),
     **dict.fromkeys(("lion", "lion8bit", "pagedlion8bit"), "lion"),
     "prodigy": "prodigy",
     "adamwschedulefree": "adamw_schedulefree",
 }
-"""Optimizers that differ from those here in the precision of their moments at most; Prodigy's package also uses
-each estimate one step earlier than its paper."""
 SCHEDULES = {name: name for name in ("constant", "constant_with_warmup", "linear", "cosine", "polynomial")}
 OPTIMIZER = Maps("optimizer", one_of(OPTIMIZERS, "optimizer"))
 SCHEDULE = Maps("lr_scheduler", one_of(SCHEDULES, "schedule"))
 SHIFTS = {"flux": 3.0, "chroma": 3.0, "sd3": 1.0, "lumina2": 6.0, "hunyuanimage": 5.0}
 """Shift of the families that match flows, where the file is silent."""
+# Names of a training file that hold for datasets which are silent about them (config_util.py, argparse_config).
 OF_ALL = (
     *("resolution", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_no_upscale", "caption_extension"),
     *("shuffle_caption", "keep_tokens", "keep_tokens_separator", "secondary_separator", "caption_separator"),
@@ -64,7 +65,6 @@ OF_ALL = (
     *("face_crop_aug_range", "random_crop", "conditioning_data_dir", "masked_loss", "resize_interpolation"),
     "bucket_reso_steps",
 )
-"""Names of a training file that hold for datasets which are silent about them (config_util.py, argparse_config)."""
 
 RUN = key_table(
     maps={
@@ -160,7 +160,6 @@ RUN = key_table(
 
 
 def model(run: Translation) -> None:
-    """Family and kind of the run, which sd-scripts knows by its script."""
     module, name = str(run.get("network_module", "")), str(run.get("pretrained_model_name_or_path", ""))
     family = run.defaults.get("model_family") or NETWORKS.get(module) or of_encoders(run)
     if family == "flux" and run.word("model_type") == "chroma":
@@ -184,8 +183,8 @@ def model(run: Translation) -> None:
     run.drop(["clip_skip"], "it is not used, or 1")
 
 
+# Part of the names of Stable Diffusion 1.
 SD1 = re.compile(r"v1|1[._-][45]|sd-?1|sd_?1")
-"""Part of the names of Stable Diffusion 1."""
 
 
 def of_encoders(run: Translation) -> str:
@@ -231,8 +230,8 @@ def own_values(run: Translation, name: str) -> None:
     run.defaults |= {"adam_weight_decay": 0.0} if name in ("prodigy", "adamwschedulefree") else {}
 
 
+# Options that store the base of a network in 8 bits (e4m3).
 FP8 = ("fp8_base", "fp8_base_unet")
-"""Options that store the base of a network in 8 bits (e4m3)."""
 
 
 def precision(run: Translation) -> None:
@@ -517,8 +516,8 @@ def captions(found: Translation, path: object) -> None:
     found.defaults["caption_lines"] = "alternatives" if is_drawn else "first"
 
 
+# Longer side of a bucket of 2:1 by the edge of its square; few pictures are longer.
 LONG = math.sqrt(2)
-"""Longer side of a bucket of 2:1 by the edge of its square; few pictures are longer."""
 
 
 def buckets(found: Translation, edge: object) -> None:
@@ -540,11 +539,11 @@ def buckets(found: Translation, edge: object) -> None:
 LARGEST = 1 << 16
 
 
+# Settings of a run that are keys of datasets there: key, name in the training file, default.
 PER_DATASET = (
     ("train_batch_size", "batch_size", "train_batch_size", 1),
     ("aspect_bucket_alignment", "bucket_reso_steps", "bucket_reso_steps", 64),
 )
-"""Settings of a run that are keys of datasets there: key, name in the training file, default."""
 
 
 def of_run(

@@ -19,10 +19,11 @@ NETWORKS = {
 }
 """Modules that are a LoRA, with the family that they are of."""
 UNETS = ("sd1x", "sd2x", "sdxl")
+# Layers of a U-Net in Transformer2DModel, and in ResnetBlock2D, Downsample2D and Upsample2D.
 ATTENTIONS, CONVOLUTIONS = ("*.attentions.*",), ("*.resnets.*", "*.downsamplers.*", "*.upsamplers.*")
-"""Layers of a U-Net in Transformer2DModel, and in ResnetBlock2D, Downsample2D and Upsample2D."""
+# Layers of CONVOLUTIONS that are linear, or convolutions of 1 x 1.
 WITHOUT_3X3 = ("*.time_emb_proj", "*.conv_shortcut")
-"""Layers of CONVOLUTIONS that are linear, or convolutions of 1 x 1."""
+# Layers that the networks of transformers adapt: all of their blocks, and Lumina's last one.
 BLOCKS = {
     "flux": ("transformer_blocks.*", "single_transformer_blocks.*"),
     "chroma": ("transformer_blocks.*", "single_transformer_blocks.*"),
@@ -30,7 +31,6 @@ BLOCKS = {
     "sd3": ("transformer_blocks.*",),
     "lumina2": ("layers.*", "noise_refiner.*", "context_refiner.*", "norm_out.*"),
 }
-"""Layers that the networks of transformers adapt: all of their blocks, and Lumina's last one."""
 TRAIN_BLOCKS = {
     "flux": {"double": BLOCKS["flux"][:1], "single": BLOCKS["flux"][1:]},
     "lumina2": {
@@ -42,14 +42,14 @@ TRAIN_BLOCKS = {
 }
 FUSED = "q, k and v are one matrix there; here each has a LoRA of its own, of the same rank"
 OF_ALGORITHMS = {"lora": "lora", "locon": "lora", "loha": "loha", "lokr": "lokr"}
+# Ranks from this on are written to train whole matrices, as LoKr does from half of a side on, with scale 1.
 WHOLE = 10_000
-"""Ranks from this on are written to train whole matrices, as LoKr does from half of a side on, with scale 1."""
 ALONE = ("attn-mlp", "attn-only", "unet-transformer-only")
 """Presets of LyCORIS without ResNets."""
 OF_UNETS = ("unet-only", "unet-transformer-only", "unet-convblock-only")
 """Presets of LyCORIS without text encoders."""
+# Arguments without an effect of their own here: these two are read, and the others belong to what is refused.
 NOTHING = ("verbose", "preset", "algo", "rank_dropout_scale", "constraint", "rescaled", "block_size", "bypass_mode")
-"""Arguments without an effect of their own here: these two are read, and the others belong to what is refused."""
 
 
 def network(run: Translation) -> None:

@@ -65,11 +65,11 @@ IMAGE = "image"
 RATES = ("frame_rate", "fps")
 """Names that pipelines have for frames per second."""
 
+# Frames per second where a pipeline has no default of its own.
 DEFAULT_RATE = 24.0
-"""Frames per second where a pipeline has no default of its own."""
 
+# Components that guide in place of an argument (HunyuanVideo 1.5).
 GUIDERS = ("guider", "ocr_guider")
-"""Components that guide in place of an argument (HunyuanVideo 1.5)."""
 
 
 class HookedPipeline:

@@ -85,8 +85,6 @@ def encodes_text(block: Any) -> bool:
 
 
 class CalledBlocks:
-    """Base of modular pipelines that are called as a DiffusionPipeline is."""
-
     run_by: Any
     """Blocks of the pipeline's class, which stay as they are."""
     left_out: list[str]

@@ -14,8 +14,8 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerEr
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+# Raised by code that is given what it was not written for.
 FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Raised by code that is given what it was not written for."""
 
 
 class StopCall(BaseException):

@@ -75,8 +75,8 @@ class PipelineCall:
         return self.images, *map(form_of, self.tensors)
 
 
+# Shapes whose traces a predictor keeps: of texts of any length there may be thousands.
 MOST_REPLAYS = 256
-"""Shapes whose traces a predictor keeps: of texts of any length there may be thousands."""
 
 
 @dataclass

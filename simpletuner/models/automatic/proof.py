@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from diffusers import SchedulerMixin
 
 STEPS = 4
+# Largest difference of two predictions, relative to the largest element: kernels differ.
 CLOSE = 1e-3
-"""Largest difference of two predictions, relative to the largest element: kernels differ."""
 # Largest mean difference of two images in 0..1, one of them through a VAE in bf16.
 ALIKE = 2e-2
 

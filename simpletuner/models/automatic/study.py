@@ -24,14 +24,14 @@ from simpletuner.models.family.vae import frames_of_cell
 from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.system.numbers import count_noun
 
+# Short and long ones; the last is as long as text encoders read. Words in quotation marks are encoded once more by
+# HunyuanVideo 1.5, HunyuanImage and LongCat-Image.
 CAPTIONS = (
     "a red circle",
     'two large blue squares and the words "three four" below them on a bright background, in pink',
     "a photo",
     " ".join(["a small yellow star beside a large purple heart"] * 64),
 )
-"""Short and long ones; the last is as long as text encoders read. Words in quotation marks are encoded
-once more by HunyuanVideo 1.5, HunyuanImage and LongCat-Image."""
 
 NO_CLIPS = f"its call has none of {', '.join(FRAMES)}, so it makes no clips"
 

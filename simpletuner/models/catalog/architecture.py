@@ -29,8 +29,8 @@ from simpletuner.settings.declared.sections import Model
 from simpletuner.system.files.regular_files import open_regular, read_file
 
 DENOISERS = ("transformer", "unet")
+# Bytes; the longest that safetensors itself reads.
 LONGEST_HEADER = 100_000_000
-"""Bytes; the longest that safetensors itself reads."""
 
 
 def parameters_of(model: Model) -> tuple[int, str] | None:
@@ -102,8 +102,8 @@ def folder_of(model: Model) -> str:
     return str(folder.resolve()) if name and folder.is_dir() else name
 
 
+# Ids of the hub have no other letters: neither the backslash of Windows nor the `@` of a revision.
 ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-"""Ids of the hub have no other letters: neither the backslash of Windows nor the `@` of a revision."""
 
 
 def is_path(name: str) -> bool:

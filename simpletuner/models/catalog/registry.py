@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # `simpletuner models` lists presets without any settings, wh
     from simpletuner.settings.declared.sections import Model, Parallel
 
 TINY = "tiny"
+# Entry point group of installed packages that register families: name = "package.module:ClassName".
 ENTRY_POINTS = "simpletuner.families"
-"""Entry point group of installed packages that register families: name = "package.module:ClassName"."""
 
 AUTO = "auto"
 """The family of any pipeline that passes its proof."""
@@ -237,7 +237,6 @@ def class_path_of(model: Model) -> str | None:
 
 
 def installed_families() -> dict[str, str]:
-    """Families that installed packages register: the import path of each by name."""
     return {point.name: point.value for point in registered() if point.name not in preset_names()}
 
 

@@ -53,6 +53,7 @@ def is_flow(preset: Preset) -> bool:
     return preset.objective == "flow"
 
 
+# The settings that do not have an effect in every family.
 SCOPES = {
     # Harmful: it would be exported with the scheduler of a flow, which would then sample with it.
     "prediction_type": Scope(is_diffusion, "diffusion", harms=True),
@@ -66,7 +67,6 @@ SCOPES = {
     "framerate": Scope(lambda preset: preset.frame_step > 0, "models that generate clips"),
     "tokenizer_max_length": Scope(lambda preset: not preset.fixed_prompt_length, "text encoders of variable length"),
 }
-"""The settings that do not have an effect in every family."""
 
 
 def check_runnable(loaded: Loaded) -> Loaded:
@@ -82,7 +82,6 @@ def check_runnable(loaded: Loaded) -> Loaded:
 
 
 def check_with_model(settings: Settings, origins: Mapping[str, object]) -> None:
-    """Raise SettingsError with all mistakes about the model, and settings of other models only."""
     with naming_places(origins, "model_family", "model_flavour"):
         check_trainable(settings.model)  # alone: with another model the rest may be no mistakes
     errors: list[SimpleTunerError] = []

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 class AuraFlow(ModelFamily):
-    """AuraFlow."""
-
     pipelines = ("AuraFlowPipeline",)
     objective = flow_matching
     fuses_qkv = True

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class Chroma(ModelFamily):
-    """Chroma."""
-
     pipelines = ("ChromaPipeline",)
     float32_inputs = ("timestep", "txt_ids", "img_ids")
     # ChromaTransformer2DModel.forward: `timestep.to(hidden_states.dtype) * 1000`.
@@ -60,7 +58,6 @@ class Chroma(ModelFamily):
         return {"prompt_embeds": embeds, "prompt_attention_mask": mask}
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as ChromaPipeline does."""
         height, width = noised_BCHW.shape[-2:]
         dtype, device = noised_BCHW.dtype, noised_BCHW.device
         tokens, embeds = pack(noised_BCHW), conditioning["prompt_embeds"].to(dtype)

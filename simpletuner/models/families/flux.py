@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class Flux(ModelFamily):
-    """FLUX.1."""
-
     pipelines = ("FluxPipeline",)
     float32_inputs = ("timestep", "guidance", "txt_ids", "img_ids")
     # FluxTransformer2DModel.forward: `timestep.to(hidden_states.dtype) * 1000`.
@@ -59,7 +57,6 @@ class Flux(ModelFamily):
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as FluxPipeline does."""
         height, width = noised_BCHW.shape[-2:]
         tokens, ids = self.image_inputs(noised_BCHW, conditioning)
         dtype, device = noised_BCHW.dtype, noised_BCHW.device

@@ -25,10 +25,10 @@ from simpletuner.settings.values.shape import Shape
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+# Frames per second of a clip: the default of both pipelines.
 FRAME_RATE = 25
-"""Frames per second of a clip: the default of both pipelines."""
+# Noise in a first frame, times the square of the noise level: the default of LTXConditionPipeline.
 NOISE_OF_FIRST = 0.15
-"""Noise in a first frame, times the square of the noise level: the default of LTXConditionPipeline."""
 
 
 class LTXVideo(ModelFamily):

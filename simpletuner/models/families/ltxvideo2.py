@@ -33,13 +33,13 @@ from simpletuner.settings.values.shape import Shape
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+# Frames per second of a clip: the pipeline's default.
 FRAME_RATE = 24
-"""Frames per second of a clip: the pipeline's default."""
 
 OF_AUDIO = ("audio_", "av_cross_attn_", "video_to_audio_", "video_a2v_")
 """Prefixes of weights, also in blocks, that only audio or its attention with the video uses."""
+# A weight of 2.5 that LTX2DFRPipeline alone uses.
 OF_KEYFRAMES = "keyframes_abs_pos_embedding"
-"""A weight of 2.5 that LTX2DFRPipeline alone uses."""
 
 
 class LTXVideo2(ModelFamily):

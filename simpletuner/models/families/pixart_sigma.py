@@ -26,8 +26,6 @@ ALPHA = "PixArtAlphaPipeline"
 
 
 class PixArtSigma(ModelFamily):
-    """PixArt Sigma and Alpha."""
-
     pipelines = ("PixArtSigmaPipeline", ALPHA)
     float32_inputs = ("timestep", "resolution", "aspect_ratio")
     padding_mask = "prompt_attention_mask"

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 class QwenImage(ModelFamily):
-    """Qwen-Image."""
-
     pipelines = ("QwenImagePipeline",)
     float32_inputs = ("timestep", "guidance")
     # QwenImageTransformer2DModel.forward casts the timestep to bf16; the embedding scales it by 1000 in fp32.

@@ -41,7 +41,6 @@ class Sana(ModelFamily):
         return encode_with_mask(self, pipeline, captions, complex_human_instruction=instruction)
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as SanaPipeline does."""
         return model(
             noised_BCHW,
             encoder_hidden_states=conditioning["prompt_embeds"].to(noised_BCHW.dtype),

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 class SD1(ModelFamily):
-    """Stable Diffusion 1.x."""
-
     pipelines = ("StableDiffusionPipeline",)
     denoiser_name = "unet"
     fuses_qkv = True
@@ -31,7 +29,6 @@ class SD1(ModelFamily):
         return {"prompt_embeds": embeds}
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the U-Net as StableDiffusionPipeline does."""
         embeds = conditioning["prompt_embeds"].to(noised_BCHW.dtype)
         return model(noised_BCHW, timesteps_B, encoder_hidden_states=embeds, return_dict=False)[0]
 

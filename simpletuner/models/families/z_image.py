@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class ZImage(ModelFamily):
-    """Z-Image."""
-
     pipelines = ("ZImagePipeline",)
     float32_inputs = ("t",)
     objective = flow_matching

@@ -26,8 +26,8 @@ from simpletuner.private_api.of_diffusers import modules_in_float32
 from simpletuner.settings.declared.errors import nearest
 from simpletuner.settings.declared.sections import Settings
 
+# peft's name of the adapter in the names of parameters; files leave it out.
 ADAPTER = "default"
-"""peft's name of the adapter in the names of parameters; files leave it out."""
 
 TENSOR = re.compile(rf"(?P<layer>.+)\.(?P<kind>lora_\w+|hada_\w+|lokr_\w+|oft_R)\.{ADAPTER}(?P<end>\.weight)?")
 """Names of the parameters that peft adds to a layer."""
@@ -128,6 +128,7 @@ def measure_lengths(tensors: Mapping[str, Tensor]) -> None:
             lengths.copy_(torch.linalg.vector_norm(weight.float(), dim=1))
 
 
+# Names of attention projections in diffusers; the last one is FLUX.2's, which also holds the MLP.
 ATTENTION = (
     "to_q",
     "to_k",
@@ -139,7 +140,6 @@ ATTENTION = (
     "to_add_out",
     "to_qkv_mlp_proj",
 )
-"""Names of attention projections in diffusers; the last one is FLUX.2's, which also holds the MLP."""
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,6 @@ class ModelFamily(PipelineFolder, ABC):
 
     @property
     def sound_format(self) -> SoundFormat:
-        """Form in which the sound of clips is encoded."""
         from simpletuner.models.family.sound import sound_format  # a run without sound does not need it
 
         return sound_format(self.folder, self.frame_rate)

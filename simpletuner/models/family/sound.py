@@ -20,8 +20,8 @@ from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import any_weights_files, variant_of
 from simpletuner.settings.declared.sections import Model
 
+# Samples of sound in one Fourier transform, of the published models; no config says it.
 WINDOW = 1024
-"""Samples of sound in one Fourier transform, of the published models; no config says it."""
 LEAST_MAGNITUDE = 1e-5
 
 

@@ -17,8 +17,8 @@ from simpletuner.models.folder.weights import weights_files
 from simpletuner.settings.declared.sections import Model
 from simpletuner.settings.values.shape import Shape
 
+# Components of the two denoisers in diffusers' pipelines: above the boundary of noise levels, and below.
 FIRST, SECOND = "transformer", "transformer_2"
-"""Components of the two denoisers in diffusers' pipelines: above the boundary of noise levels, and below."""
 
 
 def chosen_denoiser(folder: Path, index: Mapping[str, Any], model: Model) -> tuple[str, str]:

@@ -155,7 +155,6 @@ def cell_of_model(model: Any, patch: int) -> Shape:
 
 
 def frames_of_cell(model: Any) -> int:
-    """Frames that one latent cell covers."""
     # LTX-Video computes it if its config has none; Wan's VAEs have another name, read by WanPipeline.
     told = (vars(model).get("temporal_compression_ratio"), model.config.get("temporal_compression_ratio"))
     return next(filter(None, (*told, model.config.get("scale_factor_temporal"))), 1)

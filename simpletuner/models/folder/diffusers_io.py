@@ -28,8 +28,8 @@ from simpletuner.system.importing import when_imported
 TEXT_PARTS = ("tokenizer", "text_encoder", "t5_tokenizer", "text_conditioner", "processor", "connectors")
 """Prefixes of the components that turn captions into tensors."""
 
+# Components of text encoding, and the image encoder for an image beside a caption (Wan 2.1 I2V).
 ENCODING_PARTS = (*TEXT_PARTS, "image_encoder", "image_processor")
-"""Components of text encoding, and the image encoder for an image beside a caption (Wan 2.1 I2V)."""
 
 
 def choose_accelerator() -> None:

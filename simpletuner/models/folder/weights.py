@@ -85,8 +85,8 @@ def source_of(value: object) -> dict[str, Any]:
     return {}
 
 
+# Suffixes of configs, weights, vocabularies and chat templates: all that is fetched, read or exported.
 COMPONENT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
-"""Suffixes of configs, weights, vocabularies and chat templates: all that is fetched, read or exported."""
 
 # First bytes of files for `torch.load` or `pickle.load`: zip archives, and pickles since protocol 2.
 PICKLE_STARTS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))
@@ -177,8 +177,8 @@ def variant_of(path: Path) -> str | None:
     return rest.partition("-")[0] if dot else None
 
 
+# Name of the fact in a run's summary and checkpoints: `OWNER/NAME@COMMIT`.
 BASE_COMMIT = "base commit"
-"""Name of the fact in a run's summary and checkpoints: `OWNER/NAME@COMMIT`."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 

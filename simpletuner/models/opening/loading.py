@@ -28,11 +28,11 @@ from simpletuner.parallel.world import World
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.system.files.atomic import remove, replace_folder, unfinished_path
 
+# Longest wait of the other ranks while the first downloads a model.
 DOWNLOAD_SECONDS = 12 * 3600
-"""Longest wait of the other ranks while the first downloads a model."""
 
+# Weights with a variant's name in theirs, such as model.fp16.safetensors.
 VARIANT_WEIGHTS = "*/*.*.safetensors"
-"""Weights with a variant's name in theirs, such as model.fp16.safetensors."""
 
 
 def load_family(
@@ -112,7 +112,6 @@ def folder_at_hand(settings: Settings) -> Path | None:
 
 
 def tiny_folder(settings: Settings) -> Path:
-    """Folder of the built flavour `tiny`."""
     return settings.training.output_dir / f"base-{settings.model.model_family}-tiny"
 
 

@@ -36,18 +36,19 @@ from simpletuner.system.files.regular_files import check_regular, read_file
 METADATA = "lora_adapter_metadata"
 
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# Files of an adapter's folder as peft's `save_pretrained` writes it; the weights have no metadata.
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
-"""Files of an adapter's folder as peft's `save_pretrained` writes it; the weights have no metadata."""
 
 KINDS = {"lora_magnitude_vector": "dora", ".hada_": "loha", ".lokr_": "lokr", ".oft_R": "oft"}
 """Parts of the names in a file that tell its lora_type."""
 
+# Supported values of peft_type; DoRA is a LORA. Others, such as ADALORA, have the same tensor names.
 PEFT_TYPES = ("LORA", "LOKR", "LOHA", "OFT")
-"""Supported values of peft_type; DoRA is a LORA. Others, such as ADALORA, have the same tensor names."""
 
 SCALING = {"r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern", "use_dora", "lora_bias"}
 """Keys of peft's LoraConfig that `LoraFile.scale_of` and the tensors account for."""
 
+# Keys of peft's configs without an effect on saved matrices: how they were found and trained.
 WITHOUT_EFFECT = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias"),
@@ -55,7 +56,6 @@ WITHOUT_EFFECT = {
     *("fan_in_fan_out", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config"),
     *("lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
 }
-"""Keys of peft's configs without an effect on saved matrices: how they were found and trained."""
 
 # Values of peft's init_lora_weights that leave the base model as it is. PiSSA, OLoRA, CorDA, LoftQ and
 # LoRA-GA subtract the first matrices from its weights, so that what they save is no difference to the

@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 CLIP_MAX_LENGTH = 77
 
+# Words that are one token each; any other text falls apart into characters.
 WORDS = """
 a an the and of on in at with by is to photo picture painting drawing image small large big little bright dark light
 red green blue yellow orange purple pink brown black white grey cyan magenta
 circle square triangle star cross ring heart shape background left right above below one two three four
 """
-"""Words that are one token each; any other text falls apart into characters."""
 
 MOTION_WORDS = "moves up down"
 """The same, of models of clips."""
 
+# The words of the template that Qwen-Image puts before captions. Its pipeline drops the template's 34 tokens from the
+# embeddings, a number that is right only if each of these words is one token.
 QWEN_WORDS = """
 system user assistant Describe the image by detailing the color shape size texture quantity text spatial relationships
 of the objects and background
 """
-"""The words of the template that Qwen-Image puts before captions. Its pipeline drops the template's 34
-tokens from the embeddings, a number that is right only if each of these words is one token."""
 
 CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- set text = message.content if message.content is string else message.content[0].text -%}
@@ -114,7 +114,6 @@ def learn_merges(spelled: list[list[str]]) -> list[tuple[str, str]]:
 
 
 def merge(pieces: list[str], pair: tuple[str, str]) -> list[str]:
-    """Join each occurrence of the pair into one piece."""
     merged: list[str] = []
     for piece in pieces:
         if merged and (merged[-1], piece) == pair:

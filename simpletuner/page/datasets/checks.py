@@ -31,8 +31,8 @@ from simpletuner.system.files.locks import RUN_LOCK
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus
 
+# Name of the file that `tools/dataset/listing.py` writes, which takes half a second to import.
 LISTING = "datasets.json"
-"""Name of the file that `tools/dataset/listing.py` writes, which takes half a second to import."""
 EXIT_SECONDS = 5.0
 # Configurations whose results are kept; 100,000 images take 20 MB.
 MAX_KEPT = 12

@@ -30,8 +30,8 @@ PER_PAGE = 60
 GROUPS_PER_PAGE = 20
 MAX_OF_GROUP = 12
 """Images that are shown of a group of duplicates."""
+# Group of images without a bucket; no bucket has such a name.
 LEFT_OUT = "left out"
-"""Group of images without a bucket; no bucket has such a name."""
 ORDERS = {
     "": "as in the dataset",
     "largest": "largest first",
@@ -225,8 +225,8 @@ class ListedDataset:
         return ImagePage(here, len(rows), page, pages)
 
 
+# Longer sides: in the grid, for screens of several dots per px, and of the picture that a click opens.
 EDGES_PX = (320, 1600)
-"""Longer sides: in the grid, for screens of several dots per px, and of the picture that a click opens."""
 MAX_FILE_BYTES = 256 << 20
 MAX_JPEG_PIXELS = 1 << 28  # decoded at an eighth of their sides
 

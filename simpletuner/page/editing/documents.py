@@ -35,8 +35,8 @@ from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, choices_of, 
 from simpletuner.system.files.checksums import value_checksum
 from simpletuner.system.files.paths import shown_path
 
+# The place of a value that is not saved yet.
 TYPED = "this page"
-"""The place of a value that is not saved yet."""
 READ_AS_TEXT = ("data_backend_config", "validation_prompt_file")
 """Settings whose files the checks read, in addition to tables."""
 

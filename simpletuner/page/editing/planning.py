@@ -121,8 +121,6 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class ShownPlan:
-    """A plan as the panel shows it."""
-
     found: Mapping[str, Any]
     parts: list[MemoryPart]
     limit: float | None

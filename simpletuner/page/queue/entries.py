@@ -32,8 +32,8 @@ from simpletuner.system.files.unread import MALFORMED, latest_set_aside, set_asi
 from simpletuner.system.numbers import count_noun
 
 DEVICES = Path("/dev")
+# The device of runs without GPUs: each takes all cores, so there is one at a time.
 CPU = "the CPU"
-"""The device of runs without GPUs: each takes all cores, so there is one at a time."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,6 @@ def as_row(entry: QueueEntry) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class QueueFile:
-    """The entries on disk, in their order."""
-
     path: Path
 
     @classmethod

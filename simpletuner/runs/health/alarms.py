@@ -143,8 +143,8 @@ def find_unchanged(measured: Sequence[Measured], max_steps: int) -> Alarm | None
     )
 
 
+# Steps of a run below which it is a trial: nobody expects that it trains on all images.
 TRIAL_STEPS = 100
-"""Steps of a run below which it is a trial: nobody expects that it trains on all images."""
 
 
 def find_not_drawn(images: int, batch: int, steps: int) -> Alarm | None:

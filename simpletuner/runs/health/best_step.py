@@ -20,16 +20,16 @@ from simpletuner.runs.metrics import HELD_OUT, LEVEL_OF, LEVELS, MAX_BYTES, METR
 from simpletuner.system.files.regular_files import open_regular
 from simpletuner.system.numbers import count_noun
 
+# Groups of held-out images; fewer where there are fewer images.
 PARTS = 16
-"""Groups of held-out images; fewer where there are fewer images."""
+# Two-sided 95 % points of Student's t distribution, for 1 to PARTS - 1 degrees of freedom.
 STUDENT_T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Two-sided 95 % points of Student's t distribution, for 1 to PARTS - 1 degrees of freedom."""
+# Evaluations in a row above the best one, after which a run says so.
 RISES = 3
-"""Evaluations in a row above the best one, after which a run says so."""
 WEIGHTS: Mapping[str, str] = dict(zip(HELD_OUT, ("trained", "ema"), strict=True))
+# Names in a row: of the mean losses of the groups, and of a digest of what is measured. Losses of other images, or at
+# other noise levels, are not compared.
 PARTS_OF, SET = "{}_parts", "eval_set"
-"""Names in a row: of the mean losses of the groups, and of a digest of what is measured. Losses of other images, or at
-other noise levels, are not compared."""
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from simpletuner.settings.files.raw_values import Origin
 
 # Not `tokenizer`, nor sd-scripts' class_tokens, keep_tokens, max_token_length and the like.
+# Names of what is never shown, among those that are no settings.
 SECRET = re.compile(
     r"(?<!class_)(?<!keep_)(?<!no_)token(?!izer|_length|_warmup|_dropout)"
     r"|secret|(?:access|api|private)[_-]?key|passw|credential|webhook",
     re.IGNORECASE,
 )
-"""Names of what is never shown, among those that are no settings."""
 
 
 IN_TEXT = re.compile(
@@ -93,8 +93,8 @@ REASONS = {
 }
 """Values that users of other tools have in their files, and why they are refused."""
 
+# A mistake that a list of settings helps with; the mistake of a value says what to write instead.
 UNKNOWN = "unknown setting"
-"""A mistake that a list of settings helps with; the mistake of a value says what to write instead."""
 MAX_LENGTH = 80
 """Characters of a value that are shown."""
 

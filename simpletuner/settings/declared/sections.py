@@ -28,8 +28,8 @@ from simpletuner.settings.values.shape import Shape, normalize_shapes
 from simpletuner.settings.values.spelling import OF_A_RUN, normalize_name, only_placeholders
 from simpletuner.system.files.paths import ENVIRONMENT, expand_path
 
+# Upper bound of samples per rank and forward pass; `plan --auto` tries each divisor.
 LARGEST_BATCH = 1_000_000
-"""Upper bound of samples per rank and forward pass; `plan --auto` tries each divisor."""
 
 
 def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:

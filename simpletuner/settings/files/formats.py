@@ -68,8 +68,8 @@ def read_list(path: Path) -> list[Any] | None:
     return None
 
 
+# Six times as many as there are settings: looking for the known name nearest to one takes a millisecond.
 MAX_NAMES = 2_000
-"""Six times as many as there are settings: looking for the known name nearest to one takes a millisecond."""
 
 
 def parse_entries(path: Path, text: str, environment: Mapping[str, str] = os.environ) -> list[FileEntry]:

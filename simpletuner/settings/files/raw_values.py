@@ -72,8 +72,6 @@ SecretUrl = Annotated[SecretStr, BeforeValidator(resolve_reference), AfterValida
 
 @dataclass(frozen=True)
 class RawValue:
-    """A value as it was written."""
-
     name: str
     value: Any
     place: str

@@ -15,8 +15,8 @@ from simpletuner.settings.files.config_files import MAX_DEPTH, TOO_DEEP, FileEnt
 MAX_NODES = 300_000
 """Names and values of a file with its aliases written out."""
 MERGE = "tag:yaml.org,2002:merge"
+# Numbers that YAML 1.1 and 1.2 read alike. PyYAML, at 1.1, reads `0123` as 83 and `1:30` as 90.
 NUMBER = re.compile(r"[-+]?(0|[1-9]\d*|0x[0-9a-fA-F]+|(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\.(inf|Inf|INF)|\.(nan|NaN|NAN))")
-"""Numbers that YAML 1.1 and 1.2 read alike. PyYAML, at 1.1, reads `0123` as 83 and `1:30` as 90."""
 
 # libyaml is eight times as fast: 60,000 settings in 0.4 s.
 PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

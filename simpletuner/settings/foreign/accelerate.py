@@ -95,10 +95,10 @@ def irrelevant_variables(environment: Mapping[str, str]) -> set[str]:
     return {other} | (set() if compiles else dynamo)
 
 
+# Largest number of unknown fields that are named; the others are counted.
 MAX_NAMED = 5
-"""Largest number of unknown fields that are named; the others are counted."""
+# Values of distributed_type for which accelerate's default of one rank is not a slip.
 ALONE = ("no", "multi_cpu")
-"""Values of distributed_type for which accelerate's default of one rank is not a slip."""
 
 
 def warnings_of(name: str, fields: Sequence[MappedField]) -> list[str]:

@@ -26,8 +26,8 @@ AIO = {
     "use_gds": False,
 }
 
+# DeepSpeed's default buffer for weights on their way to files; a larger tensor needs a larger one.
 BUFFER_ELEMENTS = 100_000_000
-"""DeepSpeed's default buffer for weights on their way to files; a larger tensor needs a larger one."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,6 @@ def read_stage(value: object) -> Any:
 
 
 def read_cpu_offload(value: object) -> str:
-    """Convert the older flags `cpu_offload` and `cpu_offload_param`."""
     return "cpu" if flag(value) else "none"
 
 

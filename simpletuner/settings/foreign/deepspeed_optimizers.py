@@ -17,12 +17,12 @@ from simpletuner.settings.foreign.deepspeed_parsed import ParsedConfig
 from simpletuner.settings.foreign.key_table import KeyTable, Maps, Refuses, Rule, in_section
 from simpletuner.settings.values.spelling import normalize_name
 
+# Parameters that are settings of ours; `betas` are two settings.
 SETTINGS = {
     "lr": "learning_rate",
     "eps": "adam_epsilon",
     "weight_decay": "adam_weight_decay",
 }
-"""Parameters that are settings of ours; `betas` are two settings."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from simpletuner.settings.foreign.deepspeed_keys import AUTO, number
 from simpletuner.settings.foreign.deepspeed_parsed import ParsedConfig
 from simpletuner.settings.values.spelling import is_equal, normalize_name
 
+# Two names of one schedule: lr_warmup_steps decides about the warm-up.
 CONSTANT = ("constant", "constant_with_warmup")
-"""Two names of one schedule: lr_warmup_steps decides about the warm-up."""
 
 PARAMS: dict[str, tuple[str, ...]] = {
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr"),
@@ -50,8 +50,8 @@ def read_scheduler(block: object, learning_rate: float, parsed: ParsedConfig) ->
         note_defaults(name, params, learning_rate, parsed)
 
 
+# DeepSpeed's defaults of `warmup_num_steps`, of `warmup_max_lr` in WarmupDecayLR, and of `cos_min_ratio`.
 WARMUP_STEPS, DECAY_PEAK, COSINE_END = 1000, 1e-3, 1e-4
-"""DeepSpeed's defaults of `warmup_num_steps`, of `warmup_max_lr` in WarmupDecayLR, and of `cos_min_ratio`."""
 
 
 def note_defaults(name: str, params: Mapping[str, object], learning_rate: float, parsed: ParsedConfig) -> None:

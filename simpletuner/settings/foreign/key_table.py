@@ -77,8 +77,6 @@ Outcome = Literal["set", "kept", "neutral", "unused", "refused", "unknown"]
 
 @dataclass(frozen=True)
 class MappedField:
-    """The outcome of one key of a file."""
-
     path: str
     """The key with its sections, as the file spells it."""
     key: str

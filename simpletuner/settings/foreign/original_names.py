@@ -108,6 +108,7 @@ DECIDES: dict[str, str] = {
     "set caption_strategy=instanceprompt": "only_instance_prompt",
 }
 
+# Names that are refused unless their value asks for nothing, by the reason and what to do instead.
 REFUSED: dict[str, str] = {
     **DECIDES,
     # Adapters.
@@ -163,7 +164,6 @@ REFUSED: dict[str, str] = {
     "set gpu_ids, use_cpu or an accelerate file": "accelerate_extra_args",
     "write each argument as a setting": "trainer_extra_args",
 }
-"""Names that are refused unless their value asks for nothing, by the reason and what to do instead."""
 
 
 OFF = ("false", "no", "off", "none", "null", "0", "0.0", "[]", "{}", "", "no_change")

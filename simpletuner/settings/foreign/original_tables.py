@@ -35,6 +35,7 @@ RENAMED: dict[str, str] = {
 }
 """Alternative names of settings, including those in the original's config.env."""
 
+# Names that change nothing here, whatever their value, by the reason.
 ASKS_FOR_NOTHING: dict[str, str] = {
     "lora_type says the algorithm that lycoris_config has": "lycoris_config init_lokr_norm validation_lycoris_strength",
     "used only with another peft_lora_mode, which is refused": "singlora_ramp_up_steps",
@@ -237,4 +238,3 @@ ASKS_FOR_NOTHING: dict[str, str] = {
         "stable_cascade_decoder_subfolder"
     ),
 }
-"""Names that change nothing here, whatever their value, by the reason."""

@@ -21,8 +21,8 @@ from simpletuner.settings.foreign.original_names import TABLE
 
 KOHYA, PIPE, GUI = "kohya's sd-scripts", "diffusion-pipe", "kohya_ss, the GUI"
 MUSUBI, ONETRAINER, AITOOLKIT = "musubi-tuner", "OneTrainer", "ai-toolkit"
+# A file whose keys both have: what is told by the command line there, such as the base, is not in it.
 EITHER = f"{KOHYA} or {MUSUBI}"
-"""A file whose keys both have: what is told by the command line there, such as the base, is not in it."""
 PROGRAMS = {
     "sd-scripts": KOHYA,
     "kohya-gui": GUI,
@@ -153,6 +153,7 @@ def original_hint(name: str) -> str:
     return rule.reason if isinstance(rule, Ignores | Refuses) else ""
 
 
+# Words that people type for a setting with another name; they are not accepted, but answered with ours.
 RENAMED = {
     "output_dir": "path folder dir output training_folder",
     "instance_data_dir": "images image_dir data_dir train_data_dir dataset_dir folder_path",
@@ -200,7 +201,6 @@ RENAMED = {
     "report_to": "log_with",
     "max_workers": "dataloader_num_workers max_data_loader_n_workers num_workers",
 }
-"""Words that people type for a setting with another name; they are not accepted, but answered with ours."""
 
 ANSWERS = {
     "class images are a dataset with is_regularisation_data and prior_images: docs/dataset-file.md": (

@@ -23,12 +23,12 @@ from simpletuner.settings.resolving.sources import MergedValues, validate_value
 from simpletuner.settings.values.spelling import is_equal
 
 NAME = "deepspeed_config"
+# DeepSpeed's default of `gradient_clipping`, and accelerate's for it.
 CLIPPING = 1.0
-"""DeepSpeed's default of `gradient_clipping`, and accelerate's for it."""
+# Meaning of `zero_optimization: true`, an older form.
 DEFAULT_STAGE = 1
-"""Meaning of `zero_optimization: true`, an older form."""
+# Our names; the first one is per rank, and DeepSpeed uses the same word for the product of all three.
 MICRO, STEPS, RANKS = FACTORS = ("train_batch_size", "gradient_accumulation_steps", "num_processes")
-"""Our names; the first one is per rank, and DeepSpeed uses the same word for the product of all three."""
 
 
 def apply_deepspeed_config(merged: MergedValues) -> list[str]:

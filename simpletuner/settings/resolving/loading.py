@@ -62,8 +62,8 @@ def apply_output_address(merged: MergedValues) -> None:
     merged.origins[NAME] = replace(origin, reason="the folder on this machine of that address")
 
 
+# A short table of texts as it is typed: name=text,name=text.
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
-"""A short table of texts as it is typed: name=text,name=text."""
 SHOWN = 3
 """Largest number of the original's names that are listed."""
 NO_ORIGIN = Origin("default", None)

@@ -40,6 +40,7 @@ from simpletuner.system.files.paths import shown_path
 from simpletuner.system.numbers import count_noun
 
 CHOOSES_FOLDER = "it chooses a folder of config/ in the shell and in config/config.env, where no file is named"
+# Names beside settings in config.env or the environment, and the reason for not using them ("": quiet).
 NOT_SETTINGS = {
     "config": "",
     "debug": "",
@@ -55,14 +56,13 @@ NOT_SETTINGS = {
     "log_format": "errors are short; `--debug` shows more",
     "accelerate_extra_args": "set gpu_ids, use_cpu or an accelerate file",
 }
-"""Names beside settings in config.env or the environment, and the reason for not using them ("": quiet)."""
+# Prefixes of other programs' variables, which the original's config.env holds in addition to settings.
 OTHER_PROGRAMS = (
     *("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "DIFFUSERS_", "TOKENIZERS_", "SAFETENSORS_"),
     *("CUDA_", "NVIDIA_", "CUDNN_", "CUBLAS_", "NCCL_", "GLOO_", "UCX_", "RCCL_", "HIP_", "HSA_", "ROCR_", "MIOPEN_"),
     *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "XFORMERS_", "OMP_", "MKL_", "DS_"),
     *("WANDB_", "AWS_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
-"""Prefixes of other programs' variables, which the original's config.env holds in addition to settings."""
 
 
 def folder_variables(path: Path, environment: Mapping[str, str]) -> dict[str, str]:
@@ -117,8 +117,6 @@ ACCELERATE_CONFIG = "accelerate_config"
 
 @dataclass
 class MergedValues:
-    """Values of all sources together, by setting."""
-
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)

@@ -36,8 +36,8 @@ Rule = Callable[[Settings], Iterator[BrokenRule]]
 
 # Usual learning rate of a LoRA, as in the recipes: ten times the default (docs/lora.md).
 LORA_RATE = 1e-4
+# Families whose original layout is written (`models/single_file/conversion.py`).
 SINGLE_FILE_FAMILIES = ("sd1x", "sd2x", "sdxl")
-"""Families whose original layout is written (`models/single_file/conversion.py`)."""
 
 
 def find_contradictions(settings: Settings) -> list[BrokenRule]:

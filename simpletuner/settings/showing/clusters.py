@@ -72,8 +72,8 @@ def escaped(character: str) -> str:
 
 SAVE_SECONDS = 300
 """Time that a run has to save and stop after it was asked to."""
+# Cores per rank that files propose: threads decode images during training.
 CPUS_PER_RANK = 8
-"""Cores per rank that files propose: threads decode images during training."""
 RESTARTS = 10
 """Number of times that a failed job is started again, from its newest checkpoint."""
 OF_A_JOB = ("machine_rank", "main_process_ip")

@@ -127,8 +127,6 @@ def config_file(text: str, name: str) -> Exported:
 
 @dataclass(frozen=True)
 class ExplainedSetting:
-    """A setting with its value, its source, and why that won."""
-
     name: str
     value: Any
     default: Any

@@ -73,7 +73,6 @@ Spelling is tolerant (any case, dashes for underscores, `yes`/`on`/`true`); ever
 
 
 def options_page() -> str:
-    """docs/options.md: one table per section."""
     return HEAD + "".join(part for section in SECTIONS.values() for part in table_of(section.__doc__ or "", section))
 
 
@@ -113,16 +112,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "On how many GPUs": ("num_processes", "fsdp_enable", "fsdp_reshard_after_forward"),
     "What to save and to look at": ("checkpoint_step_interval", "validation_step_interval", "validation_prompt"),
 }
+# Groups of settings not listed by name; other sections are about how long and how fast.
 GROUP_OF_SECTION = {
     **dict.fromkeys(("model", "lora"), "What to train"),
     "data": "On what",
     **dict.fromkeys(("parallel", "launch"), "On how many GPUs"),
     **dict.fromkeys(("checkpoints", "validation", "logging", "hub"), "What to save and to look at"),
 }
-"""Groups of settings not listed by name; other sections are about how long and how fast."""
 
+# Settings, each with the one that cannot stand beside it or would outrank it.
 RIVALS = {"global_batch_size": "gradient_accumulation_steps", "num_train_epochs": "max_train_steps"}
-"""Settings, each with the one that cannot stand beside it or would outrank it."""
 
 CONFIG_HEAD = """\
 #:schema simpletuner.schema.json
@@ -161,7 +160,6 @@ def scaffold_toml(
 
 
 def grouped(values: Mapping[str, object]) -> dict[str, list[str]]:
-    """Return the settings of each group, those that only a value is given for at its end."""
     groups = {title: list(names) for title, names in GROUPS.items()}
     if "data_backend_config" in values:  # names the images in place of the folder
         groups["On what"][0] = "data_backend_config"

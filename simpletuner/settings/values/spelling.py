@@ -24,8 +24,8 @@ WORDS_FOR_NOTHING = ("none", "null", "")
 TEXTS = (str, str | None)
 SWITCH_WORDS = (*WORDS_FOR_TRUE, *WORDS_FOR_FALSE, "auto")
 
+# Types of settings that a flag without a value sets; optional ones are then decided by the run.
 SWITCHES = (bool, bool | None)
-"""Types of settings that a flag without a value sets; optional ones are then decided by the run."""
 
 SYNONYMS: dict[str, dict[str, str]] = {
     "fsdp_version": {"v1": "1", "1.0": "1", "v2": "2", "2.0": "2", "fsdp1": "1", "fsdp2": "2"},

@@ -12,8 +12,8 @@ SHARD_SUFFIX, INDEX_SUFFIX = ".shard", ".index.jsonl"
 
 BLOCK_CACHE = "fsdp_block_cache.json"
 
+# The lock file of a cache folder; see `lease_folder.shared_folders`.
 IN_USE = ".in-use"
-"""The lock file of a cache folder; see `lease_folder.shared_folders`."""
 
 MERGED_INDEX = "merged.index"
 """Records of a cache folder, derived from the indexes of its shards."""

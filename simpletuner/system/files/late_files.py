@@ -13,6 +13,7 @@ from simpletuner.system.files.mounts import find_mount, read_mounts
 LATE_SECONDS = 90.0
 POLL_SECONDS = 0.1
 
+# The way to mount a file system so that it shows files sooner, by its type in /proc/mounts.
 SHORTER_CACHES = {
     **dict.fromkeys(("nfs", "nfs4"), "mount with shorter caches: `lookupcache=positive,acdirmax=5` in /etc/fstab"),
     "fuse.sshfs": "mount with `sshfs -o dir_cache=no`",
@@ -21,7 +22,6 @@ SHORTER_CACHES = {
     "fuse.gcsfuse": "mount with `gcsfuse --metadata-cache-ttl-secs=5`",
     "fuse.glusterfs": "mount with `-o attribute-timeout=0,entry-timeout=0`",
 }
-"""The way to mount a file system so that it shows files sooner, by its type in /proc/mounts."""
 
 
 def wait_for_files(folder: Path, sizes: Mapping[str, int], stop: Callable[[], None]) -> None:

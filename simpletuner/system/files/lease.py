@@ -27,8 +27,8 @@ from simpletuner.status_line import format_seconds
 from simpletuner.system.files.lease_record import MISSED_BEATS, LeaseLost, Record, boot_id, parse_record
 from simpletuner.system.files.mounts import FileSystem
 
+# Longest wait for a run whose launcher has died: its ranks save their last step and exit.
 HANDOVER_SECONDS = 30
-"""Longest wait for a run whose launcher has died: its ranks save their last step and exit."""
 POLL_SECONDS = 0.2
 # Longest time that a write is on its way, where two may create one file: who still reads his own then has
 # it, which is Fischer's algorithm (Lamport, A Fast Mutual Exclusion Algorithm, 1987). Slower writes are waited

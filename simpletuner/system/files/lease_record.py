@@ -18,8 +18,8 @@ from typing import Any
 from simpletuner.errors import EnvironmentNotReady
 
 VERSION = 1
+# Size of a record, one sector: always overwritten whole, so no reader finds it cut short.
 RECORD_BYTES = 512
-"""Size of a record, one sector: always overwritten whole, so no reader finds it cut short."""
 BEAT_SECONDS = 10.0
 """Between two renewals of a record."""
 MISSED_BEATS = 3

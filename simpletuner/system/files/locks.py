@@ -26,8 +26,8 @@ POLL_SECONDS = 0.02
 CANNOT_LOCK = (errno.EACCES, errno.EPERM, errno.EROFS, *NO_LOCKS)
 """A read-only folder, or a file system without locks."""
 
+# The lock file of a run's output folder; its content is the record of the run (lease_record.py).
 RUN_LOCK = ".lock"
-"""The lock file of a run's output folder; its content is the record of the run (lease_record.py)."""
 
 
 def lock_file(path: Path, exclusive: bool, create: bool = True, needed: bool = True) -> int:

@@ -147,9 +147,8 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 NO_REPLACING = (errno.EEXIST, errno.ENOSYS, errno.EOPNOTSUPP)
 BY_RECORD = "a second run on another machine is found by the record in .lock, which takes longer"
+# Limit of rclone with --vfs-cache-mode=full: a machine that has written a file keeps reading its own (1.60.1).
 NOT_FOUND = "nothing finds a second run on another machine for certain, which rclone may never show here"
-"""Limit of rclone with --vfs-cache-mode=full: a machine that has written a file keeps reading its own
-(1.60.1)."""
 PROBE = ".simpletuner-probe-"
 MAY_SAY = "`simpletuner nfs check --path FOLDER` says more; Lustre has locks when it is mounted with `flock`"
 

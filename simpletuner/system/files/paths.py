@@ -16,12 +16,12 @@ from pathlib import Path
 from tempfile import gettempdir
 
 DESCRIPTOR = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(?P<number>\d+)")
+# Pattern that the original takes for a variable of the environment in a path.
 ENVIRONMENT = re.compile(r"\{env:([^{}]*)\}")
-"""Pattern that the original takes for a variable of the environment in a path."""
 VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)[^{}]*\}|(?P<plain>[A-Za-z_]\w*))|%(?P<windows>[A-Za-z_]\w*)%")
 """A variable as shells of Unix and Windows have it."""
+# Unicode categories invisible at an end: control and format characters, separators, spaces.
 INVISIBLE = "Cc Cf Zl Zp Zs"
-"""Unicode categories invisible at an end: control and format characters, separators, spaces."""
 JOINERS = "\u200c\u200d"
 """Format characters that are part of words, and of emoji."""
 # Control characters that a backslash and a letter become in quoted text, as in a path of Windows.

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from simpletuner.system.files.regular_files import read_file
 
+# The end of the name of a file that could not be read.
 ASIDE = ".unread"
-"""The end of the name of a file that could not be read."""
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """Errors of parsing what somebody else has written."""
 

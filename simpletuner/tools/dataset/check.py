@@ -86,7 +86,6 @@ def token_limits(settings: Settings) -> list[TokenLimit]:
 
 
 def longest_in_tokens(samples: DatasetSamples, limit: TokenLimit, show: Callable[[int], object]) -> Iterator[int]:
-    """Yield the tokens of each sample's longest caption."""
     for start in range(0, len(samples), BATCH):
         captions = [samples[index].captions for index in range(start, min(start + BATCH, len(samples)))]
         texts = list(dict.fromkeys(chain.from_iterable(captions)))

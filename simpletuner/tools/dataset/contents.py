@@ -51,8 +51,8 @@ class Contents:
     damaged: dict[int, str] = field(default_factory=dict)
 
 
+# Form in which sound is decoded to see whether it can be: that of a model is known once it is opened.
 ANY_SOUND = SoundFormat(16000, 2, 24)
-"""Form in which sound is decoded to see whether it can be: that of a model is known once it is opened."""
 
 
 def read_contents(samples: DatasetSamples, threads: int, show: Callable[[int], object]) -> Contents:

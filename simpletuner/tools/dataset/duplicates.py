@@ -59,7 +59,6 @@ def near_duplicates(images: Mapping[int, Content]) -> Groups:
 
 
 def close_pairs(images: Sequence[Content]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield pairs of images whose hashes and colours are close."""
     hashes = np.array([each.gradients for each in images], np.uint64)
     colours = np.stack([each.colours for each in images])
     quarters = quarter_means(colours)

@@ -40,8 +40,6 @@ MAX_SUFFIXES = 6
 
 @dataclass(frozen=True)
 class DatasetFinding:
-    """A kind of finding in one dataset."""
-
     topic: str
     """Subject: files, images, sizes, captions, repeats."""
     kind: str

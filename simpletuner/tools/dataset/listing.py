@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from simpletuner.tools.dataset.check import CheckedDataset, CheckResult
 
 LISTING = "datasets.json"
+# Columns: resized size of an image, its bucket, and the crop's corner; 0 of what is left out.
 CROP = ("resized_width", "resized_height", "target_width", "target_height", "left", "top")
-"""Columns: resized size of an image, its bucket, and the crop's corner; 0 of what is left out."""
 
 
 def bucket_names(parts: Sequence[DatasetSamples]) -> list[pa.Array]:
@@ -99,11 +99,11 @@ def without_links(samples: DatasetSamples, captions: pa.Array) -> pa.Array:
     return pc.if_else(linked, "", captions)
 
 
+# Columns of an image with a finding: the finding's number, the row of the image, the group of duplicates that it is in,
+# and the reason or the measure.
 FOUND = pa.schema(
     {"finding": pa.int32(), "row": pa.int32(), "group": pa.int32(), "why": pa.large_string()},
 )
-"""Columns of an image with a finding: the finding's number, the row of the image, the group of duplicates
-that it is in, and the reason or the measure."""
 
 
 def finding_rows(names: Sequence[str], findings: Sequence[DatasetFinding]) -> Iterator[dict[str, Any]]:

@@ -37,11 +37,11 @@ SUBJECT = "LoRA"
 Delta = Callable[[Tensor], Tensor]
 """Returns what is added to a weight, which is in float32 or float64 and not changed."""
 
+# File of `lora extract` with what no LoRA holds: norms, biases, tables; and the ends of its names.
 EXACT, DIFFERENCE = "exact_differences.safetensors", ".diff"
-"""File of `lora extract` with what no LoRA holds: norms, biases, tables; and the ends of its names."""
 
+# Names of a text encoder's tensors: of diffusers, and of kohya's programs.
 ENCODER = re.compile(r"(?:base_model\.model\.)?(?:text_encoder(?P<own>_\d)?\.|lora_te(?P<kohya>\d?)_)(?P<rest>.+)")
-"""Names of a text encoder's tensors: of diffusers, and of kohya's programs."""
 
 OTHER_KIND = re.compile(rf"{DENOISERS}(?P<layer>.+?)\.(?P<part>hada_\w+|lokr_\w+|oft_R|alpha)(?:\.weight)?")
 """Names of LoHa, LoKr and OFT, of peft and of LyCORIS."""

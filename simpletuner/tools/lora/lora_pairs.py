@@ -19,11 +19,11 @@ from simpletuner.models.opening.lora_file import LORA_WEIGHTS, PEFT_PREFIX, lora
 from simpletuner.system.files.atomic import write_json
 from simpletuner.tools.lora.deltas import SUBJECT
 
+# Names of a LoRA's tensors in any file: the layer as it is called there, and which of its tensors it is.
 PART = re.compile(
     r"(?P<layer>.+?)(?P<part>\.alpha|[._](?:lora_linear_layer\.|lora\.)?(?:lora_A|lora_down|down|lora_B|lora_up|up))"
     r"(?P<end>(?:\.default)?(?:\.weight|\.bias)?)"
 )
-"""Names of a LoRA's tensors in any file: the layer as it is called there, and which of its tensors it is."""
 
 KOHYA_RANK, KOHYA_ALPHA = "ss_network_dim", "ss_network_alpha"
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from simpletuner.errors import SettingsError
 
+# Rows or columns above which directions are sought at random: all of 3072 x 12288 take 30 CPU s, 64 take 5.
 LARGE = 2048
-"""Rows or columns above which directions are sought at random: all of 3072 x 12288 take 30 CPU s, 64 take 5."""
+# Directions beyond the rank, and rounds, of the search at random (Halko et al. 2011, algorithm 4.4).
 MORE_DIRECTIONS, POWER_ITERATIONS = 32, 6
-"""Directions beyond the rank, and rounds, of the search at random (Halko et al. 2011, algorithm 4.4)."""
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,15 @@ PING_BYTES = 8
 LEAST_PINGS, MOST_PINGS = 5, 200
 """Round trips that a latency is the median of."""
 FIRST_BYTES, GROWTH = 1 << 16, 4
+# Largest message, by the device: two of them are in memory.
 MOST_BYTES = {"cuda": 1 << 28, "cpu": 1 << 26}
-"""Largest message, by the device: two of them are in memory."""
 MOST_REPEATS = 20
 # Share of a measurement's time above which messages do not grow: two more of the next size fit.
 GROWING = 1 / 24
 PAIRS_SHARE, PINGS_SHARE = 0.6, 0.2
 """Share of pairs in the whole time, and of latency in the time of a pair."""
+# Least duration of a round. Where the time is not enough for all of them, some rounds are measured.
 LEAST_ROUND_SECONDS = 0.2
-"""Least duration of a round. Where the time is not enough for all of them, some rounds are measured."""
 
 Order = Callable[[int, int], list[float]]
 """Has both or all ranks send messages of so many bytes so often, and returns the seconds of each."""

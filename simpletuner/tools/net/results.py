@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.filesize import decimal
 
+# Slow are less than this share of the usual bandwidth, and more than so many times the usual latency.
 SLOW_RATE, SLOW_LATENCY = 0.5, 2.0
-"""Slow are less than this share of the usual bandwidth, and more than so many times the usual latency."""
+# Least difference between a slow latency and the usual one: below it, processes that wait for a CPU make the
+# difference.
 LATENCY_FLOOR_SECONDS = {"gloo": 1e-3, "nccl": 100e-6}
-"""Least difference between a slow latency and the usual one: below it, processes that wait for a CPU make the
-difference."""
 
 
 @dataclass(frozen=True)

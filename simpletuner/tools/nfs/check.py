@@ -36,8 +36,8 @@ IN_ORDER: dict[str, Check] = {
     "space": lambda peers: resources.check_space(peers.node),
 }
 """The checks, in the order that all nodes follow."""
+# Checks that are made even if the nodes do not meet.
 INDEPENDENT = ("write", "see", "mount", "space")
-"""Checks that are made even if the nodes do not meet."""
 
 
 @dataclass(frozen=True)

@@ -27,21 +27,21 @@ OVER_OTHERS |= {"fuse.gocryptfs": "gocryptfs", "fuse.encfs": "EncFS", "fuse.cryf
 """Filesystems over others, whose files are shared if those below are, with their names."""
 OBJECTS = "keeps files as objects: rename is no single step there, and locks and appends may be missing"
 ON_THIS_HOST = "keeps files on the host of this virtual machine: shared only between machines on that host"
+# Filesystems that may not suit a run, and why.
 UNSUITABLE = {
     "fuse.sshfs": "keeps locks on one node only, lists files up to 20 s late, and is slow for checkpoints",
     **dict.fromkeys(OBJECT_STORES, OBJECTS),
     **dict.fromkeys(("9p", "virtiofs"), ON_THIS_HOST),
 }
-"""Filesystems that may not suit a run, and why."""
 LOCAL_LOCKS = "locks hold on this node only"
 TWO_RUNS = f"{LOCAL_LOCKS}, so two runs could share the folder"
+# Filesystems; options, the first set one is reported; its effect; the option to mount with instead.
 RISKY_OPTIONS = (
     (NFS, ("soft", "softerr"), "a slow server makes writes fail, and a checkpoint may be damaged", "hard"),
     (NFS, ("nolock", "local_lock=all", "local_lock=flock"), TWO_RUNS, ""),
     (("lustre",), ("localflock",), TWO_RUNS, "flock"),
     (("cifs", "smb3"), ("nobrl",), LOCAL_LOCKS, ""),
 )
-"""Filesystems; options, the first set one is reported; its effect; the option to mount with instead."""
 LOCKS_FIXES = (
     dict.fromkeys(NFS, "mount without `nolock` and `local_lock` (NFS 3 also needs: sudo systemctl start rpc-statd)")
     | {"lustre": "mount with `flock`"}
@@ -51,8 +51,8 @@ LOCKS_FIXES = (
     )
 )
 """The way to locks that all nodes share, by filesystem."""
+# Options that the client negotiates with the server, not those of /etc/fstab.
 NEGOTIATED = re.compile(r"(addr|clientaddr|mountaddr|mountport|mountproto|mountvers|local_lock|namlen|port)=")
-"""Options that the client negotiates with the server, not those of /etc/fstab."""
 EFS_SOURCE = re.compile(r"(fs-[0-9a-f]+)(\.efs\.[a-z0-9.-]+)?:/")
 
 

@@ -19,8 +19,8 @@ from simpletuner.tools.nfs.mounts import OBJECT_STORES, mount_of_node, name_of
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
 from simpletuner.tools.nfs.results import Finding, failed, format_ranks, passed, skipped, warned
 
+# Caches, images and metrics come on top of checkpoints: below this many times the estimate is a warning.
 MARGIN = 1.2
-"""Caches, images and metrics come on top of checkpoints: below this many times the estimate is a warning."""
 LEAST_FREE_BYTES = 10**9
 LEAST_FREE_INODES = 10_000
 CONNECT_SECONDS = 3.0

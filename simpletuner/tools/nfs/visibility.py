@@ -33,8 +33,8 @@ from simpletuner.tools.nfs.results import (
 )
 from simpletuner.tools.nfs.workspace import GONE, invalidate_dir_cache, read_bytes, write_atomically
 
+# Time for which the client's caches are relied on; then they are invalidated, with a warning.
 LATE_SECONDS = 5.0
-"""Time for which the client's caches are relied on; then they are invalidated, with a warning."""
 ROUNDS = 2
 # Longest wait for a change in a folder that was listed before: sshfs keeps a listing for 20 s.
 LISTED_SECONDS = 30.0

@@ -113,9 +113,9 @@ def take_step(settings: Settings, family: ModelFamily, engine: Engine, inputs: d
 COMPILED_TRAFFIC, COMPILED_LAUNCHES = 0.28, 0.49
 """Shares of the traffic of pointwise operators, and of launches, that are left once a compiler has fused them."""
 
+# Bytes moved per value by the optimizer of a state_layout: by its kernel, which reads gradients, weights and state once
+# and writes the latter two, and 2 for the norm of the gradients.
 KERNEL_BYTES = {"split": 16, "bf16": 12}
-"""Bytes moved per value by the optimizer of a state_layout: by its kernel, which reads gradients, weights and
-state once and writes the latter two, and 2 for the norm of the gradients."""
 
 HOST_BYTES = 800
 """The same where weights are in the machine's memory, and torch's operators step them one after the other."""

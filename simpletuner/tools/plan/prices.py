@@ -37,8 +37,6 @@ class Offer(BaseModel):
 
 
 class Offers(BaseModel):
-    """The content of `prices.toml`."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
     offer: Annotated[list[Offer], Field(min_length=1, max_length=100)]
 

@@ -26,19 +26,19 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "optimizer_release_gradients": (False, True),
     "offload_activations": (False, True),
 }
+# From the fastest to the one that takes least memory.
 RECOMPUTATION: tuple[dict[str, object], ...] = (
     {"gradient_checkpointing": False},
     *({"activation_memory_budget": share} for share in (1.0, 0.5)),
     {"gradient_checkpointing": True},
 )
-"""From the fastest to the one that takes least memory."""
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 # Settings whose steps differ by no more than this share count as equally fast: the simpler one is taken.
 SAME_SPEED = 0.01
+# Settings that save memory, and never make a step faster.
 SLOWER = ("optimizer_release_gradients", "offload_activations")
-"""Settings that save memory, and never make a step faster."""
+# The `state_layout` whose weights are rounded at each step: `split` keeps float32 ones.
 ROUNDED = "bf16"
-"""The `state_layout` whose weights are rounded at each step: `split` keeps float32 ones."""
 # Share of a step's seconds that coarser weights must not exceed where finer ones fit, too.
 ROUNDED_SHARE = 0.5
 

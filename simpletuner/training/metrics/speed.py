@@ -27,8 +27,8 @@ from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.numbers import format_gib
 
 RECENT_STEPS = 50
+# Waits of training: for a checkpoint or its copy; at the end for a copy; then for the export.
 SAVING, WRITING, EXPORTING = "saving", "writing a checkpoint", "writing the pipeline"
-"""Waits of training: for a checkpoint or its copy; at the end for a copy; then for the export."""
 UPLOADING = "uploading a checkpoint"
 DURATIONS = "durations.json"
 MAX_SECONDS = 7 * 24 * 3600.0

@@ -145,8 +145,6 @@ def log_lines(library: str, stream: IO[str] | None) -> None:
 
 
 class Trackers(RunHook):
-    """The trackers that `report_to` names."""
-
     def trackers(self, step: int) -> Sequence[Tracker]:
         settings = self.session.settings
         names, folder = parse_trackers(settings.logging.report_to), self.folder
@@ -169,7 +167,6 @@ class Trackers(RunHook):
 
     @property
     def folder(self) -> Path:
-        """The folder of what trackers write on this machine."""
         return self.session.settings.logging.logging_dir or self.session.settings.training.output_dir / "logs"
 
 

@@ -48,8 +48,8 @@ NAMES = frozenset(
 IN_FOLDERS = re.compile(
     r"validation/(step-\d+/[^/]+|[^/]+)\.(png|webp|mp4)|profile/steps-\d+-\d+\.json|data_listings/[^/]+\.parquet|logs/.+"
 )
+# Hard links to what is being uploaded, which outlive its removal; a start removes what a kill left.
 LINKS = ".mirror.unfinished"
-"""Hard links to what is being uploaded, which outlive its removal; a start removes what a kill left."""
 
 
 class FolderDamaged(EnvironmentNotReady):

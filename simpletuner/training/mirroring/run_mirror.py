@@ -41,16 +41,16 @@ from simpletuner.training.mirroring.run_files import (
 )
 
 POLL_SECONDS = 1.0
+# Time between uploads of metrics and other files that change all the time; a checkpoint takes them along.
 FILES_SECONDS = 30.0
-"""Time between uploads of metrics and other files that change all the time; a checkpoint takes them along."""
+# Waits after an upload that failed: obstore has tried it for 30 s by then.
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 2.0, 60.0
-"""Waits after an upload that failed: obstore has tried it for 30 s by then."""
 PRUNE_RETRY_SECONDS = 600.0
 """Time until old checkpoints are removed again after the bucket refused it."""
 # Longest wait of the end of a run for a bucket that does not answer. Uploads that go on may take longer.
 PATIENCE_SECONDS = 60.0
+# Stands for what concerns no single file: listing, the lease, pruning.
 LISTING = ""
-"""Stands for what concerns no single file: listing, the lease, pruning."""
 # The same where the run has failed: its launcher kills the ranks 15 s later.
 FAILED_SECONDS = 10.0
 HINT = "check mirror_output, and its credentials in the environment (docs/many-machines.md)"
@@ -58,8 +58,6 @@ DOWN = "training goes on; what is missing there is uploaded when the bucket answ
 
 
 class RunMirror(RunHook):
-    """The mirror of one run, on rank 0."""
-
     def __init__(self, session: Session) -> None:
         """Ask nothing of the bucket yet. Raises EnvironmentNotReady."""
         place, wanted = mirror_place(session.settings.checkpoints.mirror_output), session.settings.checkpoints

@@ -15,13 +15,11 @@ from simpletuner.system.processes.python_process import module_command
 from simpletuner.training.hooks import RunHook
 from simpletuner.training.run_folder.output_dir import pipelines_of
 
+# The module behind the command `hf`, which need not be in PATH.
 HF = "huggingface_hub.cli.hf"
-"""The module behind the command `hf`, which need not be in PATH."""
 
 
 class HubUpload(RunHook):
-    """Uploads the exported folders when all is done."""
-
     def finished(self) -> None:
         push_to_hub(self.session)
 

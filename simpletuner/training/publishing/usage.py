@@ -147,7 +147,6 @@ def shown_repository(settings: Settings) -> str:
 
 
 def sampling_arguments(family: ModelFamily, sample: ImageInfo) -> list[str]:
-    """Return the arguments with which the family's pipeline sampled an image or a clip, as Python."""
     shape = Shape(sample.frames, sample.height, sample.width)
     params = SamplingParams(shape, sample.num_inference_steps, sample.guidance, sample.seed, sample.fps)
     numbers = {

@@ -41,8 +41,8 @@ from simpletuner.training.validation.requested_samples import refuse_references
 from simpletuner.training.validation.validator import BASE, PlannedImage
 from simpletuner.training.validation.whole_denoiser import build_denoiser, encode_pair, sample_pixels
 
+# Lock file of a folder while a run makes images there.
 LOCK = ".class-images.lock"
-"""Lock file of a folder while a run makes images there."""
 PLACE = "class images"
 LOOK_SECONDS = 0.2
 LOOKING_THREADS = 8
@@ -50,8 +50,6 @@ LOOKING_THREADS = 8
 
 @dataclass(frozen=True)
 class ClassImage:
-    """An image to make."""
-
     path: Path
     planned: PlannedImage
     base: str

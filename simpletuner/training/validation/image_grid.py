@@ -17,8 +17,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from simpletuner.runs.images import ImageInfo, read_rgb
 
+# Sizes of the bitmaps in colour fonts, which have no other: Noto's, Apple's, and older ones of Noto's.
 BITMAP_SIZES_PX = (109, 160, 136)
-"""Sizes of the bitmaps in colour fonts, which have no other: Noto's, Apple's, and older ones of Noto's."""
 
 BREAKABLE = re.compile(r"\s+|[\u2e80-\u9fff\uac00-\ud7af\uff00-\uffef]|[^\s\u2e80-\u9fff\uac00-\ud7af\uff00-\uffef]+")
 """Blanks, words, and characters of scripts without blanks, between which lines may break."""
@@ -51,7 +51,6 @@ class Typesetter:
         return sum(width for _, _, width in self._runs(text))
 
     def draw_lines(self, sheet: Image.Image, left: float, top: float, lines: Iterable[str], fill: str) -> None:
-        """Draw lines below one another, from the top of the first."""
         for number, line in enumerate(lines):
             self._draw(sheet, left, top + number * self.line_px, line, fill)
 
@@ -88,7 +87,6 @@ def visible(text: str) -> str:
 
 
 def open_face(path: Path, size_px: int) -> ImageFont.FreeTypeFont:
-    """Open a font at a size, or where it has none but bitmaps, at theirs."""
     for size in (size_px, *BITMAP_SIZES_PX):
         try:
             return ImageFont.truetype(path, size)

@@ -29,8 +29,8 @@ from simpletuner.system.files.regular_files import open_regular, read_file
 SAMPLES, ANSWER = "samples", ".answer"
 """Folder of images in a run's folder, and the end of an answer's name beside its request."""
 MOST_WAITING = 8
+# Embeddings of two prompts of 512 tokens take FLUX.1 8 MiB, in float32 16.
 MOST_BYTES = 64 << 20
-"""Embeddings of two prompts of 512 tokens take FLUX.1 8 MiB, in float32 16."""
 MOST_ANSWER_BYTES = 64 << 10
 IN_METADATA = "simpletuner_sample"
 
@@ -140,7 +140,6 @@ def read_answer(output: Path, name: str) -> SampleAnswer | None:
 
 
 def withdraw(output: Path, name: str) -> None:
-    """Remove a request and its answer."""
     for end in (REQUEST, ANSWER):
         with suppress(OSError):
             (output / REQUESTS / f"{name}{end}").unlink()
