@@ -15,6 +15,9 @@ from simpletuner.parallel.devices import FLOAT32_BYTES
 from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings.declared.sections import Settings
 
+EXPORTED_BYTES = {"fp32": FLOAT32_BYTES, "bf16": 2, "fp16": 2, "float8": 2}
+"""Bytes of an exported weight at most, by export_precision: of a U-Net, float8 leaves convolutions in bf16."""
+
 
 @dataclass(frozen=True)
 class DiskUsage:
@@ -53,7 +56,8 @@ def estimate_disk_usage(
         checkpoints = min(checkpoints, math.ceil(steps / checkpoint_interval(settings)))
     # One LoRA file per program; with stacked layers in the original, kohya's takes up to three times that.
     files = len(settings.lora.export_format.split(",")) if settings.model.model_type == "lora" else 1
-    pipeline = files * FLOAT32_BYTES * weights.num_saved + copied_bytes * (settings.model.model_type == "full")
+    each_weight = EXPORTED_BYTES[settings.checkpoints.export_precision or "fp32"]
+    pipeline = files * each_weight * weights.num_saved + copied_bytes * (settings.model.model_type == "full")
     each = checkpoint_bytes(settings, weights)
     pipelines = 1 + settings.ema.use_ema + settings.checkpoints.export_best
     return DiskUsage(weights.num_parameters, origin, checkpoints, each, pipelines, pipeline)

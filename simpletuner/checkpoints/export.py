@@ -14,6 +14,7 @@ from typing import Any, cast
 from pydantic import BaseModel, Field
 
 from simpletuner.checkpoints.layout import FINISHED, file_sizes
+from simpletuner.checkpoints.precision import exported_dtypes, in_precision
 from simpletuner.checkpoints.saving import make_empty_folder, publish, run_on_all_ranks, run_on_first_rank, write_group
 from simpletuner.checkpoints.tensors import TensorGroup
 from simpletuner.checkpoints.verification import compute_checksums
@@ -52,6 +53,8 @@ class MarkerFields(BaseModel):
     steps: int = Field(ge=0)
     files: dict[str, int]
     checksums: dict[str, str]
+    precision: str | None = None
+    """export_precision of the run."""
 
 
 def export_pipeline(
@@ -67,9 +70,12 @@ def export_pipeline(
     """Collective: write the pipeline to `target`, and return the checksum of every file by name.
 
     All ranks write weights, rank 0 copies the rest and calls `write_card` with the folder as it is written.
-    `encoders` has the weights of text encoders that are not copied.
+    The denoiser is written in export_precision. `encoders` has the weights of text encoders that are not copied.
     """
     denoiser = family.denoiser_name
+    weights = in_precision(
+        weights, exported_dtypes(family, {name: each.dtype for name, each in weights.plan.tensors.items()})
+    )
 
     def write_rest(hidden: Path) -> None:
         write_json(hidden / denoiser / "config.json", config)
@@ -86,7 +92,8 @@ def export_pipeline(
             )
         return sums
 
-    return replace_export(target, world, steps, write_weights, write_rest, write_card)
+    precision = family.settings.checkpoints.export_precision
+    return replace_export(target, world, steps, write_weights, write_rest, write_card, precision)
 
 
 def export_lora(
@@ -98,14 +105,15 @@ def export_lora(
     steps: int,
     write_card: Callable[[Path], None],
 ) -> None:
-    """Collective: write a LoRA, as diffusers' `load_lora_weights` opens it, and as export_format asks for."""
+    """Collective: write a LoRA as diffusers' `load_lora_weights` opens it, in export_format and export_precision."""
     whole = {name: each if mesh_of(each) is None else cast(Any, each).full_tensor() for name, each in weights.items()}
 
     def write(hidden: Path) -> None:
         write_lora(hidden, family, adapter, whole)
         write_formats(hidden, family, adapter, whole)
 
-    replace_export(target, world, steps, lambda _: {}, write, write_card)
+    precision = family.settings.checkpoints.export_precision
+    replace_export(target, world, steps, lambda _: {}, write, write_card, precision)
 
 
 def replace_export(
@@ -115,6 +123,7 @@ def replace_export(
     write_on_all_ranks: Callable[[Path], dict[str, str]],
     write_on_first_rank: Callable[[Path], None],
     write_card: Callable[[Path], None],
+    precision: str | None = None,
 ) -> dict[str, str]:
     """Collective: write a folder under a hidden name, replace `target` with it, and return its checksums.
 
@@ -125,9 +134,8 @@ def replace_export(
     hidden = unfinished_path(target, world.lease.record.id)
 
     def finish() -> None:
-        write_json(
-            hidden / FINISHED, with_checksum({"steps": steps, "files": file_sizes(hidden, sums), "checksums": sums})
-        )
+        marker = MarkerFields(steps=steps, files=file_sizes(hidden, sums), checksums=sums, precision=precision)
+        write_json(hidden / FINISHED, with_checksum(marker.model_dump()))
         keep_foreign_files(target, hidden)
         # Before the rename: a start after a kill finds the pipeline finished and would never write the card.
         # After the marker: people may change a card, and it would not be whole any more.

@@ -189,7 +189,7 @@ class MadeWhenWritten(Mapping[str, Tensor]):
     """Tensors by name, each of which is made anew whenever it is asked for, so that one is in memory."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
-        self.names, self.make = tuple(names), make
+        self.names, self.make = dict.fromkeys(names), make
 
     def __getitem__(self, name: str) -> Tensor:
         return self.make(name)
@@ -199,6 +199,9 @@ class MadeWhenWritten(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names  # Mapping's would make it
 
 
 def streamed_group(

@@ -24,7 +24,7 @@ from simpletuner.parallel.world import World
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.checksums import write_with_checksum
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Content = tuple[torch.dtype, tuple[int, ...]]
 """The dtype and shape of a tensor in a file."""

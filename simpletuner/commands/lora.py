@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -17,6 +17,7 @@ from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun
 
 if TYPE_CHECKING:
+    from simpletuner.settings.declared.sections import ExportPrecision
     from simpletuner.tools.lora.resizing import Resized
 
 Result = Annotated[Path, path_option("--output", "Folder to write.")]
@@ -48,7 +49,7 @@ def merge(
         typer.Option(
             "--export_precision",
             metavar="PRECISION",
-            help="float8 (e4m3, no scales): linear layers of the denoiser's blocks. Default: as they are.",
+            help="fp32, bf16, fp16 or float8, of the denoiser, as a run's export_precision. Default: as it is.",
         ),
     ] = "",
     revision: Revision = "",
@@ -56,16 +57,15 @@ def merge(
     flavour: Flavour = "",
     force: Force = False,
 ) -> None:
-    """Write a pipeline with LoRAs merged into its weights, in the precision of the pipeline.
+    """Write a pipeline with LoRAs merged into its weights.
 
     Takes LoRA, DoRA, LoHa, LoKr and OFT, of text encoders too (LoRA alone). Sums are made in float32 and rounded once;
     one weight is in memory at a time. A strength other than 1 scales what an adapter adds.
     """
     loras, report = loras or [], Report()
     strengths = strengths_for(loras, strength or [1.0])
-    if export_precision not in ("", "float8"):
-        raise SettingsError(f"--export_precision={export_precision} is not known", "write float8, or leave it out")
-    if not (loras or export_precision):
+    precision = parse_precision(export_precision)
+    if not (loras or precision):
         raise SettingsError("which LoRA?", "name one or more, or an --export_precision")
     with report.phase("importing torch"), no_collection():
         from simpletuner.tools.lora.base_model import NamedModel
@@ -73,13 +73,23 @@ def merge(
 
     named = NamedModel(base, revision, variant, flavour)
     chosen = [*zip(loras, strengths, strict=True)]
-    rounding = merge_loras(named, chosen, output, force, report, export_precision == "float8")
+    rounding = merge_loras(named, chosen, output, force, report, precision)
     if rounding.share > 0.001:
         kinds = ", ".join(sorted(str(each).removeprefix("torch.") for each in rounding.dtypes))
         report.say(f"{kinds} rounds {rounding.share:.1%} of what the LoRA adds")
-    if rounding.in_eight_bits:
-        report.say(f"float8 rounds {rounding.share_of_eight_bits:.1%} of the weights of linear layers")
+    if rounding.lost_in_conversion:
+        report.say(f"{precision} rounds off {rounding.share_of_converted:.2%} of the weights that it is for")
     report.text(f"{output}\n")
+
+
+def parse_precision(text: str) -> ExportPrecision | None:
+    """Return the value of --export_precision, None for an empty one. Raises SettingsError for what it cannot be."""
+    from simpletuner.settings.declared.sections import ExportPrecision
+
+    known: dict[str, ExportPrecision] = {each: each for each in get_args(ExportPrecision)}
+    if text and text not in known:
+        raise SettingsError(f"--export_precision={text} is not known", f"write {', '.join(known)}, or leave it out")
+    return known.get(text)
 
 
 def strengths_for(loras: Sequence[Path], given: Sequence[float]) -> list[float]:

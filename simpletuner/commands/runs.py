@@ -70,6 +70,7 @@ def export(
         Path | None, path_option("--output", "Folder to write; empty: pipeline-STEP or lora-STEP in that of the run.")
     ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="Take the averaged weights.")] = False,
+    precision: Annotated[str, setting_option("export_precision")] = "",
     base: Annotated[str, setting_option("pretrained_model_name_or_path")] = "",
     config: Annotated[str, setting_option("single_file_config")] = "",
     revision: Annotated[str, setting_option("revision")] = "",
@@ -88,7 +89,7 @@ def export(
     with report.phase("importing torch"), no_collection():
         from simpletuner.tools.checkpoint_export import export_checkpoint
 
-    named = dict(zip(NAMED, (base, config, revision, families), strict=True))
+    named = dict(zip(NAMED, (base, config, revision, families), strict=True)) | {"export_precision": precision}
     report.text(f"{export_checkpoint(folder, checkpoint, output, ema, named, report)}\n")
 
 

@@ -154,7 +154,7 @@ TAKEN = frozenset(
     {
         *("model_family", "model_flavour", "model_type", "prediction_type", "variant", "tokenizer_max_length"),
         *("lora_type", "lora_rank", "lora_alpha", "lora_dropout", "lokr_factor", "lora_target_modules"),
-        *("assistant_lora_strength", "export_format", "flux_guidance_value"),
+        *("assistant_lora_strength", "export_format", "flux_guidance_value", "export_precision"),
     }
 )
 SAMPLED = frozenset(

@@ -1,5 +1,5 @@
-"""The trained pipeline: opened part by part by the classes that it names, trained again by every engine, never at the
-cost of what is not ours."""
+"""The trained pipeline: opened part by part by the classes that it names, trained again by every engine, in each
+precision, never at the cost of what is not ours."""
 
 from __future__ import annotations
 
@@ -8,16 +8,28 @@ import importlib.util
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
+import torch
 from conftest import base
 from safetensors import safe_open
+from safetensors.torch import load_file
+
+from simpletuner.checkpoints.tensors import read_shapes, read_tensors
+from simpletuner.system.files.checksums import with_checksum
 
 ENGINES = {
     "plain": (1, "--train_batch_size=4"),
-    "fsdp2": (2, "--train_batch_size=2", "--fsdp_enable"),
-    "fsdp2, full": (2, "--train_batch_size=2", "--fsdp_enable", "--fsdp_state_dict_type=full"),
-    "zero2": (2, "--train_batch_size=2", "--zero_stage=2"),
+    "fsdp2": (2, "--train_batch_size=2", "--fsdp_enable", "--export_precision=float8"),
+    "fsdp2, full": (
+        2,
+        "--train_batch_size=2",
+        "--fsdp_enable",
+        "--fsdp_state_dict_type=full",
+        "--export_precision=bf16",
+    ),
+    "zero2": (2, "--train_batch_size=2", "--zero_stage=2", "--export_precision=fp16"),
     "zero3": (2, "--train_batch_size=2", "--zero_stage=3"),
     "data-parallel": (2, "--train_batch_size=2"),
 }
@@ -56,8 +68,44 @@ def test_each_engine_trains_what_another_has_exported_and_every_part_opens(sdxl,
         for pipeline in (output / "pipeline", output / "pipeline-ema"):
             assert_opened_by_its_own_classes(pipeline, only=None if name == "plain" else "unet")
             assert files_of(pipeline) == others
+            precision = next((each.partition("=")[2] for each in flags if "precision" in each), "fp32")
+            assert_rounded_once(pipeline / "unet", trained_weights(output, pipeline.name), precision)
         config = json.loads((output / "checkpoints/checkpoint-000001/model/config.json").read_text())
         assert config["_class_name"] == "UNet2DConditionModel"
+
+
+def trained_weights(output: Path, pipeline: str) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's weights, or their average, as its run held them: float32."""
+    files = [*(output / "checkpoints/checkpoint-000001" / ("ema" if "ema" in pipeline else "model")).glob("*tensors")]
+    found = {name: torch.empty(shape) for name, shape in read_shapes(files, "model").items()}
+    read_tensors(files, found, "model")
+    return found
+
+
+def assert_rounded_once(folder: Path, trained: dict[str, torch.Tensor], precision: str) -> None:
+    """Compare what is exported with the trained weights, rounded to nearest by torch."""
+    found = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+    assert found.keys() == trained.keys()
+    dtypes = Counter(each.dtype for each in found.values())
+    exact = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.float8_e4m3fn}
+    assert dtypes.keys() == {exact[precision]} | ({torch.bfloat16} if precision == "float8" else set())
+    for name, each in found.items():
+        assert torch.equal(each.float(), trained[name].to(each.dtype).float()), name
+        assert precision != "float8" or (each.dtype == torch.bfloat16) == ("block" not in name or each.ndim != 2)
+
+
+def test_another_precision_is_exported_again_from_the_last_checkpoint(sdxl_flags, train, tmp_path):
+    flags = (*sdxl_flags, "--train_batch_size=4", "--max_train_steps=1")
+    train(tmp_path / "run", *flags)
+    marker = tmp_path / "run/pipeline/simpletuner.json"
+    before = json.loads(marker.read_text())
+    del before["precision"], before["checksum"]  # as it was written before there was a choice
+    marker.write_text(json.dumps(with_checksum(before)))
+    assert "finished already" in train(tmp_path / "run", *flags).said
+    half = (*flags, "--export_precision=fp16")
+    assert "finished already" not in train(tmp_path / "run", *half).said
+    assert_rounded_once(tmp_path / "run/pipeline/unet", trained_weights(tmp_path / "run", "pipeline"), "fp16")
+    assert "finished already" in train(tmp_path / "run", *half).said
 
 
 def test_only_what_the_index_names_is_exported_and_nothing_from_outside(sdxl, shapes, train, tmp_path):

@@ -74,6 +74,10 @@ def test_a_run_resumes_bit_for_bit_and_its_file_is_opened_and_trained_on(flux, f
     for folder in (output / "pipeline_lora_weights", output / "pipeline_lora_weights-ema"):
         assert sorted(path.name for path in folder.glob("*.safetensors")) == files
     assert "finished already" in train(tmp_path / "four", *flags, "--max_train_steps=4", "--export_format=kohya").said
+    train(tmp_path / "four", *flags, "--max_train_steps=4", "--export_format=kohya", "--export_precision=bf16")
+    ours, kohya = load_file(output / FILE), load_file(output / KOHYA)
+    assert {each.dtype for name, each in kohya.items() if not name.endswith(".alpha")} == {torch.bfloat16}
+    assert all(torch.equal(ours[f"transformer.{name}"], each.bfloat16()) for name, each in weights.items())
     more = train(tmp_path / "more", *flags, f"--lora_init={output / KOHYA}", "--max_train_steps=1").output
     steps = (output / "validation/step-000000", output / "validation/step-000004", more / "validation/step-000000")
     names = ("base-00.png", "trained-00.png", "ema-00.png")

@@ -26,6 +26,7 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
 from simpletuner.models.catalog.registry import preset_of
 from simpletuner.models.family.adapter import Adapter, peft_config
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.folder.safetensors_dtypes import PRECISIONS
 from simpletuner.models.folder.weights import PICKLE_SUFFIXES
 from simpletuner.models.single_file.conversion import unet_name
 from simpletuner.settings.declared.sections import Model, Settings
@@ -264,11 +265,17 @@ def check_formats(family: ModelFamily, adapter: Adapter | None) -> None:
 def write_formats(folder: Path, family: ModelFamily, adapter: Adapter, weights: Mapping[str, Tensor]) -> None:
     """Write a LoRA for each other program that export_format names."""
     for program, prefix in other_formats(family.settings):
-        tensors = named_for(prefix, family, adapter, weights)
+        tensors = in_export_precision(named_for(prefix, family, adapter, weights), family)
         # What sd-scripts shows of a file, and reads where a layer has no alpha.
         metadata = {"ss_network_dim": str(adapter.rank), "ss_network_alpha": f"{adapter.alpha:g}"}
         metadata = metadata if prefix == KOHYA_NAMES else {}
         safetensors.torch.save_file(tensors, folder / file_of(program), metadata={"format": "pt", **metadata})
+
+
+def in_export_precision(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
+    """Return an adapter's tensors as they are written; alphas stay, of which rounding would scale a layer."""
+    dtype = PRECISIONS[family.settings.checkpoints.export_precision or "fp32"]
+    return {name: each.to(dtype) if each.ndim else each for name, each in tensors.items()}
 
 
 def named_for(prefix: str, family: ModelFamily, adapter: Adapter, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

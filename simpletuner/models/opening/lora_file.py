@@ -28,6 +28,7 @@ from simpletuner.models.opening.lora_config import (
     PEFT_WEIGHTS,
     LoraFile,
     OriginalLayer,
+    in_export_precision,
     original_layer,
     read_lora,
     with_scale_and_shift_swapped,
@@ -204,6 +205,7 @@ def write_lora(
     by_peft = adapter.kind in OF_PEFT
     prefix = PEFT_PREFIX if by_peft else f"{family.lora_prefix}."
     tensors = {f"{prefix}{name}": tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()}
+    tensors = in_export_precision(tensors, family)
     # Not peft's base_model_name_or_path: peft looks that name up on the hub whenever it saves weights.
     base = base_name(family.settings.model, family.folder)
     metadata = {"format": "pt", METADATA: json.dumps(own, sort_keys=True), "base_model": base, **origin}

@@ -299,6 +299,9 @@ class Compile(Section):
         return self.dynamo_backend not in ("auto", "no")
 
 
+ExportPrecision = Literal["fp32", "bf16", "fp16", "float8"]
+
+
 class Checkpoints(Section):
     """Checkpoints"""
 
@@ -306,6 +309,7 @@ class Checkpoints(Section):
     async_checkpointing: bool | None = knob(None, "Write checkpoints in the background from a copy in host memory; auto: if it takes half of the free memory at most.")  # fmt: skip
     checkpoints_total_limit: int = knob(5, "Number of newest checkpoints to keep; with a held-out loss, the best one, too.", ge=1)
     export_single_file: bool = knob(False, "Also export the weights as one .safetensors file in the original layout (Stable Diffusion 1.x, 2.x, XL).")
+    export_precision: ExportPrecision | None = knob(None, "Precision of the exported weights; float8: linear layers of the blocks, the rest in bf16. Default: fp32, as they are trained.")
     export_best: bool = knob(False, "Also save a checkpoint at each best held-out loss, and export the best at the end (pipeline-best).", when="eval_split>0 or eval_dataset")
     resume_from_checkpoint: Annotated[str, AfterValidator(in_home)] = knob("latest", "`latest`, a checkpoint folder, or `none`.")
     mirror_output: Annotated[str, AfterValidator(check_bucket)] = knob("", "Bucket folder to mirror output_dir to, without caches, and to resume from: s3://BUCKET/FOLDER, gs:// or az://.")

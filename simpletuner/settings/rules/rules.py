@@ -247,6 +247,12 @@ def single_files_have_a_known_layout(settings: Settings) -> Iterator[BrokenRule]
         yield broken(message, name, "model_family")
 
 
+def adapters_are_exported_in_16_bits_or_more(settings: Settings) -> Iterator[BrokenRule]:
+    if settings.checkpoints.export_precision == "float8" and settings.model.model_type == "lora":
+        message = "export_precision = float8 is for whole models: no program reads adapters in 8 bits; set bf16 or fp16"
+        yield broken(message, "export_precision", "model_type")
+
+
 def profile_begins_in_time(settings: Settings) -> Iterator[BrokenRule]:
     steps, traced = settings.training.max_train_steps, settings.logging.profile_steps
     if traced and steps is not None and parse_step_range(traced)[1] > steps:
@@ -278,5 +284,6 @@ RULES: tuple[Rule, ...] = (
     wrap_policy_is_known,
     warmup_ends,
     single_files_have_a_known_layout,
+    adapters_are_exported_in_16_bits_or_more,
     profile_begins_in_time,
 )

@@ -13,8 +13,9 @@ from simpletuner.models.catalog.support import check_path, lora_can_be_loaded, l
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.weights import read_index
 from simpletuner.models.opening.loading import download, load_family, local_folder
+from simpletuner.models.opening.stored_weights import denoiser_weights
 from simpletuner.parallel.world import World
-from simpletuner.settings.declared.sections import Lora, Model, Settings
+from simpletuner.settings.declared.sections import Checkpoints, ExportPrecision, Lora, Model, Settings
 from simpletuner.system.processes.signals import StopRequest
 
 
@@ -32,11 +33,14 @@ class NamedModel:
         return {"pretrained_model_name_or_path": self.name, **{key: each for key, each in found.items() if each}}
 
 
-def open_base(named: NamedModel, world: World, lora: Lora | None = None) -> ModelFamily:
+def open_base(
+    named: NamedModel, world: World, lora: Lora | None = None, precision: ExportPrecision | None = None
+) -> ModelFamily:
     """Open a model by the family of the pipeline that its index names; `auto` where none has it.
 
-    With `lora` as the base of a LoRA that is to be written. Raises SettingsError for what is neither folder nor
-    hub id, EnvironmentNotReady for a folder that is incomplete or damaged.
+    With `lora` as the base of a LoRA that is to be written, with `precision` to be written in that. Raises
+    SettingsError for what is neither folder nor hub id, and for weights in 8 bits; EnvironmentNotReady for a folder
+    that is incomplete or damaged.
     """
     given, name = named.as_settings(), named.name
     model = Model(model_family=AUTO, pretrained_model_name_or_path=name, revision=given.get("revision"))
@@ -49,10 +53,17 @@ def open_base(named: NamedModel, world: World, lora: Lora | None = None) -> Mode
     index = read_index(local_folder(model) or download(model))
     family = next((key for key, each in presets().items() if has_pipeline(each, index)), AUTO)
     model = Model(model_family=family, model_type="lora" if lora else "full", **given)
-    settings = Settings(model=model, lora=lora or Lora())
+    settings = Settings(model=model, lora=lora or Lora(), checkpoints=Checkpoints(export_precision=precision))
     if broken := [*lora_can_be_loaded(settings), *lora_format_is_of_the_family(settings)]:
         raise SettingsError(mistakes=broken)
-    return load_family(settings, world, StopRequest().check, skips_checked=True)
+    family = load_family(settings, world, StopRequest().check, skips_checked=True)
+    stored = denoiser_weights(family).shapes
+    if name := next((name for name, each in stored.items() if each.dtype.itemsize == 1), ""):
+        raise SettingsError(
+            f"{family.folder} holds {name} in 8 bits, which was rounded for inference",
+            "take the model in bf16, fp16 or fp32",
+        )
+    return family
 
 
 def has_pipeline(preset: Any, index: Mapping[str, Any]) -> bool:

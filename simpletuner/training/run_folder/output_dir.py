@@ -24,6 +24,7 @@ from simpletuner.checkpoints.export import (
     export_pipeline,
     export_single_file,
     finished_steps,
+    read_marker,
 )
 from simpletuner.checkpoints.layout import (
     BEST_SUFFIX,
@@ -217,6 +218,9 @@ def exported_steps(settings: Settings, world: World) -> int:
         (each / name).exists() for each in pipelines if not is_of_best(each) for name in files_of(settings)
     ):
         return 0  # export_format names another program since: the last checkpoint is exported again
+    written = [marker for each in pipelines if (marker := read_marker(each)) is not None]
+    if any(each["precision"] != settings.checkpoints.export_precision for each in written):
+        return 0  # in another precision
     return finished_steps(pipelines[0], world)
 
 

@@ -28,8 +28,8 @@ global_batch_size max_train_steps mixed_precision float8 activation_memory_budge
 attention_backend optimizer state_layout optimizer_release_gradients learning_rate lr_scheduler lr_warmup_steps
 adam_weight_decay max_grad_norm use_ema fsdp_enable fsdp_state_dict_type context_parallel_size zero_stage
 num_processes num_machines preemption_check preemption_grace_seconds use_cpu dynamo_backend checkpoint_step_interval
-async_checkpointing checkpoints_total_limit export_single_file resume_from_checkpoint mirror_output validation_prompt
-continue_with_other_data
+async_checkpointing checkpoints_total_limit export_single_file export_precision resume_from_checkpoint mirror_output
+validation_prompt continue_with_other_data
 validation_prompt_file eval_split report_to device_peak_tflops profile_steps log_sample_losses notify_url push_to_hub
 """
 """Settings that no other setting switches off, or that a rule refuses where they would have no effect."""

@@ -48,6 +48,10 @@ REFUSED = [
         "export_single_file is for whole models: a LoRA is one file already; leave it out",
     ),
     (
+        {"export_precision": "float8", "model_type": "lora"},
+        "export_precision = float8 is for whole models: no program reads adapters in 8 bits; set bf16 or fp16",
+    ),
+    (
         {"export_single_file": True, "model_family": "flux"},
         "export_single_file is for model_family=sd1x, sd2x, sdxl: the original layout of flux is not written",
     ),
