@@ -161,7 +161,10 @@ def resize(
     energy: Energy = None,
     force: Force = False,
 ) -> None:
-    """Write a LoRA of a smaller rank: the nearest one to what each layer adds, with the names that the file has."""
+    """Write a LoRA of a smaller rank: the nearest one to what each layer adds, with the names that the file has.
+
+    LoHa and LoKr become LoRAs.
+    """
     report = Report()
     with report.phase("importing torch"), no_collection():
         from simpletuner.tools.lora.low_rank import Wanted
@@ -173,8 +176,9 @@ def resize(
 
 
 def say_ranks(report: Report, found: Resized) -> None:
-    before, after = (describe_range(min(each), max(each)) for each in (found.before, found.after))
-    report.say(f"rank {before} -> {after}, which holds {found.share:.2%} of the squared sum of what the LoRA adds")
+    before, after = (describe_range(min(each), max(each)) if each else "" for each in (found.before, found.after))
+    begun = f"rank {before} -> {after}" if before else f"a LoRA of rank {after}"
+    report.say(f"{begun}, which holds {found.share:.2%} of the squared sum of what the LoRA adds")
 
 
 def average(
@@ -198,7 +202,8 @@ def average(
     """Write the mean of a run's last checkpoints, or of several LoRAs.
 
     Checkpoints of a run: the mean of their weights, as an EMA is, in the form that the run exports. LoRAs: the mean of
-    what they add, exactly, so that ranks add up; --rank or --energy makes the result smaller.
+    what they add, exactly, so that ranks add up; --rank or --energy makes the result smaller. With LoHa or LoKr among
+    them it is the LoRA of that rank which is nearest to the mean.
     """
     from simpletuner.runs.folder import is_run
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from malloc_info import allocated_bytes
 from memory import watching
 from models.test_inputs import diffusers_denoiser
-from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, get_peft_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -239,6 +239,13 @@ def test_files_of_lycoris_are_merged_by_its_formulas(pipelines, tmp_path, lora):
     found = weights_of(tmp_path / "sdxl", "unet")[name].double()
     torch.testing.assert_close(found, weight.double() + added / RANK, rtol=1e-5, atol=1e-6)
 
+    for base, component, made in ((flux, "transformer", "loha"), (sdxl, "unet", "lokr")):  # all directions: as LoRAs
+        lora("resize", f"{made}.safetensors", "--energy=1", f"--output={made}-as-lora")
+        lora("merge", base, f"{made}-as-lora", f"--output={made}-by-lora")
+        whole = weights_of(tmp_path / ("flux" if made == "loha" else "sdxl"), component)
+        for each, tensor in weights_of(tmp_path / f"{made}-by-lora", component).items():
+            torch.testing.assert_close(tensor, whole[each], rtol=1e-4, atol=1e-5)
+
 
 @pytest.mark.parametrize("key", ["sdxl", "flux"])
 def test_a_lora_of_text_encoders_in_kohya_s_and_diffusers_names_is_merged_into_them(key, pipelines, tmp_path, lora):
@@ -408,6 +415,54 @@ def test_the_mean_of_loras_is_exact_for_different_ranks_and_cut_where_asked(flux
     assert "weight 0.25" in (tmp_path / "mean" / "README.md").read_text()
 
 
+def nearest(matrix: Tensor, rank: int) -> Tensor:
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left[:, :rank] * values[:rank] @ right[:rank]
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr"])
+def test_a_loha_and_a_lokr_become_the_nearest_lora_to_what_they_add_and_so_does_their_mean(kind, flux, tmp_path, lora):
+    """The deltas are peft's, in float64; LoRAs of the written ones are opened by diffusers, or by peft."""
+    family, deltas = opened("flux", flux, lora_type=kind, lora_alpha=6, lora_target_modules="to_q,to_k"), []
+    before = {name: each.double() for name, each in weights_of(flux, "transformer").items()}
+    assert family.adapter is not None
+    for seed in (1, 2):
+        made = written_lora(tmp_path / str(seed), family, seed)
+        adapted = get_peft_model(diffusers_denoiser(family), peft_config_of(kind))
+        set_peft_model_state_dict(adapted, {f"base_model.model.{name}": each for name, each in made.items()})
+        merged = adapted.double().merge_and_unload().state_dict()
+        deltas.append(
+            {name: each - before[name] for name, each in merged.items() if not torch.equal(each, before[name])}
+        )
+    layers = [f"{name}.weight" for name in family.adapter.modules]
+    assert deltas[0].keys() == {*layers}
+    assert "neither --rank" in lora("resize", "1", "--output=r", code=2)
+    said = lora("resize", "1", "--rank=2", "--output=two")
+    kept = sum(nearest(deltas[0][name], 2).square().sum() for name in layers)
+    assert f"a LoRA of rank 2, which holds {kept / sum(deltas[0][name].square().sum() for name in layers):.2%}" in said
+    assert "of which no rank is given" in lora("average", "1", "2", "--output=r", code=2)
+    lora("average", "1", "2", "--weights=1,3", "--rank=3", "--output=mean")
+    lora("average", "1", "2", "--weights=1,3", "--energy=1", "--output=whole")
+    mean = {name: deltas[0][name] / 4 + deltas[1][name] * 3 / 4 for name in layers}
+    for folder, exact, rank in (("two", deltas[0], 2), ("mean", mean, 3), ("whole", mean, 9999)):
+        model = diffusers_denoiser(family)
+        if kind == "loha":
+            model = PeftModel.from_pretrained(model, tmp_path / folder).merge_and_unload()
+        else:
+            pipeline = family.load_pipeline(vae=None, model=model)
+            pipeline.load_lora_weights(tmp_path / folder)
+            pipeline.fuse_lora()
+            pipeline.unload_lora_weights()
+        found = model.state_dict()
+        for name in layers:
+            torch.testing.assert_close(found[name] - before[name], nearest(exact[name], rank), rtol=1e-3, atol=1e-6)
+
+
+def peft_config_of(kind: str) -> LoHaConfig | LoKrConfig:
+    arguments = {"r": RANK, "alpha": 6, "target_modules": ["to_q", "to_k"]}
+    return LoHaConfig(**arguments) if kind == "loha" else LoKrConfig(**arguments)
+
+
 @pytest.fixture
 def own(flux, tmp_path) -> Path:
     """A LoRA of the tiny FLUX, in a folder `own`."""
@@ -472,6 +527,9 @@ def test_what_does_not_fit_or_is_damaged_is_one_sentence_and_leaves_nothing(flux
     assert "different models" in lora("extract", flux, pipelines("sdxl"), "--rank=2", "--output=r", code=2)
     assert "no numbers of 0 or more" in lora("average", own, own, "--weights=1,x", "--output=r", code=2)
     assert "one LoRA has no mean" in lora("average", own, "--output=r", code=2)
+    for part, sentence in (("hada_w1_a", "do not fit each other for"), ("oft_R", "it rotates the base's weights")):
+        save_file({f"lora_unet_double_blocks_0.{part}": torch.ones(4, 4)}, tmp_path / "kind.safetensors")
+        assert sentence in lora("resize", "kind.safetensors", "--rank=1", "--output=r", code=2)
     save_file(encoder, tmp_path / "alone.safetensors")
     assert "no layer in common" in lora("average", own, "alone.safetensors", "--output=r", code=2)
     for file in ("old.pt", "torn.safetensors", "nan.safetensors", "half.safetensors"):

@@ -25,7 +25,7 @@ from simpletuner.report import Report
 from simpletuner.runs.settings_record import recorded_settings
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.checkpoint_export import StoredWeights, write_export
-from simpletuner.tools.lora.lora_pairs import MatrixPair, concatenated, read_pairs
+from simpletuner.tools.lora.lora_pairs import MatrixPair, WholeLayer, concatenated, read_pairs
 from simpletuner.tools.lora.low_rank import Wanted
 from simpletuner.tools.lora.resizing import Resized, write_result
 from simpletuner.tools.lora.results import ResultOrigin, check_result, writing_to
@@ -50,19 +50,38 @@ def average_loras(
                 f"{min(pairs.layers)} in the other",
                 "average LoRAs of one model, in files of one program",
             )
-    found, layers = Resized(), dict[str, MatrixPair]()
+    if wanted is None and any(isinstance(each, WholeLayer) for pairs in read for each in pairs.layers.values()):
+        raise SettingsError(
+            "the mean with a LoHa or LoKr is written as a LoRA, of which no rank is given",
+            "add --rank=32, or --energy=0.95",
+        )
+    found, layers = Resized(), dict[str, MatrixPair | WholeLayer]()
     for layer in dict.fromkeys(name for pairs in read for name in pairs.layers):
         having = [(pairs, share) for pairs, share in zip(read, shares, strict=True) if layer in pairs.layers]
-        own = [pairs.layers[layer] for pairs, _ in having]
-        shapes = {(each.tensors["down"].shape[1:], each.tensors["up"].shape[0]) for each in own}
-        if len(shapes) > 1:
-            raise SettingsError(f"{layer} has other shapes in some of the files", "average LoRAs of one model")
-        whole = concatenated(own, [share for _, share in having])
-        layers[layer] = found.resize(whole, wanted or Wanted(None, None)).in_dtype(first.dtype)
+        mean_layer = mean_of(layer, [(pairs.layers[layer], share) for pairs, share in having])
+        layers[layer] = found.resize(mean_layer, wanted or Wanted(None, None)).in_dtype(first.dtype)
     first.layers = layers
     origin = ResultOrigin("average", first.metadata.get("base_model", ""), described(files, shares))
     write_result(first, target, origin, report)
     return found
+
+
+def mean_of(name: str, layers: Sequence[tuple[MatrixPair | WholeLayer, float]]) -> MatrixPair | WholeLayer:
+    """Return the weighted mean of what is added to a layer: of LoRAs alone as a pair, else as a delta."""
+    pairs = [each for each, _ in layers if isinstance(each, MatrixPair)]
+    other = SettingsError(f"{name} has other shapes in some of the files", "average LoRAs of one model")
+    if len(pairs) == len(layers):
+        if len({(each.tensors["down"].shape[1:], each.tensors["up"].shape[0]) for each in pairs}) > 1:
+            raise other
+        return concatenated(pairs, [share for _, share in layers])
+    if any("bias" in each.tensors for each in pairs):
+        raise SettingsError(f"{name} has a bias in some of the files, and others are of LoHa or LoKr", "leave it out")
+    total = layers[0][0].delta() * layers[0][1]
+    for each, share in layers[1:]:
+        if (delta := each.delta()).shape != total.shape:
+            raise other
+        total.add_(delta, alpha=share)
+    return WholeLayer(next(each.names for each, _ in layers if isinstance(each, WholeLayer)), lambda: total)
 
 
 def described(files: Sequence[Path], shares: Sequence[float]) -> list[tuple[Path, str]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,19 @@ from torch import Tensor
 from simpletuner.models.opening.lora_config import METADATA, PEFT_CONFIG, PEFT_WEIGHTS, LoraFile, read_lora
 from simpletuner.models.opening.lora_file import LORA_WEIGHTS, PEFT_PREFIX, lora_file
 from simpletuner.system.files.atomic import write_json
-from simpletuner.tools.lora.deltas import SUBJECT
+from simpletuner.tools.lora.deltas import OTHER_KIND, SUBJECT, OtherLayer, adapter_of, dense
 
 # Names of a LoRA's tensors in any file: the layer as it is called there, and which of its tensors it is.
 PART = re.compile(
     r"(?P<layer>.+?)(?P<part>\.alpha|[._](?:lora_linear_layer\.|lora\.)?(?:lora_A|lora_down|down|lora_B|lora_up|up))"
     r"(?P<end>(?:\.default)?(?:\.weight|\.bias)?)"
 )
+
+DEPENDS_ON_BASE = {
+    "dora": "its lengths are those of the sum with the base's weights, so what it adds is known beside these alone",
+    "oft": "it rotates the base's weights, so what it adds is known beside these alone",
+}
+"""Kinds that have no delta of their own, and why."""
 
 KOHYA_RANK, KOHYA_ALPHA = "ss_network_dim", "ss_network_alpha"
 
@@ -50,6 +57,11 @@ class MatrixPair:
     def flat(self) -> tuple[Tensor, Tensor]:
         return self.exact("down").flatten(1), self.exact("up").flatten(1)
 
+    def delta(self) -> Tensor:
+        """Return what is added to the weight (outputs, inputs...) in float64."""
+        down, up = self.flat()
+        return (up @ down).view(len(up), *self.tensors["down"].shape[1:])
+
     def with_matrices(self, down: Tensor, up: Tensor) -> MatrixPair:
         """Return the pair with others (rank, inputs) and (outputs, rank) at the scale 1, in the shapes of its own."""
         own = self.tensors
@@ -66,29 +78,50 @@ class MatrixPair:
 
 
 @dataclass
+class WholeLayer:
+    """A layer of LoHa or LoKr: the names of a LoRA's matrices for it, and what makes its delta."""
+
+    names: dict[str, str]
+    delta: Callable[[], Tensor]
+    """Returns what is added to the weight (outputs, inputs...) in float64; nothing is kept."""
+
+
+@dataclass
 class PairedLora:
-    """A LoRA by layers, with its dtype, its file's metadata and peft's config where it is beside it."""
+    """A LoRA by layers, with its dtype, its file's metadata and peft's config where it is beside it.
+
+    Layers of LoHa and LoKr are whole until they are made pairs; `file` has the config of the LoRA that they become.
+    """
 
     file: LoraFile
-    layers: dict[str, MatrixPair]
+    layers: dict[str, MatrixPair | WholeLayer]
     dtype: torch.dtype
     metadata: dict[str, str]
     is_of_peft: bool
+
+    @property
+    def paired(self) -> dict[str, MatrixPair]:
+        """The layers, all of which are pairs by now."""
+        return {name: each for name, each in self.layers.items() if isinstance(each, MatrixPair)}
 
 
 def read_pairs(path: Path) -> PairedLora:
     """Read a LoRA, of any program, with text encoders or without.
 
-    Raises SettingsError for another kind of adapter and for names that are not known, EnvironmentNotReady for
+    Raises SettingsError for DoRA and OFT, and for names that are not known, EnvironmentNotReady for
     a damaged file.
     """
     place = lora_file(path)
     file = read_lora(place, "", SUBJECT)
-    if file.kind != "lora":
+    if file.kind in DEPENDS_ON_BASE:
         hint = "`simpletuner lora merge` and then `simpletuner lora extract` make a LoRA of it"
-        raise file.error(f"is of lora_type {file.kind}, whose matrices are no pair for each layer", hint)
+        raise file.error(f"is of lora_type {file.kind}: {DEPENDS_ON_BASE[file.kind]}", hint)
     with safe_open(place, framework="pt") as opened:
         metadata = dict(opened.metadata() or {})
+    is_of_peft = place.name == PEFT_WEIGHTS and METADATA not in metadata
+    dtype = max((each.dtype for each in file.tensors.values() if each.ndim > 1), key=lambda each: each.itemsize)
+    if file.kind != "lora":
+        return read_whole(file, metadata, dtype)
     layers: dict[str, MatrixPair] = {}
     for name in file.tensors:
         match = PART.fullmatch(name)
@@ -98,10 +131,51 @@ def read_pairs(path: Path) -> PairedLora:
         part = part_of(match["part"], match["end"])
         pair.names[part] = name
         pair.tensors[part] = file.tensors[name]
-    is_of_peft = place.name == PEFT_WEIGHTS and METADATA not in metadata
     scale_all(file, layers, is_of_peft)
-    dtype = max((each.dtype for each in file.tensors.values() if each.ndim > 1), key=lambda each: each.itemsize)
-    return PairedLora(file, layers, dtype, metadata, is_of_peft)
+    return PairedLora(file, {**layers}, dtype, metadata, is_of_peft)
+
+
+def read_whole(file: LoraFile, metadata: Mapping[str, str], dtype: torch.dtype) -> PairedLora:
+    """Return a LoHa or LoKr, with what a LoRA of the same layers has for metadata."""
+    configs, is_of_peft = configs_of(file, METADATA not in metadata), file.path.name == PEFT_WEIGHTS
+    if is_of_peft:  # those that this program writes have their config by the denoiser's name in their metadata, too
+        configs = dict(zip([PEFT_PREFIX], configs.values(), strict=True))
+    for config in configs.values():
+        config.check_config(adapter_of(config))
+    own = {name: each for name, each in metadata.items() if name not in (METADATA, "ss_network_args")}
+    own |= {"ss_network_module": "networks.lora"} if "ss_network_module" in own else {}
+    return PairedLora(as_lora(file, configs, is_of_peft), whole_layers(file, configs), dtype, own, is_of_peft)
+
+
+def whole_layers(file: LoraFile, configs: Mapping[str, LoraFile]) -> dict[str, MatrixPair | WholeLayer]:
+    """Return the layers of a LoHa or LoKr, by their names in the file."""
+    parts: dict[str, OtherLayer] = {}
+    for name, tensor in file.tensors.items():
+        if (match := OTHER_KIND.fullmatch(name)) is None:
+            raise file.error(f"is no {file.kind} that is known here: it has {name}", "merge it with its own program")
+        layer = name[: match.end("layer")]
+        parts.setdefault(layer, OtherLayer(layer)).tensors[match["part"]] = tensor
+    found: dict[str, MatrixPair | WholeLayer] = {}
+    for layer, each in parts.items():
+        config = next((own for prefix, own in configs.items() if layer.startswith(prefix)), replace(file, config={}))
+        ends = ("lora_A.weight", "lora_B.weight") if "." in layer else ("lora_down.weight", "lora_up.weight")
+        names = {part: f"{layer}.{end}" for part, end in zip(("down", "up"), ends, strict=True)}
+        names |= {} if "." in layer else {"alpha": f"{layer}.alpha"}
+        found[layer] = WholeLayer(names, partial(delta_of, each, config))
+    return found
+
+
+def delta_of(layer: OtherLayer, file: LoraFile) -> Tensor:
+    return dense(OtherLayer(layer.name, {part: each.double() for part, each in layer.tensors.items()}), file)
+
+
+def as_lora(file: LoraFile, configs: Mapping[str, LoraFile], is_of_peft: bool) -> LoraFile:
+    """Return the file of a LoHa or LoKr with a config of a LoRA of the same layers."""
+    if is_of_peft:
+        targets = configs[PEFT_PREFIX].config.get("target_modules")
+        return replace(file, config={"peft_type": "LORA", "target_modules": targets})
+    own = {f"{prefix}target_modules": each.config.get("target_modules") for prefix, each in configs.items()}
+    return replace(file, config=own)
 
 
 def part_of(part: str, end: str) -> str:
@@ -148,14 +222,14 @@ def configs_of(file: LoraFile, is_of_peft: bool) -> dict[str, LoraFile]:
 def write_pairs(folder: Path, pairs: PairedLora, origin: Mapping[str, str]) -> None:
     """Write a LoRA by its own names, each layer at the scale 1: an alpha is its layer's rank."""
     tensors: dict[str, Tensor] = {}
-    for pair in pairs.layers.values():
+    for pair in pairs.paired.values():
         own = pair.in_dtype(pairs.dtype).tensors | {"alpha": torch.tensor(float(pair.rank))}
         tensors |= {name: own[part] for part, name in pair.names.items()}
     metadata, config = {"format": "pt", **pairs.metadata, **origin}, with_ranks(pairs)
     if not pairs.is_of_peft and config:
         metadata[METADATA] = json.dumps(config, sort_keys=True)
     if KOHYA_RANK in metadata:
-        rank = max(each.rank for each in pairs.layers.values())
+        rank = max(each.rank for each in pairs.paired.values())
         metadata |= {KOHYA_RANK: str(rank), KOHYA_ALPHA: f"{rank:g}"}
     safetensors.torch.save_file(tensors, folder / (PEFT_WEIGHTS if pairs.is_of_peft else LORA_WEIGHTS), metadata)
     if pairs.is_of_peft:
@@ -166,7 +240,7 @@ def with_ranks(pairs: PairedLora) -> dict[str, Any]:
     """Return the file's config, of all components, with the layers' ranks and the scale 1."""
     found: dict[str, Any] = {}
     for prefix, file in configs_of(pairs.file, pairs.is_of_peft).items():
-        own = {name.removeprefix(prefix): each.rank for name, each in pairs.layers.items() if name.startswith(prefix)}
+        own = {name.removeprefix(prefix): each.rank for name, each in pairs.paired.items() if name.startswith(prefix)}
         if not file.config or not own:
             continue
         rank = max(own.values())

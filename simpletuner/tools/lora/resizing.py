@@ -10,8 +10,9 @@ from simpletuner.checkpoints.export import replace_export
 from simpletuner.models.folder.diffusers_io import libraries_silenced
 from simpletuner.parallel.world import joined_world
 from simpletuner.report import Report
-from simpletuner.tools.lora.lora_pairs import MatrixPair, PairedLora, read_pairs, write_pairs
-from simpletuner.tools.lora.low_rank import Wanted, pair_of_product
+from simpletuner.tools.lora.lora_pairs import MatrixPair, PairedLora, WholeLayer, read_pairs, write_pairs
+from simpletuner.tools.lora.low_rank import Wanted, best_pair, pair_of_product
+from simpletuner.tools.lora.merging import squared
 from simpletuner.tools.lora.results import ResultOrigin, check_result, writing_to
 
 
@@ -28,8 +29,11 @@ class Resized:
     def share(self) -> float:
         return self.kept / self.whole if self.whole else 1.0
 
-    def resize(self, pair: MatrixPair, wanted: Wanted) -> MatrixPair:
+    def resize(self, layer: MatrixPair | WholeLayer, wanted: Wanted) -> MatrixPair:
         """Return a pair of the wanted rank or energy; one of no more than the rank as it is."""
+        if isinstance(layer, WholeLayer):
+            return self.cut(layer, wanted)
+        pair = layer
         self.before.append(pair.rank)
         square = square_of(pair)
         if wanted.energy is not None or pair.rank > (wanted.rank or pair.rank):
@@ -38,17 +42,29 @@ class Resized:
         self.whole, self.kept = self.whole + square, self.kept + square_of(pair)
         return pair
 
+    def cut(self, layer: WholeLayer, wanted: Wanted) -> MatrixPair:
+        """Return the nearest pair to the delta of a LoHa or LoKr."""
+        delta = layer.delta()
+        down, up = best_pair(delta.flatten(1), wanted)
+        kernel = [1] * (delta.ndim - 2)
+        tensors = {"down": down.view(len(down), *delta.shape[1:]), "up": up.view(*up.shape, *kernel)}
+        pair = MatrixPair(layer.names, tensors)
+        self.after.append(pair.rank)
+        self.whole, self.kept = self.whole + squared(delta), self.kept + square_of(pair)
+        return pair
+
 
 def resize_lora(path: Path, target: Path, wanted: Wanted, replace: bool, report: Report) -> Resized:
     """Write a LoRA in its own names with layers of no more than the wanted rank or energy.
 
-    Raises SettingsError for what is no LoRA, EnvironmentNotReady for a damaged one.
+    A LoHa or LoKr becomes a LoRA, by the delta of each layer. Raises SettingsError for what is no adapter, and for
+    DoRA and OFT, EnvironmentNotReady for a damaged one.
     """
     check_result(target, replace, [path])
     pairs = read_pairs(path)
     found = Resized()
-    for name, pair in pairs.layers.items():
-        pairs.layers[name] = found.resize(pair, wanted).in_dtype(pairs.dtype)
+    for name, layer in pairs.layers.items():
+        pairs.layers[name] = found.resize(layer, wanted).in_dtype(pairs.dtype)
     write_result(pairs, target, ResultOrigin("resize", pairs.metadata.get("base_model", ""), [(path, "")]), report)
     return found
 
