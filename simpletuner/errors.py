@@ -103,7 +103,7 @@ class OtherRunsFolder(SettingsError):
 
 @contextmanager
 def collect_error(errors: list[SimpleTunerError]) -> Iterator[None]:
-    """Add an error of the block to a list, so that other checks can be made before it is raised."""
+    # Other checks can be made before it is raised.
     try:
         yield
     except SimpleTunerError as error:
@@ -279,6 +279,10 @@ def is_out_of_memory(error: BaseException) -> bool:
         or (not isinstance(one, SimpleTunerError) and OUT_OF_MEMORY.search(str(one)))
         for one in chain_of(error)
     )
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:

@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 
 
 def wrapped(text: str, console: Console) -> str:
-    """Break lines between words at a terminal's width, where it would break them anywhere."""
+    # A terminal would break lines anywhere.
     if not is_animated(console):
         return text
     return "\n".join(wrapped_line(line, console.width) for line in text.split("\n"))
@@ -97,7 +97,7 @@ class Report:
             self.warn(text)
 
     def error(self, error: SimpleTunerError) -> None:
-        """Print why a command failed, even if quiet: only the rank that knows the reason calls this."""
+        # Even if quiet: only the rank that knows the reason calls this.
         self._print(printable(f"error: {error.message}"), "bold red")
         if error.hint:
             self._print(printable(f"hint: {error.hint}"), "dim")

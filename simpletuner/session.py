@@ -36,6 +36,6 @@ class Session:
         return self.mesh.world
 
     def restarted(self) -> Session:
-        """Session of another attempt: barriers and jobs in the store, known by name, count from 0 again."""
+        # Barriers and jobs in the store, known by name, count from 0 again.
         world = replace(self.world, store=dist.PrefixStore("restarted", self.world.store))
         return replace(self, mesh=replace(self.mesh, world=world))

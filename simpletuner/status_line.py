@@ -41,7 +41,7 @@ class Erase:
 
 
 def is_animated(console: Console) -> bool:
-    """True if a line can be redrawn in place; rich drops control codes elsewhere."""
+    # rich drops control codes elsewhere.
     return console.is_terminal and not console.is_dumb_terminal
 
 
@@ -190,7 +190,7 @@ class Progress:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format hours, minutes and seconds. An estimate may be anything: it follows from numbers in files."""
+    # An estimate may be anything: it follows from numbers in files.
     return str(timedelta(seconds=round(seconds))) if abs(seconds) < LONGEST_SECONDS else "a long time"
 
 

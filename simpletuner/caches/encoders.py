@@ -33,7 +33,7 @@ class Encoder(Generic[Model]):
             yield self._model
 
     def load_early(self) -> None:
-        """Load now, so that running out of memory fails before the engine is built."""
+        # Running out of memory fails before the engine is built.
         with self.use():
             pass
 

@@ -73,7 +73,7 @@ def key_parts(family: ModelFamily, dtype: torch.dtype) -> KeyParts:
 
 
 def without_padding(family: ModelFamily, encoded: Conditioning) -> Conditioning:
-    """Return embeddings with zeros, which records do not store, for padding that the denoiser ignores."""
+    # The denoiser ignores padding, and records do not store zeros.
     if not family.padding_mask:
         return encoded
     is_padding = encoded[family.padding_mask].unsqueeze(-1) == 0
@@ -137,7 +137,7 @@ class PairedTexts(RecordSource[Sample, Loaded]):
 
 
 def texts_of(sample: Sample) -> tuple[str, ...]:
-    """Texts to encode for a sample; a dropped caption is the empty one."""
+    # The empty text is that of a dropped caption.
     return (*sample.captions, "")
 
 

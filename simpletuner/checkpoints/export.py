@@ -214,7 +214,7 @@ def base_files(family: ModelFamily) -> dict[str, Path]:
 
 
 def walk_files(folder: Path) -> Iterator[Path]:
-    """Yield everything in a component's folder except folders, sorted; links to folders are not followed."""
+    # Links to folders are not followed.
     for root, folders, files in os.walk(folder):
         folders.sort()
         yield from (Path(root) / name for name in sorted(files))

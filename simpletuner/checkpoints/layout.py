@@ -116,7 +116,7 @@ class Checkpoint:
         return int(self.state["step"])
 
     def files(self, group: str) -> list[Path]:
-        """Return the files that its state names: a network file system may list fewer for a while."""
+        # Not a listing of the folder: a network file system may list fewer for a while.
         names = (name for name in self.state["files"] if name.endswith(".safetensors"))
         return sorted(self.folder / name for name in names if Path(name).parent == Path(group))
 

@@ -24,10 +24,10 @@ from simpletuner.checkpoints.layout import (
     no_best,
     prune_checkpoints,
 )
-from simpletuner.checkpoints.tensors import FILE_ERRORS, TensorGroup, first_line
+from simpletuner.checkpoints.tensors import FILE_ERRORS, TensorGroup
 from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.checkpoints.writing import write_full, write_sharded
-from simpletuner.errors import EnvironmentNotReady, hint_for
+from simpletuner.errors import EnvironmentNotReady, first_line, hint_for
 from simpletuner.parallel.host_buffer import HostBuffer
 from simpletuner.parallel.world import World
 from simpletuner.private_api import of_torch
@@ -143,7 +143,7 @@ def make_empty_folder(folder: Path) -> None:
 
 
 def write_state(hidden: Path, state: Mapping[str, object], sums: Mapping[str, str]) -> None:
-    """Write state.json, which makes a folder a checkpoint, so it must be written last."""
+    # It makes a folder a checkpoint, so it must be written last.
     # Of the files that ranks have named: the folder may be listed late by a network file system.
     files = file_sizes(hidden, sums)
     write_json(hidden / STATE, with_checksum({**state, "files": files, "checksums": dict(sorted(sums.items()))}))

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from simpletuner.errors import EnvironmentNotReady, is_out_of_memory, out_of_memory
+from simpletuner.errors import EnvironmentNotReady, first_line, is_out_of_memory, out_of_memory
 from simpletuner.parallel.mesh import mesh_of
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.torch_engine import local_tensor
@@ -133,10 +133,6 @@ def first_row(tensor: Tensor) -> int:
         return 0
     most = -(-len(tensor) // mesh.size(-1))  # as `torch.chunk` cuts dim 0
     return min(len(tensor), mesh.get_local_rank(-1) * most)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class WrittenShard(NamedTuple):

@@ -40,7 +40,7 @@ def write_sharded(folder: Path, group: TensorGroup, world: World) -> dict[str, s
 
 @lru_cache(maxsize=4)
 def sharded_header(plan: GroupPlan) -> bytes:
-    """Header of the file with this rank's shards; moments share the plan of their weights, as do all saves."""
+    # Moments share the plan of their weights, as do all saves.
     contents = {name: (plan.tensors[name].dtype, shard.shape) for name, shard in plan.shards.items()}
     offsets = {name: {OFFSETS: saved_offsets(shard)} for name, shard in plan.shards.items()}
     # As torch/distributed/checkpoint/_hf_utils.py (2.13) names files, and its version.
@@ -132,7 +132,7 @@ def exchange_round(group: TensorGroup, names: Sequence[str | None], world: World
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Bytes of a tensor in host memory, uint8 (N,); a tensor that is there already is not copied."""
+    # A tensor that is in host memory already is not copied.
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

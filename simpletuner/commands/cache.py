@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from simpletuner.commands.help import SettingsCommand
+from simpletuner.commands.help import AsJson, SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
@@ -22,7 +22,6 @@ from simpletuner.tools.cache.contents import CacheKind
 if TYPE_CHECKING:
     from simpletuner.tools.cache.contents import CacheItem
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 KINDS = "blocks, deepspeed, latents, text or all"
 NAMED_AT_MOST = 5
 SHOWN = (

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from simpletuner.commands.help import SettingsCommand, path_argument, path_option
+from simpletuner.commands.help import AsJson, SettingsCommand, path_argument, path_option
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.shell.completions import complete_recipe
 from simpletuner.errors import SettingsError, SimpleTunerError
@@ -61,7 +61,6 @@ class Program(StrEnum):
     AI_TOOLKIT = "ai-toolkit"
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Output = Annotated[Path | None, path_option("--output", "Write to this file instead of stdout.")]
 
 

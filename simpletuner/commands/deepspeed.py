@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.commands.help import SettingsCommand, parse_path, path_argument, path_option
+from simpletuner.commands.help import AsJson, SettingsCommand, parse_path, path_argument, path_option
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.counting.zero_memory import stage_candidates
 from simpletuner.deepspeed.builder import OFFLOAD_FOLDER, QUESTIONS, DeepSpeedBuilder, Question
@@ -27,8 +27,6 @@ from simpletuner.system.numbers import format_gib
 
 if TYPE_CHECKING:
     from simpletuner.deepspeed.builder import DeepSpeedBuilder
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 class StageOption(StrEnum):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from simpletuner.commands.help import path_option
+from simpletuner.commands.help import AsJson, path_option
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import load
@@ -29,7 +29,6 @@ SHOWN = ("model_family", "model_flavour", "pretrained_model_name_or_path", "revi
 
 Refresh = Annotated[bool, typer.Option("--refresh", help="Detect again, even if the result is cached.")]
 Lora = Annotated[bool, typer.Option("--lora", help="Show the attention projections that model_type=lora adapts.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Apply = Annotated[Path | None, path_option("--apply", f"Write {SETTING} into this config file.", "FILE")]
 
 WIDTH = 80

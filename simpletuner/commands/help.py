@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
@@ -105,6 +105,9 @@ def help_all(hidden: bool) -> Any:
     """The option that shows what `--help` leaves out; `hidden` where that is nothing."""
     text = "Show all settings, which may be given here as well."
     return typer.Option(False, "--help-all", is_eager=True, callback=show_all, hidden=hidden, help=text)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 def path_option(flag: str, sentence: str, metavar: str = "<path>") -> Any:

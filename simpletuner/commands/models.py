@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from simpletuner.commands.help import AsJson
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.preset import NEEDS_CLASS
 from simpletuner.report import Report
@@ -29,7 +30,6 @@ ANY = {
 }
 """Facts of model_family=auto, as those of a family."""
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Checked = Annotated[
     str,
     typer.Option(

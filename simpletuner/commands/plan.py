@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from simpletuner.commands.help import path_option
+from simpletuner.commands.help import AsJson, path_option
 from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError, SimpleTunerError
 from simpletuner.parallel.devices import DEVICES, GIB, Device, MemoryBudget, device_by_driver_name, device_by_name
 from simpletuner.report import Report
@@ -49,7 +49,6 @@ Price = Annotated[
     typer.Option("--price", min=0, max=1e6, help="Price of a GPU hour: what the run costs.", metavar="NUMBER"),
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Compare the offers of GPUs in ~/.simpletuner/prices.toml.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Apply = Annotated[Path | None, path_option("--apply", "Write what --auto proposes into this config file.", "FILE")]
 
 

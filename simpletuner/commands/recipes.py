@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from simpletuner.commands.help import AsJson
 from simpletuner.commands.shell.completions import complete_recipe
 from simpletuner.report import Report
 from simpletuner.settings.values.spelling import as_text
@@ -25,7 +26,6 @@ Name = Annotated[
         autocompletion=complete_recipe,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 def recipes(name: Name = "", as_json: AsJson = False) -> None:

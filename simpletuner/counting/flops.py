@@ -58,7 +58,7 @@ class FlopCounterMode(TorchDispatchMode):
 def convolution_backward(
     output_shape: list[int], input_shape: list[int], weight_shape: list[int], *others: Any, **_: Any
 ) -> int:
-    """Count a convolution's two gradients, of input and weight: each costs as much as the convolution."""
+    # Each of the two gradients, of input and weight, costs as much as the convolution.
     # torch's own formula leaves `groups` out, and Sana's depthwise convolutions would count thousands of times.
     is_transposed, is_wanted = others[4], others[7]
     return conv_flop_count(input_shape, weight_shape, output_shape, is_transposed) * sum(is_wanted[:2])

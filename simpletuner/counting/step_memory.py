@@ -271,7 +271,7 @@ def has_bf16_weights(settings: Settings) -> bool:
 
 
 def key_value_copies(parallel: Parallel) -> int:
-    """Number of K/V copies that a rank holds under context parallelism: all-gather leaves each those of all."""
+    # All-gather leaves each rank the keys and values of all.
     return parallel.context_parallel_size if parallel.context_parallel_comm_strategy == "allgather" else 1
 
 
@@ -290,7 +290,7 @@ def estimate_training(settings: Settings, workload: Workload) -> MemoryEstimate:
 
 
 def estimate_without_step(settings: Settings, workload: Workload) -> MemoryEstimate:
-    """Estimate what training takes at least: all but activations and gradients, which only a trace of a step knows."""
+    # Activations and gradients are known by a trace of a step alone.
     inputs = memory_inputs(settings, workload)
     return MemoryEstimate(inputs, (*state_rows(settings, inputs), *other_rows(settings, workload, inputs)))
 

@@ -109,7 +109,7 @@ def with_fake_parameters(model: nn.Module, mode: FakeTensorMode, dtype: torch.dt
 
 
 def new_mode() -> FakeTensorMode:
-    """Mode for fake tensors, among which real ones are taken as inputs, too: masks, and rotary tables."""
+    # Some inputs are real: masks, and rotary tables.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

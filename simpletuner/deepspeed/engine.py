@@ -248,7 +248,7 @@ def refuse_scalar_parameters(model: nn.Module) -> None:
 
 
 def engine_config(settings: Settings, world_size: int, largest_tensor: int) -> dict[str, Any]:
-    """Return DeepSpeed's JSON for `deepspeed.initialize`: our own optimizer and schedule stay outside."""
+    # Our own optimizer and schedule stay outside.
     config = deepspeed_config(settings, world_size, largest_tensor)
     return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")} | OWN_CONFIG
 

@@ -126,7 +126,7 @@ def setting_of(given: RawValue) -> str:
 
 
 def without_advice(reason: str) -> str:
-    """Cut the advice to leave a name out from the reason of its refusal: it is left out already."""
+    # It is left out already.
     return reason.replace("; leave it out", "")
 
 

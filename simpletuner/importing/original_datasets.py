@@ -157,5 +157,5 @@ def texts_of(entry: Mapping[str, object]) -> dict[str, str]:
 
 
 def fill_in(path: str, names: Mapping[str, str]) -> str:
-    """Replace `{model_family}` and the like as the original does; other braces stay, such as `{env:HOME}`."""
+    # Other braces stay, such as `{env:HOME}`.
     return re.sub(r"\{([^{}]+)\}", lambda found: names.get(found[1], found[0]), path)

@@ -55,7 +55,7 @@ class NodeInfo:
 
     @property
     def has_ended(self) -> bool:
-        """True if the process is certainly gone: it ran here, and its pid is free."""
+        # It ran here, and its pid is free.
         return bool(self.boot) and self.boot == boot_of_machine() and not Path(f"/proc/{self.pid}").exists()
 
 

@@ -137,7 +137,7 @@ class Ranks:
         return max((status.save_seconds for status in list(self.statuses.values())), default=0.0)
 
     def first_failure(self) -> ProcessExit | None:
-        """Failed rank, if there is one; a killed one first, since others fail because they miss it."""
+        # A killed one first: others fail because they miss it.
         # signals are negative codes, so the least code is a kill
         failed = [(process.returncode, rank) for rank, process in self.processes.items() if process.poll()]
         return ProcessExit(min(failed)[1], self.processes[min(failed)[1]].pid, min(failed)[0]) if failed else None
@@ -168,7 +168,7 @@ class Ranks:
 
 
 def named_descriptors(command: Sequence[str]) -> list[int]:
-    """The open files that arguments such as `--config=/dev/fd/63` name: ranks inherit no others."""
+    # Ranks inherit no other files.
     found = (descriptor_of(argument.partition("=")[2]) for argument in command)
     return [number for number in found if number is not None]
 

@@ -284,5 +284,5 @@ def machine_0_not_reached(launch: Launch, waited: float, why: str) -> Environmen
 
 
 def silence_torch() -> None:
-    """Silence torch's stack traces about lost connections: the launcher reports them in a sentence."""
+    # torch prints stack traces about lost connections; the launcher reports them in a sentence.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

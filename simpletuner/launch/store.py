@@ -84,11 +84,11 @@ class MessageSigner:
         self.secret = secret
 
     def for_run(self, nonce: str) -> MessageSigner:
-        """Derive a signer for one run, so that messages recorded in another run are rejected."""
+        # A message that was recorded in another run is rejected.
         return MessageSigner(hmac.digest(self.secret, nonce.encode(), hashlib.sha256)) if self.secret else self
 
     def encode(self, key: str, values: Mapping[str, object]) -> str:
-        """Encode and sign values. The key is signed too: a message is not valid under another key."""
+        # The key is signed too: a message is not valid under another key.
         text = json.dumps(values)
         return json.dumps({"text": text, "signature": self._signature(key, text)})
 

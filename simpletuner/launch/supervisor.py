@@ -137,7 +137,7 @@ def rendezvous(store: TCPStore, loaded: Loaded, check: Callable[[], None], signe
 
 
 def log_ranks(here: int, names: Sequence[str], ranks: range) -> None:
-    """Print which ranks this machine runs, if there are several machines: only machine 0 shows progress."""
+    # Only machine 0 shows progress.
     if len(names) > 1:
         run = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         place = "" if here == 0 else f"; progress is shown on {names[0]}"

@@ -158,7 +158,7 @@ def ask_address(url: str) -> Answer:
 
 
 def check_of_machine(launch: Launch, environment: Mapping[str, str]) -> str:
-    """Check for the first rank of a machine, where no launcher of ours makes it; nothing for others."""
+    # Where a launcher of ours runs, it makes the check.
     return launch.preemption_check if environment.get("LOCAL_RANK", "0") == "0" else ""
 
 

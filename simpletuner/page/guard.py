@@ -61,7 +61,7 @@ class Secrets:
 
     @property
     def cookie(self) -> str:
-        """The cookie's name. Browsers send cookies to all ports of a host, so it has the port."""
+        # Browsers send cookies to all ports of a host, so the name has the port.
         return f"simpletuner-{self.port}"
 
     @property
@@ -84,7 +84,7 @@ class Secrets:
 
 
 def is_same(one: str, other: str) -> bool:
-    """Compare two texts in constant time; hmac takes no text that is not ASCII."""
+    # In constant time; hmac takes no text that is not ASCII.
     return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode("utf-8", "replace"))
 
 

@@ -67,7 +67,7 @@ def as_name(flag: re.Match[str]) -> str:
 
 
 def as_path(text: str, separator: str = "/") -> Markup:
-    """Let a path be broken after its slashes, so that a phone does not break it within a name."""
+    # A phone would break it within a name otherwise.
     return Markup("{}<wbr>").format(separator).join(text.split(separator))
 
 

@@ -159,7 +159,7 @@ class ClassImages:
 
     @property
     def missing(self) -> int:
-        """Number of images that no file of this name is there for; files are not opened."""
+        # Files are not opened.
         return sum(not (self.folder / name).is_file() for name in self.prompts)
 
     @property

@@ -89,7 +89,7 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def chosen_attention_kernel(query: Tensor) -> int:
-    """Number of the SDPBackend that attention takes; torch only tells whether one can be used at all."""
+    # torch only tells whether a backend can be used at all.
     chosen: object = torch._fused_sdp_choice(query, query, query)
     return chosen
 
@@ -121,7 +121,7 @@ def equal_gradient_layouts(
 
 
 def device_of(tensor: FakeTensor) -> torch.device:
-    """Return what a fake tensor answers when it is asked for its device: within a kernel of its mode, meta."""
+    # Within a kernel of its mode, a fake tensor answers meta.
     return META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
@@ -154,12 +154,12 @@ def run_backward(loss: Tensor) -> None:
 
 
 def abort_communicators() -> None:
-    """Drop NCCL's communicators without waiting: destroy_process_group waits for what was begun."""
+    # destroy_process_group waits for what was begun.
     dist.distributed_c10d._abort_process_group()
 
 
 def set_cpu_timeout(timeout: timedelta) -> None:
-    """Give the default group's CPU collectives their own timeout: init_process_group has one for all."""
+    # init_process_group has one timeout for all.
     group = dist.distributed_c10d._get_default_group()
     group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 

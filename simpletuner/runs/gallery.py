@@ -157,7 +157,7 @@ class Gallery:
             yield replace(image, data=f"data:image/webp;base64,{base64.b64encode(content).decode()}", size=size)
 
     def _decodable(self, images: Iterable[GalleryImage], edge: int) -> Iterator[tuple[GalleryImage, Thumbnail]]:
-        """Yield images with their thumbnails; damaged and too large ones are left out."""
+        # Damaged and too large ones are left out.
         for image in images:
             with suppress(OSError):
                 yield image, self._thumbnail(image.path, edge)

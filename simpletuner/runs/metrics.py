@@ -264,13 +264,13 @@ def level_names(name: str) -> list[str]:
 
 
 def last_row(path: Path) -> dict[str, Any]:
-    """Last row of an optimizer step; empty where there is none. Reads the end of the file alone."""
+    # The end of the file alone is read.
     rows = [row for row in rows_in(read_end(path, TAIL_BYTES)) if "loss" in row]
     return rows[-1] if rows else {}
 
 
 def rows_in(content: bytes) -> list[dict[str, Any]]:
-    """Rows in the content of a metrics file; a line torn by a killed run, or damaged, is left out."""
+    # A line torn by a killed run, or damaged, is left out.
     return [row for row in parse_lines(content.removesuffix(b"\n").split(b"\n")) if is_row(row)]
 
 

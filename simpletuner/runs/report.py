@@ -101,7 +101,7 @@ class HtmlReport:
         self.worker = SerialWorker("report.html", self._warn)
 
     def renew(self, step: int) -> None:
-        """Queue writing the page after a step, without waiting; skipped while one is queued."""
+        # Skipped while one is queued.
         if not self.worker.is_queued:
             self.worker.submit(self.write, f"running: step {step:,} of {self.max_steps:,}")
 

@@ -96,7 +96,7 @@ def write_settings(path: Path, settings: Mapping[str, object], warn: Warn) -> Ch
 
 
 def gpus_of(world: World) -> dict[str, float]:
-    """Number of GPUs and the power limit of rank 0's, which stands for all; nothing of a CPU run."""
+    # Rank 0's GPU stands for all.
     if world.device.type != "cuda":
         return {}
     from simpletuner.parallel.gpu import power_limit_watts
@@ -131,7 +131,7 @@ def parse_settings(content: bytes) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, object], now: Mapping[str, object]) -> Changes:
-    """Return the settings that differ; one that a version did not have yet counts as unchanged."""
+    # One that a version did not have yet counts as unchanged.
     return {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
 
 

@@ -175,7 +175,7 @@ def sample_here(output: Path, options: SampleOptions, folder: Path, report: Repo
 
 
 def free_name(folder: Path, stem: str) -> Path:
-    """Return the first name of a PNG that is not taken; two commands at once may still take one."""
+    # Two commands at once may still take one.
     names = (f"{stem}{f'-{number}' if number else ''}.png" for number in range(10_000))
     return next(path for name in names if not (path := folder / name).exists())
 

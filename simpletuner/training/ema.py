@@ -49,7 +49,7 @@ class EMA:
         engine.before_update.append(self.wait_for_copy)
 
     def decay(self) -> float:
-        """min(decay, (1 + n) / (10 + n)) after n updates: a young average would remember its first weights."""
+        # A young average would remember its first weights.
         # The warm-up of tf.train.ExponentialMovingAverage(decay, num_updates).
         return min(self.settings.ema_decay, (1 + self.updates) / (10 + self.updates))
 

@@ -219,7 +219,7 @@ class StepLogger:
             yield
 
     def restart_clock(self) -> None:
-        """Do not count what happened since the last step, such as a save, as training time."""
+        # A save, for one, is no training time.
         self.clock = Timestamp(self.mesh.world.device)
 
     def log(self, step: int, output: StepOutput, batch: StepBatch, data_seconds: float) -> None:

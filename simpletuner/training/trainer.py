@@ -292,7 +292,7 @@ class Trainer:
 
 
 def seed_dropout(seed: int) -> None:
-    """Make dropout inside the denoiser the same after a resume; torch.manual_seed takes 0.8 ms per step."""
+    # The same after a resume; torch.manual_seed takes 0.8 ms per step.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)

@@ -184,12 +184,12 @@ def index_name(shard: str) -> str:
 
 
 def is_behind(shard: str, one: dict[str, int], other: dict[str, int]) -> bool:
-    """True if `one` has less of a shard than `other`; shard files only grow."""
+    # Shard files only grow.
     return any(one.get(name, -1) < other[name] for name in (shard, index_name(shard)))
 
 
 def make_sparse(path: Path, size: int) -> None:
-    """Create or extend a file to this size with a hole that reads as zeros; follow no link."""
+    # A hole reads as zeros and takes no space; a link is not followed.
     with open_own(path, os.O_WRONLY | os.O_CREAT) as file:
         if os.fstat(file.fileno()).st_size < size:
             file.truncate(size)

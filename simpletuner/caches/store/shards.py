@@ -85,7 +85,7 @@ class ShardWriter:
         return self._append(name, parts, compress_record(record) if self.compress else record)
 
     def write_broken(self, name: str, parts: KeyParts, reason: str) -> RecordLocation:
-        """Remember that a record cannot be made from these parts, so that it is not tried at every start."""
+        # Otherwise it would be tried at every start.
         return self._append(name, parts, b"", {"broken": reason})
 
     def copy(self, location: RecordLocation, record: bytes) -> None:
@@ -93,7 +93,7 @@ class ShardWriter:
         self._append(location.name, location.parts, record, {"broken": location.broken} if location.broken else None)
 
     def retract(self, location: RecordLocation) -> None:
-        """Declare a damaged record invalid: readers no longer find it, so it is made again."""
+        # Readers no longer find it, so it is made again.
         self._append(location.name, location.parts, b"", {"retracts": [location.shard.name, location.offset]})
 
     def _append(

@@ -54,7 +54,7 @@ class DatasetEntry:
 
     @property
     def names(self) -> dict[str, str]:
-        """Canonical names by spelling in the file; dashes and case are free, as for settings."""
+        # Dashes and case are free, as for settings.
         return {entry.key: name_of_key(entry.key) for entry in self.keys}
 
     def value(self, name: str) -> Any:

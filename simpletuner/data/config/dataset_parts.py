@@ -196,7 +196,8 @@ TABLE_RULES: dict[str, Rule] = {
 }
 
 
-def as_list(value: object) -> Any:
+def as_list(value: object) -> object:
+    # The original writes one id or column alone, and several as a list.
     return [value] if isinstance(value, str) else value
 
 

@@ -22,6 +22,7 @@ from simpletuner.data.config.dataset_parts import (
     ParticipationKeys,
     TableSettings,
     VideoSettings,
+    as_list,
     check_format,
     check_table,
 )
@@ -38,11 +39,6 @@ SMALLEST_PIXELS = 64
 def as_backend(value: object) -> Any:
     """A table of sizes may be called as one of captions is, by its format."""
     return PARQUET if value == "csv" else value
-
-
-def as_list(value: object) -> Any:
-    """Return a list of one id for the id alone; the original writes both."""
-    return [value] if isinstance(value, str) else value
 
 
 class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys, ClassImageKeys):
@@ -104,7 +100,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys, ClassImageKeys):
 
     @property
     def encoded(self) -> tuple[ImageDataset, ...]:
-        """This dataset and its references: all datasets with cached latents for it."""
+        # References have cached latents, too.
         return (self, *(each for each in self._conditioning if each.are_references))
 
     def paired_with(self, conditioning: Sequence[ImageDataset]) -> ImageDataset:
@@ -192,7 +188,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys, ClassImageKeys):
 
     @property
     def may_have_sizes_from_table(self) -> bool:
-        """True if a table can replace image headers: not beside text files, since those are read together."""
+        # Text files are read together with image headers, so a table would save nothing.
         return self.metadata_backend == PARQUET and self.caption_strategy != "textfile"
 
     @model_validator(mode="after")

@@ -32,7 +32,7 @@ def is_frame_folder(name: str) -> bool:
 
 
 def frame_suffixes() -> frozenset[str]:
-    """Suffixes of frames: all image suffixes but WebP and GIF, which are videos of their own."""
+    # WebP and GIF are videos of their own.
     return read_suffixes() - VIDEO_SUFFIXES
 
 

@@ -105,7 +105,7 @@ def open_image(file: BinaryIO) -> Image.Image:
 
 
 def read_orientation(image: Image.Image) -> int:
-    """EXIF orientation that is left to apply; for TIFF and HEIC Pillow and its plugin have done it."""
+    # Pillow has done it for TIFF, and its plugin for HEIC.
     value = image.getexif().get(TAG, 1) if image.format == "WEBP" or "exif" in image.info else 1
     return value if value in UPRIGHT else 1
 

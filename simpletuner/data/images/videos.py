@@ -227,7 +227,7 @@ class DecodedFilm:
         return image
 
     def _gif_rate(self, time_base: Fraction) -> Fraction | None:
-        """Return the mean rate of a GIF; in FFmpeg's, a last frame without a time is not shown at all."""
+        # In FFmpeg's own rate, a last frame without a time is not shown at all.
         packets = [each for each in self._container.demux(self._stream) if each.size and each.pts is not None]
         self._container.seek(self._start, stream=self._stream)
         ticks = sum(each.duration or 0 for each in packets)
@@ -312,7 +312,7 @@ class Clip:
 
 
 def strides_of(video: VideoSettings, rates: np.ndarray) -> np.ndarray:
-    """Distances at which frames are taken: nothing is invented where a video is slower than asked for."""
+    # Nothing is invented where a video is slower than asked for.
     return np.maximum(1.0, rates / (video.fps or np.inf))
 
 

@@ -121,7 +121,7 @@ class GlobalBatchSampler:
             state = self._next_epoch(state, streams)
 
     def with_batch_size(self, state: SamplerState, batch_size: int) -> SamplerState:
-        """Same position for another batch size: what is left of the epoch is cut into new batches."""
+        # What is left of the epoch is cut into new batches.
         return replace(state, batch_size=batch_size)
 
     def count_steps(self, epochs: int, batch_size: int, max_steps: int = NO_LIMIT) -> int:

@@ -122,7 +122,7 @@ class GroupOrder:
 
     @classmethod
     def of(cls, copies: int | Fraction, samples: np.ndarray, seed: int, name: str, epoch: int) -> GroupOrder:
-        """Fractional copies share one row over all epochs, so each epoch shows what the last one left out."""
+        # Fractional copies share one row over all epochs, so each epoch shows what the last one left out.
         if isinstance(copies, int):
             return cls(samples, 0, copies * len(samples), hash_key(seed, name, epoch, copies))
         # Cut at floor(epoch * copies * samples): the parts of all epochs join without a gap.

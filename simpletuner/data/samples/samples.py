@@ -78,7 +78,7 @@ class Sample:
         return SampleShape(self.geometry.target, references, self.is_i2v, self.has_sound)
 
     def open(self) -> BinaryIO:
-        """Open its file: an image to be read whole, a video to be read in parts."""
+        # An image is read whole, a video in parts.
         return self.storage.open_header(self.name) if self.geometry.clip else self.storage.open(self.name)
 
     def files(self) -> list[str]:

@@ -97,7 +97,7 @@ def is_xml(lines: Sequence[str]) -> bool:
 
 
 def is_rule(line: str) -> bool:
-    """True for a line without a word (`---`, `***`, a bracket): never a caption."""
+    # `---`, `***` or a bracket is never a caption.
     return not any(letter.isalnum() or unicodedata.category(letter) == "So" for letter in line)
 
 

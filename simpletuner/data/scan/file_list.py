@@ -245,7 +245,7 @@ def caption_files(images: pa.Table, captions: pa.Table) -> pa.ChunkedArray:
 def with_caption_versions(
     images: pa.Table, captions: pa.Table, found: pa.ChunkedArray | None, default: str
 ) -> pa.Table:
-    """Add the version of each image's caption file; the reason why it is not read counts as one."""
+    # The reason why a file is not read counts as its version.
     if not len(captions) or found is None:
         return images.append_column(CAPTION_VERSION, pa.repeat(pa.scalar(default, pa.large_string()), len(images)))
     versions = join([captions["version"], captions["problem"]])

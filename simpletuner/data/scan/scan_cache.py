@@ -129,7 +129,7 @@ def write_folder_times(folder: Path, storage: Storage, files: FileList, scan: st
 
 
 def forget_folder_times(folder: Path, storage: Storage) -> None:
-    """Remove what is kept, so that the next start lists all files."""
+    # The next start then lists all files.
     if isinstance(storage, LocalStorage):
         for path in intact_files(folder, kind_of(storage)):
             path.unlink(missing_ok=True)
@@ -171,7 +171,7 @@ def listed_files(scan: Path) -> FileList:
 
 
 def kind_of(storage: LocalStorage) -> str:
-    """Return the first part of the file's name: each machine may have folders of its own with this path."""
+    # Each machine may have folders of its own with this path.
     place = f"{socket.gethostname()}\0{storage.folder.resolve()}"
     return f"folders-{xxhash.xxh3_64(os.fsencode(place)).hexdigest()}"
 

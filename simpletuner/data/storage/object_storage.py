@@ -159,7 +159,7 @@ class ObjectStorage:
         return True
 
     def write_parts(self, name: str, parts: Iterable[bytes | memoryview], size: int) -> None:
-        """Stream an object of about `size` bytes; an error of `parts` leaves the old one."""
+        # An error of `parts` leaves the old object.
         chunk = max(PART_BYTES, -(-size // MOST_PARTS))
         with self._writing():
             obstore.put(self.store, name, parts, chunk_size=chunk, max_concurrency=PARTS_AT_ONCE)
@@ -256,7 +256,7 @@ class ObjectStorage:
             raise run_error(text, self.owner, self.service, removing) from None
 
     def _check_answers(self, name: str) -> None:
-        """End the run if the store does not answer: then it is not this object that is damaged."""
+        # If the store does not answer, it is not this object that is damaged.
         with self._explained():
             obstore.head(self.store, name)
 

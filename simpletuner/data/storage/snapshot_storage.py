@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from simpletuner.data.config.dataset_parts import FORMATS
 from simpletuner.data.config.dataset_types import SnapshotImages, belongs_to_split
 from simpletuner.data.storage.storage import CAPTION_SUFFIX, Listing, StoredFile, UnreadableFileError
-from simpletuner.errors import DataError
+from simpletuner.errors import DataError, first_line
 from simpletuner.settings.declared.errors import did_you_mean
 
 # Row groups in memory, of most datasets 50 to 200 MB each.
@@ -221,7 +221,3 @@ def holds_files(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return kind.get_field_index("bytes") >= 0 and holds_files(kind.field("bytes").type)
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

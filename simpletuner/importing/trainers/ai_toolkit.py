@@ -21,6 +21,7 @@ from simpletuner.importing.foreign_trainer import (
     nonzero,
     two_betas,
 )
+from simpletuner.importing.lycoris import FULL_RANK
 from simpletuner.importing.original import FLOAT16
 from simpletuner.importing.trainers.ai_toolkit_datasets import entries
 from simpletuner.importing.trainers.ai_toolkit_models import ARCHS, BY_SIZE, PLACES, UNET, Arch, arch_of, name_of_arch
@@ -330,8 +331,6 @@ def network(run: Translation) -> None:
     layers(run, arch)
 
 
-# A rank above any layer's: peft and ai-toolkit then keep the second factor of LoKr as one matrix.
-FULL_RANK = 65_536
 SAME_NAMES = "its layers have other names there"
 
 

@@ -322,7 +322,7 @@ def of_folder(run: Translation, given: Mapping[str, Any]) -> Iterator[Translatio
 
 
 def edge_of(resolution: object) -> object:
-    """Return the edge of the square of a size's area: without buckets images are squares there, whatever its sides."""
+    # Without buckets images are squares there, whatever its sides.
     if isinstance(resolution, list) and len(resolution) == 2 and all(type(side) is int for side in resolution):
         return math.isqrt(abs(math.prod(resolution)))
     return resolution

@@ -321,7 +321,7 @@ def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iter
 
 
 def lengths(merged: Mapping[str, Any]) -> list[Any]:
-    """Return different lengths of clips, each rounded down to 4n + 1 there (image_video_dataset.py:648)."""
+    # Each is rounded down to 4n + 1 there (image_video_dataset.py:648).
     written = merged.get("target_frames") or [1]
     if not isinstance(written, list) or not all(type(each) is int for each in written):
         return [written]  # which the dataset refuses, with what it takes

@@ -253,7 +253,7 @@ class AutomaticFamily(ModelFamily):
         return predictor.predict(denoise, noised_BCHW.float(), timesteps_B, texts, images_in(conditioning))
 
     def denoise(self, model: nn.Module, dtype: torch.dtype) -> Denoise:
-        """Return the call of a denoiser that computes in a dtype: the pipeline itself stays in float32."""
+        # The pipeline itself stays in float32.
         kept = self.found.float32_inputs
         return lambda given: model(**cast_floating(given, dtype, kept))
 
@@ -285,12 +285,12 @@ class AutomaticFamily(ModelFamily):
 
     @property
     def most_references(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Any number: the proof refuses those that the call does not take."""
+        # The proof refuses those that the call does not take.
         return MOST_REFERENCES if self.image_parameter is not None and not self.makes_clips else 0
 
     @property
     def least_references(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """1 for an argument without a default; the proof refuses samples without an image that must have one."""
+        # The proof refuses samples without an image that must have one.
         has_default = self.image_parameter is None or self.image_parameter.default is not inspect.Parameter.empty
         return 0 if has_default or self.makes_clips else 1
 

@@ -325,7 +325,7 @@ class Predictor:
 
 
 def places_of(low: Tensor, high: Tensor) -> Tensor:
-    """Return the indices that two digits are of; any integer where they are not finite."""
+    # A digit that is not finite becomes any integer.
     return (low.double().round() + DIGIT * high.double().round()).long()
 
 

@@ -124,7 +124,7 @@ class CallReplay:
 
 
 def form_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return what a trace depends on: strides as well, since a reshape is traced as a view or as a copy."""
+    # Strides as well: a reshape is traced as a view or as a copy.
     return tensor.shape, tensor.dtype, tensor.stride()
 
 

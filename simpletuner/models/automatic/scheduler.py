@@ -31,7 +31,7 @@ class NoiseSchedule:
         return timesteps if self.objective == "diffusion" else timesteps * self.slope + self.offset
 
     def timesteps(self, *shares: float) -> Tensor:
-        """Objective's timesteps (B) at shares of all noise: of 1000 in diffusion, of 1 in a flow."""
+        # Of 1000 in diffusion, of 1 in a flow.
         return torch.tensor([round(share * 1000) for share in shares] if self.objective == "diffusion" else shares)
 
     def example(self) -> Tensor:

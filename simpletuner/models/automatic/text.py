@@ -153,7 +153,7 @@ def as_rows(leaf: Tensor, varying: int) -> Tensor:
 
 
 def longest(column: Sequence[object]) -> Any:
-    """Return the leaf of the longest caption: a batch has one for all, such as positions."""
+    # A batch has one for all its captions, such as positions.
     return max(column, key=lambda leaf: leaf.numel() if isinstance(leaf, Tensor) else 0)
 
 

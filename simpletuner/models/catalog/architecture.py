@@ -107,7 +107,7 @@ ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def is_path(name: str) -> bool:
-    """True if a name can only be a path: hub ids are NAME or OWNER/NAME, never a file of weights."""
+    # Hub ids are NAME or OWNER/NAME, never a file of weights.
     is_file = Path(name).suffix.lower() in WEIGHTS_SUFFIXES
     return bool(name) and (is_file or name.startswith((".", "-")) or not ID.fullmatch(name))
 

@@ -74,7 +74,7 @@ class Flux2(ModelFamily):
         return unpack(tokens[:, : height * width], Shape(1, height, width))
 
     def shift_exponent(self, tokens: int, config: Mapping[str, object]) -> float:
-        """`mu`, which here also depends on the number of steps: the pipelines' default of 50."""
+        # It also depends on the number of steps here: the pipelines' default of 50.
         from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
         return compute_empirical_mu(tokens, num_steps=50)

@@ -98,7 +98,7 @@ class Ideogram4(ModelFamily):
         return -unpack(tokens[:, length:], shape)
 
     def mu(self, shape: Shape, config: Mapping[str, object]) -> float:
-        """Shift of noise levels by the area: 0 for 512 x 512 px."""
+        # 0 for 512 x 512 px.
         cell = self.cell
         pixels = shape.height * cell.height * shape.width * cell.width
         return 0.5 * math.log(pixels / UNSHIFTED_PX**2)

@@ -103,9 +103,7 @@ class LTXVideo(ModelFamily):
         }
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
-        # LTXPipeline returns tokens (B, frames * height * width, C), LTXConditionPipeline a video.
-        video_BCFHW = latents if latents.ndim == 5 else latents.transpose(1, 2).unflatten(2, shape)
-        return video_BCFHW.squeeze(2) if shape.frames == 1 else video_BCFHW
+        return as_video(latents, shape)
 
     @property
     def is_conditioned(self) -> bool:
@@ -120,3 +118,10 @@ def video_coords(shape: Shape, cell: Shape, has_short_first_frame: bool, device:
     if has_short_first_frame:
         first = (first + 1 - cell.frames).clamp(min=0)
     return torch.stack([first / FRAME_RATE, rows * cell.height, columns * cell.width]).flatten(1)
+
+
+def as_video(latents: Tensor, shape: Shape) -> Tensor:
+    """Convert what LTX's pipelines return to BCFHW, or BCHW of an image."""
+    # LTXPipeline returns tokens (B, frames * height * width, C), the pipelines of conditions and of sound a video.
+    video_BCFHW = latents if latents.ndim == 5 else latents.transpose(1, 2).unflatten(2, shape)
+    return video_BCFHW.squeeze(2) if shape.frames == 1 else video_BCFHW

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from simpletuner.data.images.sounds import Sound
 from simpletuner.data.prefetch import FIRST_FRAME, LATENTS, SOUND
 from simpletuner.errors import SettingsError
+from simpletuner.models.families.ltxvideo import as_video
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.sampling import SamplingParams
@@ -220,9 +221,7 @@ class LTXVideo2(ModelFamily):
         pipeline.register_modules(connectors=PassedConnectors(self.conditioning_shapes()["prompt_embeds"][1]))
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
-        # The transformer has tokens (B, frames * height * width, C), the pipeline returns a video.
-        video_BCFHW = latents if latents.ndim == 5 else latents.transpose(1, 2).unflatten(2, shape)
-        return video_BCFHW.squeeze(2) if shape.frames == 1 else video_BCFHW
+        return as_video(latents, shape)
 
 
 class PassedConnectors:

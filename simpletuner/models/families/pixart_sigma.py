@@ -7,7 +7,7 @@ aspect.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import diffusion
-from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning, encode_with_mask
 from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
 
@@ -27,6 +26,8 @@ ALPHA = "PixArtAlphaPipeline"
 
 class PixArtSigma(ModelFamily):
     pipelines = ("PixArtSigmaPipeline", ALPHA)
+    # By default the pipeline samples at the nearest size of its own list, and cleans captions if it can.
+    pipeline_options = {"use_resolution_binning": False, "clean_caption": False}
     float32_inputs = ("timestep", "resolution", "aspect_ratio")
     padding_mask = "prompt_attention_mask"
     objective = diffusion
@@ -71,10 +72,3 @@ class PixArtSigma(ModelFamily):
             "resolution": torch.tensor([float(original.height), float(original.width)]),
             "aspect_ratio": torch.tensor([target.height / target.width]),
         }
-
-    def pipeline_kwargs(
-        self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
-        # By default the pipeline samples at the nearest size of its own list, and cleans captions if it can.
-        own = {"use_resolution_binning": False, "clean_caption": False}
-        return super().pipeline_kwargs(positive, negative, sampling) | own

@@ -53,9 +53,7 @@ class QwenImage(ModelFamily):
     def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, L, D), zero after each caption's end, and their mask (B, L)."""
         embeds, mask = pipeline.encode_prompt(captions, max_sequence_length=self.max_length)
-        if mask is None:  # all captions are equally long
-            mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
-        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+        return with_mask(embeds, mask)
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Call the transformer as QwenImagePipeline does: with a mask only for texts of different lengths."""
@@ -119,9 +117,7 @@ class QwenImageEdit(QwenImage):
 
     def _encode(self, pipeline: DiffusionPipeline, captions: list[str], images: list[Image]) -> Conditioning:
         embeds, mask = pipeline.encode_prompt(captions, image=images)
-        if mask is None:
-            mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
-        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+        return with_mask(embeds, mask)
 
     def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
         return {"image": references[0]}
@@ -155,3 +151,9 @@ def resized(pipeline: DiffusionPipeline, image: Image, area: int) -> Image:
 
     width, height = calculate_dimensions(area, image.width / image.height)
     return pipeline.image_processor.resize(image, height, width)
+
+
+def with_mask(embeds: Tensor, mask: Tensor | None) -> Conditioning:
+    if mask is None:  # all captions are equally long
+        mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+    return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}

@@ -7,13 +7,12 @@ Sana 1.5 differs by normalized queries and keys.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching
-from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning, encode_with_mask
 
 if TYPE_CHECKING:
@@ -24,6 +23,8 @@ class Sana(ModelFamily):
     """Sana 1.0 and 1.5."""
 
     pipelines = ("SanaPipeline",)
+    # By default the pipeline samples at the nearest size of its own list, and cleans captions if it can.
+    pipeline_options = {"use_resolution_binning": False, "clean_caption": False}
     padding_mask = "prompt_attention_mask"
     objective = flow_matching
     text_width = "caption_channels"
@@ -48,10 +49,3 @@ class Sana(ModelFamily):
             timestep=timesteps_B * 1000 * self.config.get("timestep_scale", 1.0),
             return_dict=False,
         )[0]
-
-    def pipeline_kwargs(
-        self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
-        # By default the pipeline samples at the nearest size of its own list, and cleans captions if it can.
-        own = {"use_resolution_binning": False, "clean_caption": False}
-        return super().pipeline_kwargs(positive, negative, sampling) | own

@@ -99,6 +99,9 @@ class ModelFamily(PipelineFolder, ABC):
     """True if diffusers' `fuse_qkv_projections` leaves the denoiser's output as it is: it passes over
     norms of SD3.5, and many attention classes ignore it."""
 
+    pipeline_options: Mapping[str, object] = MappingProxyType({})
+    """Arguments of every call of the pipeline."""
+
     lora_options: Mapping[str, Any] = MappingProxyType({})
     """Arguments for the pipeline's `load_lora_weights` to load a LoRA into this denoiser."""
 
@@ -211,7 +214,7 @@ class ModelFamily(PipelineFolder, ABC):
         if negative:
             # Some pipelines have a default negative prompt, which they refuse together with embeddings.
             embeds["negative_prompt"] = None
-        return {**positive, **embeds, **sampling.kwargs()}
+        return {**positive, **embeds, **sampling.kwargs(), **self.pipeline_options}
 
     def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
         """Arguments of the pipeline's `__call__` for reference images."""

@@ -58,24 +58,24 @@ def per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 def diffused(latents: Tensor, noise: Tensor, alphas_cumprod: Tensor) -> Tensor:
-    """x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) eps (Ho et al. 2020, arXiv:2006.11239, eq. 4)."""
+    # Ho et al. 2020, arXiv:2006.11239, eq. 4.
     a = per_sample(alphas_cumprod, latents)
     return a.sqrt() * latents + (1 - a).sqrt() * noise
 
 
 def velocity(latents: Tensor, noise: Tensor, alphas_cumprod: Tensor) -> Tensor:
-    """v_t = sqrt(a_t) eps - sqrt(1 - a_t) x_0 (Salimans and Ho 2022, arXiv:2202.00512, section 4)."""
+    # Salimans and Ho 2022, arXiv:2202.00512, section 4.
     a = per_sample(alphas_cumprod, latents)
     return a.sqrt() * noise - (1 - a).sqrt() * latents
 
 
 def signal_to_noise(alphas_cumprod: Tensor) -> Tensor:
-    """SNR(t) = a_t / (1 - a_t) (Kingma et al. 2021, arXiv:2107.00630, eq. 2)."""
+    # Kingma et al. 2021, arXiv:2107.00630, eq. 2.
     return alphas_cumprod / (1 - alphas_cumprod)
 
 
 def min_snr_weights(snr: Tensor, gamma: float, prediction: Literal["epsilon", "v_prediction"]) -> Tensor:
-    """min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v (Hang et al. 2023, arXiv:2303.09556, 3.4)."""
+    # min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v (Hang et al. 2023, arXiv:2303.09556, 3.4).
     if prediction == "v_prediction":
         return snr.clamp(max=gamma) / (snr + 1)
     # min(snr, gamma) / snr would be 0 / 0 at zero terminal SNR, where the weight tends to 1.
@@ -83,19 +83,19 @@ def min_snr_weights(snr: Tensor, gamma: float, prediction: Literal["epsilon", "v
 
 
 def logit_normal(u: Tensor, scale: float = 1.0) -> Tensor:
-    """sigmoid(scale * z), z normal by the inverse CDF of u (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
+    # z is normal by the inverse CDF of u (Esser et al. 2024, arXiv:2403.03206, eq. 19).
     # Clamped, since the quantile of 0 is infinite; u is in [0, 1).
     z = torch.special.ndtri(u.double().clamp(1e-6, 1 - 1e-6))
     return torch.sigmoid(scale * z).to(u.dtype)
 
 
 def shifted(sigmas: Tensor, shift: float) -> Tensor:
-    """shift * s / (1 + (shift - 1) * s) (Esser et al. 2024, arXiv:2403.03206, eq. 23)."""
+    # Esser et al. 2024, arXiv:2403.03206, eq. 23.
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 def interpolated(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
-    """x_s = (1 - s) x_0 + s eps (Liu et al. 2022, arXiv:2209.03003, eq. 1)."""
+    # Liu et al. 2022, arXiv:2209.03003, eq. 1.
     s = per_sample(sigmas, latents)
     return (1 - s) * latents + s * noise
 

@@ -109,7 +109,7 @@ STEPS = 8
 
 
 def noise_levels(sigmas: Tensor) -> Tensor:
-    """Return the share of noise at each sigma: some schedulers count it from 0 at pure noise (Mochi)."""
+    # Some schedulers count from 0 at pure noise (Mochi).
     return sigmas if sigmas[0] > sigmas[len(sigmas) // 2] else 1 - sigmas
 
 

@@ -22,7 +22,7 @@ MODULAR_INDEX = "modular_model_index.json"
 
 
 def component_source(pair: Sequence[str], name: str, place: str | None, variant: str | None) -> list[Any]:
-    """Component's entry in a modular index; without a place, diffusers looks in the index's own folder."""
+    # Without a place, diffusers looks in the index's own folder.
     where = {"pretrained_model_name_or_path": place, "subfolder": name, "variant": variant, "revision": None}
     return [*pair, {"type_hint": pair, **where}]
 
@@ -124,7 +124,7 @@ def is_pickle(path: Path) -> bool:
 
 
 def belongs_to_component(path: Path) -> bool:
-    """True if a file may be part of a published component: never for a pickle."""
+    # A pickle is never loaded.
     return path.suffix in COMPONENT_SUFFIXES and not is_pickle(path)
 
 

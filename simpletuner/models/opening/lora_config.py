@@ -213,7 +213,7 @@ def other_formats(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def file_of(program: str) -> str:
-    """Name of a program's file: diffusers would take one that ends with its own name for its own."""
+    # diffusers would take one that ends with its own name for its own.
     return f"lora_for_{program}.safetensors"
 
 

@@ -61,5 +61,5 @@ class StoredTensors:
 
 
 def in_full(tensor: Tensor) -> Tensor:
-    """Return a tensor in the precision of the arithmetic: float32, or float64 where it is in that."""
+    # float64 stays, everything else is computed with in float32.
     return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -132,7 +132,7 @@ def refuse_missing_weights(component: Any, name: str, path: Path, config: Path) 
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name; where that cannot be, such as on another file system, copy it."""
+    # There may be no second name, such as on another file system.
     try:
         os.link(source.resolve(), target)  # what links to the hub's cache may be removed from there
     except OSError:
@@ -261,7 +261,7 @@ def reads_of(folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def as_convolution(read: Callable[[], Tensor]) -> Tensor:
-    """View a linear weight as a 1x1 convolution; a bias and the weight of a norm stay as they are."""
+    # A bias and the weight of a norm stay as they are.
     tensor = read()
     return tensor[:, :, None, None] if tensor.ndim == 2 else tensor
 

@@ -81,7 +81,7 @@ def assemble(cls: Any, components: dict[str, Any], options: Mapping[str, object]
 
 
 def save(pipeline: Any, folder: Path) -> None:
-    """Write a pipeline's folder; the index of a modular one names its own components, not a repository's."""
+    # A modular index would name its repository's components otherwise.
     is_modular = hasattr(pipeline, "update_components")
     pipeline.save_pretrained(str(folder), **{"overwrite_modular_index": True} if is_modular else {})
 
@@ -102,7 +102,7 @@ def build_component(name: str, described: Mapping[str, object]) -> dict[str, Any
 
 @contextmanager
 def fixed_seed() -> Iterator[None]:
-    """Seed torch's random numbers within the block; afterwards the caller's sequence continues."""
+    # Afterwards the caller's sequence continues.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         yield

@@ -237,7 +237,7 @@ def build_qwen3_vl(tokenizer: Qwen2Tokenizer, **sizes: object) -> Qwen3VLModel:
 
 
 def build_qwen_processor() -> LlavaProcessor:
-    """Build a processor of chats. Qwen3-VL's own needs torchvision; no image ever reaches this one."""
+    # Qwen3-VL's own needs torchvision; no image ever reaches this one.
     from transformers import CLIPImageProcessor, LlavaProcessor
 
     tokenizer = build_qwen_tokenizer()

@@ -49,7 +49,7 @@ class CaptionEdit:
 
     @property
     def shown(self) -> tuple[str, str]:
-        """The texts before and after, to be read; bytes that are neither UTF-8 nor UTF-16 are replaced."""
+        # Bytes that are neither UTF-8 nor UTF-16 are replaced.
         return shown_text(self.before), shown_text(self.after)
 
 

@@ -121,7 +121,7 @@ def start_check(request: Request, checked: Checked, decode: bool) -> None:
 
 
 def await_exit(process: subprocess.Popen[bytes] | None, status: RunStatus | None) -> None:
-    """Wait for the exit of a check that has results: till then it would count as the one to begin."""
+    # Till its exit it would count as the check to begin.
     if process is not None and status is not None and status.has_ended:
         with suppress(subprocess.TimeoutExpired):
             process.wait(EXIT_SECONDS)

@@ -61,7 +61,7 @@ class Result:
 
     @property
     def first(self) -> list[str]:
-        """Files to download: of a LoRA those with weights, of a pipeline none is of use alone."""
+        # Of a pipeline no file is of use alone.
         if len(self.files) == 1:
             return [*self.files]
         return [name for name in self.files if name.endswith(".safetensors") and "/" not in name]

@@ -118,7 +118,7 @@ def refuse_unwritable_text(value: object) -> None:
 
 
 def refuse_bool_as_number(value: object, annotation: Any) -> None:
-    """Refuse true and false where a number is expected; pydantic would take them as 1 and 0."""
+    # pydantic would take them as 1 and 0.
     is_number = annotation in NUMBERS or any(isinstance(choice, int) for choice in choices_of(annotation))
     if isinstance(value, bool) and is_number:
         raise PydanticCustomError("word", "a number is expected")

@@ -102,7 +102,7 @@ def as_read(path: Path, value: object) -> Any:
 
 
 def wanted(edit: Edit) -> list[str]:
-    """Values of the setting that an edited text must have; as Python writes them, since 1 == True."""
+    # As Python writes them, since 1 == True.
     return [] if edit.removes else [repr(edit.value)]
 
 

@@ -256,5 +256,5 @@ def edit_env(text: str, edit: Edit) -> Iterator[str]:
 
 
 def quoted(value: str) -> str:
-    """Double quotes where nothing in them needs another meaning, as most people write them."""
+    # As most people write them.
     return f'"{value}"' if re.fullmatch(r"[\w,. /~+-]*", value) else shlex.quote(value)

@@ -27,7 +27,7 @@ IN_FILE = re.compile(r"\{file:(?P<path>.+)#(?P<key>[^#{}]+)\}")
 
 
 def file_reference(path: Path, key: str) -> str:
-    """Return the reference to a key of a config file; empty for a pipe, which cannot be read again."""
+    # A pipe cannot be read again.
     return "" if descriptor_of(path) is not None else f"{{file:{path.absolute()}#{key}}}"
 
 

@@ -150,7 +150,7 @@ def numbers_of(config: Mapping[str, object]) -> dict[str, Any]:
 
 
 def chosen_keys(chosen: Collection[str]) -> set[str]:
-    """DeepSpeed keys of chosen settings; never train_batch_size, which depends on the number of ranks."""
+    # train_batch_size depends on the number of ranks, so it is never one.
     return {name for name, rule in RULES.items() if isinstance(rule, Maps) and rule.setting in chosen}
 
 

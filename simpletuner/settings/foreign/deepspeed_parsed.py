@@ -51,7 +51,7 @@ class ParsedConfig:
                 self.refuse_unknown(found.path, known if parent else {*known, *BLOCKS})
 
     def set(self, setting: str, value: object, path: str) -> None:
-        """Record the JSON's value of a setting; several keys may give the same."""
+        # Several keys may give the same.
         # Both offload sections may name the path, and the schedule repeats the optimizer's learning rate.
         if not any(given.name == setting and given.value == value for given in self.settings):
             self.settings.append(RawValue(setting, value, self.place_of(path)))
@@ -71,7 +71,7 @@ class ParsedConfig:
 
     @property
     def where(self) -> str:
-        """The place for the middle of a warning, unless it is a flag: the user has just typed it."""
+        # The user has just typed a flag.
         place = self.file or self.place
         return "" if place == "flag" else f" ({place})"
 

@@ -94,7 +94,7 @@ def trainer_of_datasets(values: Mapping[str, object]) -> str:
 
 
 def kohya_or_musubi(flattened: Mapping[str, object]) -> str:
-    """Tell sd-scripts, which names a base, from musubi-tuner, which names a `dit`; one may be on the command line."""
+    # One of the two may be on the command line.
     if not ONLY_KOHYA.isdisjoint(flattened):
         return KOHYA
     is_of_musubi = not OF_MUSUBI.isdisjoint(flattened) or flattened.get("network_module") in NETWORKS_OF_MUSUBI

@@ -83,7 +83,7 @@ class Loaded:
     """Variables of other programs that config.env holds."""
 
     def pass_on_variables(self, environment: MutableMapping[str, str]) -> None:
-        """Add them to the environment, which takes precedence, as it does for settings; ranks inherit it."""
+        # The environment takes precedence, as it does for settings; ranks inherit it.
         environment.update({name: value for name, value in self.variables.items() if name not in environment})
 
 
@@ -336,6 +336,6 @@ def settings_as_json(loaded: Loaded) -> dict[str, Any]:
 
 
 def without_point(value: object) -> Any:
-    """Return 64 for 64.0, as people write it; TOML cannot hold whole numbers that are very large."""
+    # People write 64.0; TOML cannot hold whole numbers that are very large.
     # From 2^53 on a float stands for several whole numbers.
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53 else value

@@ -106,7 +106,7 @@ def from_variables(name: str, variables: Iterable[RawValue]) -> Source:
 
 
 def is_list(name: str) -> bool:
-    """True for list settings: an empty variable empties the list; elsewhere "" is a value."""
+    # An empty variable empties a list; elsewhere "" is a value.
     return name in setting_fields() and get_origin(setting_fields()[name].annotation) is list
 
 
@@ -147,7 +147,7 @@ class MergedValues:
 
 
 def reference_to(given: RawValue) -> str:
-    """`{env:NAME}`, to write for a secret; one that was typed must be in a replay's environment."""
+    # A secret that was typed must be in a replay's environment.
     if is_reference(given.value):
         return given.value
     return given.reference or f"{{env:{PREFIX}{given.name.upper()}}}"

@@ -125,7 +125,7 @@ def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
 
 
 def to_kubernetes(settings: Settings, values: dict[str, Any]) -> Exported:
-    """A JobSet: a pod per machine, which find one another by the names of its headless service."""
+    # The pods find one another by the names of a headless service.
     words = started(settings, values, "$JOB_COMPLETION_INDEX", "simpletuner-machines-0-0.simpletuner")
     return applied("jobset.yaml", settings, words)
 

@@ -37,7 +37,7 @@ def export(loaded: Loaded, to: str, everything: bool = False) -> Exported:
 
 
 def values_to_write(loaded: Loaded, everything: bool) -> dict[str, Any]:
-    """Choose the values to write, including defaults given by a source, since weaker ones may differ."""
+    # Defaults given by a source, too, since weaker sources may differ.
     values = settings_as_json(loaded)
     changed = {name for name, field in setting_fields().items() if field.default != field_value(loaded.settings, name)}
     return {name: value for name, value in values.items() if everything or name in loaded.origins or name in changed}

@@ -87,7 +87,7 @@ def is_ip(host: str) -> bool:
 
 
 def is_label(label: str) -> bool:
-    """True for a valid DNS label; letters beyond ASCII are encoded first (IDNA)."""
+    # Letters beyond ASCII are encoded first (IDNA).
     try:
         return LABEL.fullmatch(label.encode("idna").decode()) is not None
     except UnicodeError:

@@ -121,7 +121,7 @@ def as_text(value: object) -> str:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Compare two values, numbers up to rounding: a learning rate may be the product of two others."""
+    # A learning rate may be the product of two others.
     both_numbers = isinstance(one, int | float) and isinstance(other, int | float)
     return math.isclose(one, other, rel_tol=1e-9) if both_numbers else one == other
 

@@ -108,7 +108,7 @@ def is_being_removed(folder: Path) -> bool:
 
 
 def is_left_over(folder: Path) -> bool:
-    """True for the rest of a folder whose removal was killed: a marked or an empty folder."""
+    # A removal that was killed leaves a marked or an empty folder.
     return folder.is_dir() and (is_being_removed(folder) or not any(folder.iterdir()))
 
 
@@ -187,7 +187,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_file(path: Path, *content: bytes | memoryview) -> None:
-    """Write one of a run's own files, atomically and durably. A symbolic link is replaced, not followed."""
+    # A symbolic link is replaced, not followed.
     with atomic_file(path) as file:
         file.writelines(content)
 

@@ -77,7 +77,7 @@ def bytes_of(path: Path) -> int:
 
 
 def disk_bytes(state: os.stat_result) -> int:
-    """Bytes on disk: less than the size of sparse files. Up to 4 KiB the size: inline data has no blocks."""
+    # Less than the size of sparse files. Up to 4 KiB the size: inline data has no blocks.
     # st_blocks counts 512 bytes each, whatever the file system's blocks are (stat(2)).
     return min(state.st_size, state.st_blocks * 512) if state.st_size > 4096 else state.st_size
 

@@ -30,7 +30,7 @@ class LeaseLost(EnvironmentNotReady):
 
 
 def boot_id() -> str:
-    """Kernel's random id of this boot, the same in all containers on it; empty where there is none."""
+    # The same in all containers on this boot.
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
@@ -38,7 +38,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """Identity of a container on a machine: the same pid is another process in each."""
+    # The same pid is another process in each container of a machine.
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -58,7 +58,7 @@ def process_start(pid: int) -> str:
 
 
 def launcher_pid() -> int:
-    """Return the pid that identifies the run: the parent of a rank, otherwise this process."""
+    # A rank's parent is the launcher.
     return os.getppid() if "RANK" in os.environ else os.getpid()
 
 
@@ -95,7 +95,7 @@ class Record:
 
     @property
     def is_of_earlier_version(self) -> bool:
-        """True for the format of earlier versions: only the name of the process that locked the file."""
+        # Earlier versions wrote only the name of the process that locked the file.
         return not self.id and not self.damaged
 
     @property

@@ -45,7 +45,7 @@ class Mount:
 
 
 def read_mounts(mountinfo: Path = MOUNTINFO) -> list[Mount]:
-    """Return the mounts that this process sees; none where there is no such file, as on macOS."""
+    # macOS has no such file.
     return parse_mountinfo(mountinfo.read_text(errors="surrogateescape")) if mountinfo.exists() else []
 
 

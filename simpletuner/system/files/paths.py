@@ -114,7 +114,7 @@ def variable_named(name: str) -> str:
 
 
 def shown_path(path: str | Path) -> str:
-    """Format a path for people: the number that a shell gave to `<(...)` means nothing to them."""
+    # The number that a shell gave to `<(...)` means nothing to people.
     return "a pipe" if descriptor_of(path) else str(path)
 
 

@@ -88,7 +88,7 @@ def read_end(path: Path, size: int) -> bytes:
 
 
 def replace_pipe(descriptor: int, content: bytes) -> None:
-    """Replace a pipe, which can be read only once, by a file with its content: ranks must read it, too."""
+    # A pipe can be read only once, and ranks must read it, too.
     with tempfile.TemporaryFile() as file:
         file.write(content)
         file.flush()

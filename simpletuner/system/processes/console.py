@@ -86,7 +86,7 @@ class LastingStream:
             self.stream.flush()
 
     def leave(self) -> None:
-        """Drop what still cannot be written: the interpreter would end with 120 because of it."""
+        # The interpreter would end with 120 because of what cannot be written.
         try:
             self.stream.flush()
         except OSError:

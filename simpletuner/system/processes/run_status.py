@@ -210,7 +210,7 @@ class StatusWriter:
             self.end(RunState.FINISHED)
 
     def fail(self, error: SimpleTunerError) -> None:
-        """Write the end that an error means; a requested stop is no failure."""
+        # A requested stop is no failure.
         state = RunState.STOPPED if error.exit_code in SIGNAL_CODES else RunState.FAILED
         self.end(state, error.message, error.hint)
 

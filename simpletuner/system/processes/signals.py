@@ -57,7 +57,7 @@ class StopRequest:
         )
 
     def announce(self) -> None:
-        """Request a stop before the announced SIGTERM arrives, which must then not interrupt saving."""
+        # The announced SIGTERM must then not interrupt saving.
         self.is_announced = not self.signal_number
         self.receive(int(signal.SIGTERM))
 

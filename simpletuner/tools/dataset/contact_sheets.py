@@ -167,7 +167,7 @@ def shown_name(name: str) -> str:
 
 
 def fit(name: str, typesetter: Typesetter) -> str:
-    """Truncate a name on the left to the width of a cell; names in one folder usually share a prefix."""
+    # Names in one folder usually share a prefix.
     cut = name
     while cut and typesetter.length(f"…{cut}" if cut != name else name) > CELL_PX:
         cut = cut[1:]

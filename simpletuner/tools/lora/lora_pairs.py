@@ -50,7 +50,7 @@ class MatrixPair:
         return len(self.tensors["down"])
 
     def exact(self, part: str) -> Tensor:
-        """Return a tensor in float64, with the scale where it has one: a copy, which is not kept."""
+        # A copy, which is not kept.
         tensor = self.tensors[part].double()
         return tensor if part == "down" else tensor * self.scale
 

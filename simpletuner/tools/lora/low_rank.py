@@ -73,7 +73,7 @@ def largest_directions(matrix: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
 
 
 def pair_of_product(down: Tensor, up: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
-    """Return the best pair for the product of a pair, whose rank is small: its own size is never made."""
+    # The product's own size is never made.
     up_basis, up_rest = torch.linalg.qr(up.double())
     down_basis, down_rest = torch.linalg.qr(down.double().T)
     inner_down, inner_up = best_pair(up_rest @ down_rest.T, Wanted(wanted.rank, wanted.energy))

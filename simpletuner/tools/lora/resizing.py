@@ -70,7 +70,7 @@ def resize_lora(path: Path, target: Path, wanted: Wanted, replace: bool, report:
 
 
 def square_of(pair: MatrixPair) -> float:
-    """Squared sum of a product of matrices, which is never made: the trace of two small ones."""
+    # The product is never made: the trace of two small ones.
     down, up = pair.flat()
     return ((up.T @ up) * (down @ down.T)).sum().clamp_min(0).item()
 

@@ -30,7 +30,7 @@ class ResultOrigin:
     files: Sequence[tuple[Path, str]]
 
     def metadata(self) -> dict[str, str]:
-        """Return the header's metadata. Names alone: a path says whose machine it was."""
+        # Names alone: a path says whose machine it was.
         parts = "; ".join(f"{name_of(path)} ({part})" if part else name_of(path) for path, part in self.files)
         found = {"made_by": f"simpletuner {__version__}, lora {self.command}", "made_from": parts}
         return found | ({"base_model": shown(self.base)} if self.base else {})

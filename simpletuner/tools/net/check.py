@@ -116,7 +116,7 @@ class PlannedCommunication:
 
     @property
     def share(self) -> float | None:
-        """Communication over the whole step; most of it overlaps with computation."""
+        # Most of it overlaps with computation.
         return self.step and self.seconds / self.step.total
 
     @property

@@ -173,5 +173,5 @@ def measure_all_reduce(world: World, seconds: float) -> list[AllReduce]:
 
 
 def bus_rate(size: int, seconds: float, ranks: int) -> float:
-    """Bytes per second as nccl-tests counts them: of each rank, so that numbers of ranks compare."""
+    # As nccl-tests counts them: of each rank, so that numbers of ranks compare.
     return size / seconds * 2 * (ranks - 1) / ranks

@@ -51,7 +51,7 @@ class CheckOutcome:
 
     @property
     def status(self) -> Status:
-        """The worst status of all nodes; a node without a result has failed."""
+        # A node without a result has failed.
         found = [*self.findings, *(finding for findings in self.others.values() for finding in findings)]
         return Status.FAIL if self.silent else worst(found)
 

@@ -131,7 +131,7 @@ def read_folder(path: Path) -> str:
 
 
 def replace_with(path: Path, version: int) -> None:
-    """Write a version in every line, so that half a file shows."""
+    # In every line, so that half a file shows.
     write_atomically(path, f"{version:08d}\n" * LINES)
 
 

@@ -202,7 +202,7 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def invalidate_dir_cache(folder: Path) -> None:
-    """Change a folder: a client that has changed a folder reads its listing from the server again."""
+    # A client that has changed a folder reads its listing from the server again.
     probe = folder / f"look.{uuid.uuid4().hex}"
     probe.touch()
     probe.unlink(missing_ok=True)

@@ -59,7 +59,7 @@ class Metrics:
             tracker.write(shown, group)
 
     def sync(self) -> None:
-        """Have all rows on the disk: s3fs shows an open file to nobody, and loses it with its machine."""
+        # s3fs shows an open file to nobody, and loses it with its machine.
         with naming(self.path):
             sync(self.file.fileno())
 

@@ -210,7 +210,7 @@ class RemoteRun:
             self.sizes.pop(name, None)
 
     def _checked(self, parts: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield parts until another run takes over: an upload that stood still stays incomplete."""
+        # An upload that stood still until another run took over stays incomplete.
         for part in parts:
             self.lease.check_recent()
             yield part
@@ -239,7 +239,7 @@ def counted(parts: Iterable[memoryview], advance: Callable[[int], None]) -> Iter
 
 
 def in_thread(parts: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield parts that another thread reads: obstore cannot wait for a download in a thread that uploads."""
+    # obstore cannot wait for a download in a thread that uploads.
     left = iter(parts)
     with ThreadPoolExecutor(1, thread_name_prefix="mirror") as pool:
         while (part := pool.submit(next, left, None).result()) is not None:

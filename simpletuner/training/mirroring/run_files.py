@@ -107,7 +107,7 @@ def in_order(folders: Iterable[WholeFolder]) -> list[WholeFolder]:
 
 
 def single_files(output: Path) -> dict[str, Stamp]:
-    """All else that is mirrored, in the order of writing: later files may rely on earlier ones."""
+    # Later files may rely on earlier ones.
     found = {path.relative_to(output).as_posix(): stamp_of(path) for path in walk(output)}
     known = {name: stamp for name, stamp in found.items() if stamp is not None}
     return dict(sorted(known.items(), key=lambda item: item[1][1]))

@@ -176,7 +176,7 @@ class RunMirror(RunHook):
             raise self.session.stop.stopped("while it uploaded its results")
 
     def _is_called_away(self) -> bool:
-        """True after a signal if its grace period ended during the upload: the machine may be gone soon."""
+        # The machine may be gone soon.
         stop, grace = self.session.stop, self.session.settings.launch.preemption_grace_seconds
         return bool(stop.signal_number) and time.monotonic() - stop.requested_at > grace
 

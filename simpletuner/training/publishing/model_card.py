@@ -172,7 +172,7 @@ def license_keys(name: str) -> dict[str, Any]:
 
 
 def public_value(setting: ExplainedSetting, model: Model) -> Any:
-    """Return a setting's value; of a path, which others do not have, its last part."""
+    # Others do not have the path.
     is_path = kind_of(setting_fields()[setting.name].annotation) is Path
     is_folder = setting.name == "pretrained_model_name_or_path" and hub_id(model) is None
     return Path(setting.value).name if isinstance(setting.value, str) and (is_path or is_folder) else setting.value
@@ -228,6 +228,6 @@ def table(rows: Iterable[tuple[str, object]]) -> list[tuple[str, str]]:
 
 
 def escaped(text: str) -> str:
-    """Escape text for a cell of a Markdown table: it must not end the cell, or be markup."""
+    # It must not end the cell, or be markup.
     shown = html.escape(" ".join(text.split()), quote=False)
     return re.sub(r"([\\`*_\[\]|~#!$])", r"\\\1", shown)

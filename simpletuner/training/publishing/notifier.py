@@ -116,7 +116,7 @@ class Notifier(RunHook):
         self.worker = SerialWorker("notify", self._warn)
 
     def evaluated(self, step: int) -> None:
-        """Post after a round, unless an earlier message has not been sent yet."""
+        # Not unless an earlier message has been sent.
         # A server that does not answer must not queue up messages; the newest round is told by the next one.
         if self.worker.is_idle:
             self._send("round", f"step {step:,}", step)

@@ -95,7 +95,7 @@ def loading(family: ModelFamily, export: Path) -> list[str]:
 
 
 def base_source(family: ModelFamily) -> str:
-    """Base model of a LoRA: its hub id or folder; where others read it, no more than the folder's name."""
+    # Where others read it, no more than the folder's name.
     folder = family.folder.name if family.settings.hub.push_to_hub else str(family.folder)
     return quoted(hub_id(family.settings.model) or folder)
 
@@ -168,5 +168,5 @@ def as_python(arguments: dict[str, Any]) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """Quote a text as ruff does, which is how JSON does."""
+    # ruff quotes as JSON does.
     return json.dumps(text, ensure_ascii=False)

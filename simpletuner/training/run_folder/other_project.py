@@ -176,7 +176,7 @@ def has_image_of(before: DataListing, samples: Samples) -> bool:
 
 
 def is_of_same_source(before: DataListing, part: DatasetSamples) -> bool:
-    """True if an earlier start trained on the same dataset of the hub: another commit has other files."""
+    # Another commit has other files.
     place = hub_name(place_of(part))
     return bool(place) and place in map(hub_name, before.places.values())
 

@@ -135,7 +135,7 @@ def warn_of_changed_base(
 
 
 def set_later_aside(session: Session, step: int) -> None:
-    """Move checkpoints after `step` aside, on rank 0: a run that goes back must not mix with them."""
+    # A run that goes back must not mix with them.
     root = checkpoints_of(session.settings)
     # Moved and not removed: going back is the one decision of a start that could lose hours of training.
     session.world.lease.check()

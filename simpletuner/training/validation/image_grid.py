@@ -222,7 +222,7 @@ def draw_band(bands: Sequence[Sequence[Cell]]) -> Image.Image:
 
 
 def typesetters(columns: Sequence[Sequence[Cell]]) -> tuple[Typesetter, Typesetter]:
-    """Typesetters of prompts and notes. Letters grow with the images: a large grid is shown smaller."""
+    # Letters grow with the images: a large grid is shown smaller.
     infos = [info for column in columns for _, info in column]
     size = max(13, min(map(column_width, columns)) // 40)
     notes = [line for info in infos for line in info.captions()]

@@ -58,7 +58,7 @@ class RequestedSamples:
 
     @cached_property
     def validator(self) -> Validator:
-        """Made at the first request: it holds a VAE, in host memory."""
+        # Made at the first request: it holds a VAE, in host memory.
         return open_validator(self.session, self.family, self.state, self.prepared, None)
 
     def run(self, step: int, advance: Callable[[int], None]) -> None:
@@ -83,7 +83,7 @@ class RequestedSamples:
                 self.answer(name, found)
 
     def answer(self, name: str, found: SampleAnswer) -> None:
-        """Write an answer; a disk that is full by now is said, and training goes on."""
+        # A disk that is full by now is said, and training goes on.
         try:
             answer(self.session.settings.training.output_dir, name, found)
         except OSError as error:
