@@ -16,7 +16,7 @@ from typer.exceptions import TyperException
 from typer.main import get_command
 
 from simpletuner import __version__
-from simpletuner.commands.listing import COMMANDS
+from simpletuner.commands.listing import COMMANDS, LightGroup
 from simpletuner.commands.shell.scripts import LINE, PROGRAMS
 from simpletuner.errors import (
     SIGNAL_CODES,
@@ -50,7 +50,13 @@ def build_app(only: str = "") -> typer.Typer:
     With `only` the name of a command, just that one: the settings of all of them take Typer 80 ms. With one of LISTS
     all commands, but nothing of them that runs.
     """
-    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, add_completion=False)
+    app = typer.Typer(
+        cls=LightGroup,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        add_completion=False,
+    )
 
     @app.callback(help="Fine-tune whole diffusion models on many GPUs and machines.")
     def root(

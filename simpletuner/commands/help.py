@@ -35,21 +35,34 @@ class TakesSettings(TyperCommand):
     """A command that takes a flag for each setting, besides its own options.
 
     These are made when they are asked for, which `--help` of the program never does: Typer takes 10 ms for those of
-    each of twelve commands.
+    each of twelve commands. Parsing a line takes those that it names.
     """
 
     own: list[Any]
-    every: list[Any] | None
+    made: list[Any] | None
 
     @property
     def params(self) -> list[Any]:
-        if self.every is None:
-            self.every = [*self.own, *vars(self.callback)[MAKE_OPTIONS]()]
-        return self.every
+        if self.made is None:
+            self.made = [*self.own, *vars(self.callback)[MAKE_OPTIONS]()]
+        return self.made
 
     @params.setter
     def params(self, own: list[Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.own, self.every = own, None
+        self.own, self.made = own, None
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse with the options that are named, or with all: for help, and to suggest one for what is none."""
+        given = {argument.partition("=")[0] for argument in args if argument.startswith("-")}
+        settings = [name for name in setting_fields() if f"--{name}" in given]
+        known = {*(f"--{name}" for name in settings), *(flag for each in self.own for flag in each.opts)}
+        if not given <= known - {HELP_ALL[0]}:
+            return super().parse_args(ctx, args)
+        all_made, self.made = self.made, [*self.own, *vars(self.callback)[MAKE_OPTIONS](settings)]
+        try:
+            return super().parse_args(ctx, args)
+        finally:
+            self.made = all_made
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command: its function finds the settings in the context's `meta`."""

@@ -7,8 +7,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+class UntypedDefaults:
+    """Of a command: empty defaults stay as they are. To convert one, Typer imports pydantic, 0.07 CPU s."""
+
+    params: list[Any]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for each in self.params:
+            if each.nargs == 1 and not (each.multiple or each.required or each.callback):
+                keep_default(each)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # pyright: ignore[reportAttributeAccessIssue]
+        if option is not None:
+            keep_default(option)  # its callback does nothing then
+        return option
+
+
+def keep_default(parameter: Any) -> None:
+    convert = type(parameter).process_value
+
+    def process_value(ctx: typer.Context, value: Any) -> Any:
+        source = ctx.get_parameter_source(parameter.name)
+        is_default = source is not None and source.name == "DEFAULT"
+        return value if is_default and value in (None, "") else convert(parameter, ctx, value)
+
+    parameter.process_value = process_value
+
+
+class LightCommand(UntypedDefaults, TyperCommand):
+    """A command without settings."""
+
+
+class LightGroup(UntypedDefaults, TyperGroup):
+    """The program, or a group of its commands."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +73,7 @@ class Listed:
             made = with_settings(command, getattr(module, "SHOWN", None))
             app.command(name, cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(made)
         else:
-            app.command(name)(command)
+            app.command(name, cls=LightCommand)(command)
 
     def list_in(self, app: typer.Typer, name: str) -> None:
         """Add the name and the summary alone."""

@@ -67,12 +67,13 @@ def with_signature(function: Any, parameters: Sequence[inspect.Parameter]) -> No
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-def setting_options(shown: Collection[str]) -> list[Any]:
-    """Make an option for each setting, as Typer does for a command's parameters."""
+def setting_options(shown: Collection[str], names: Collection[str] | None = None) -> list[Any]:
+    """Make an option for each setting, or those of some `names`, as Typer does for a command's parameters."""
 
     def command() -> None: ...
 
-    with_signature(command, [parameter_of(name, hidden=name not in shown) for name in setting_fields()])
+    made = setting_fields() if names is None else names
+    with_signature(command, [parameter_of(name, hidden=name not in shown) for name in made])
     app = typer.Typer(add_completion=False)
     app.command()(command)
     options = get_command(app).params

@@ -58,4 +58,10 @@ def test_help_imports_the_command_line_alone(tmp_path):
 
 def test_a_list_of_models_imports_no_settings(tmp_path):
     modules = start_budget.modules_of_answer(str(tmp_path), "models")
-    assert not any(name.startswith("simpletuner.settings") for name in modules)
+    assert not any(name.startswith(("simpletuner.settings", "pydantic", "rich.console")) for name in modules)
+
+
+def test_a_list_of_caches_imports_no_datasets_where_none_is_named(tmp_path):
+    modules = start_budget.modules_of_answer(str(tmp_path), "cache list")
+    assert "simpletuner.tools.cache.contents" in modules
+    assert not {"simpletuner.data.config.datasets", "rich.console"} & modules

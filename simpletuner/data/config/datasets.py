@@ -22,7 +22,15 @@ from simpletuner.data.config.dataset_types import (
     mistakes_of_pairs,
     paired,
 )
-from simpletuner.data.config.embeds import EMBEDS, BucketEmbeds, Embeds, ImageEmbeds, TextEmbeds
+from simpletuner.data.config.embeds import (
+    EMBEDS,
+    BucketEmbeds,
+    Embeds,
+    ImageEmbeds,
+    TextEmbeds,
+    compression,
+    default_texts,
+)
 from simpletuner.data.config.places import find_nested_ids, id_of_folder
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.declared.errors import allowed, broken, did_you_mean, shorten
@@ -83,12 +91,6 @@ def load_datasets(data: Data, model_type: str = "lora") -> tuple[list[ImageDatas
         for dataset in parsed.of_kind(ImageDataset)
     ]
     return paired(datasets), texts or [default_texts(data)]
-
-
-def default_texts(data: Data) -> TextEmbeds:
-    """Return the text cache of a run whose dataset file names none."""
-    folder = data.cache_dir_text or Path("{output_dir}/cache/text")
-    return TextEmbeds(id="text", dataset_type="text_embeds", cache_dir=folder, **compression(data))
 
 
 def unused_keys(data: Data, origins: Mapping[str, Origin] | None = None) -> list[str]:
@@ -220,10 +222,6 @@ def fallbacks(kind: type[ImageDataset | Embeds], data: Data) -> dict[str, Any]:
     if issubclass(kind, ImageDataset):
         return inherited(data)
     return compression(data) if issubclass(kind, TextEmbeds) else {}
-
-
-def compression(data: Data) -> dict[str, Any]:
-    return {"compress_cache": data.compress_disk_cache}
 
 
 def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -13,6 +13,7 @@ from simpletuner.settings.values.spelling import OF_A_DATASET, only_placeholders
 
 if TYPE_CHECKING:
     from simpletuner.data.config.dataset_types import ImageDataset
+    from simpletuner.settings.declared.sections import Data
 
 
 class Embeds(Section):
@@ -34,6 +35,16 @@ class TextEmbeds(Embeds):
     def of_pairs(self, dataset: ImageDataset) -> TextEmbeds:
         """Return the entry of the cache of texts that are encoded with the references of a dataset."""
         return self
+
+
+def default_texts(data: Data) -> TextEmbeds:
+    """Return the text cache of a run whose dataset file names none."""
+    folder = data.cache_dir_text or Path("{output_dir}/cache/text")
+    return TextEmbeds(id="text", dataset_type="text_embeds", cache_dir=folder, **compression(data))
+
+
+def compression(data: Data) -> dict[str, Any]:
+    return {"compress_cache": data.compress_disk_cache}
 
 
 class ImageEmbeds(Embeds):
