@@ -30,6 +30,14 @@ def sample(
     ema: Annotated[bool, typer.Option("--ema", help="Take the averaged weights.")] = False,
     base: Annotated[bool, typer.Option("--base", help="Take the base model, without what was trained.")] = False,
     with_base: Annotated[bool, typer.Option("--with_base", help="Sample the base model as well.")] = False,
+    image: Annotated[
+        list[Path] | None,
+        path_option("--image", "Image to edit, or a clip's first frame; may be repeated.", "FILE"),
+    ] = None,
+    keep_aspect: Annotated[
+        bool,
+        typer.Option("--keep_aspect", help="Images keep their aspect, as reference_loose does."),
+    ] = False,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Default: that of the run's validation.")] = None,
     size: Annotated[
         str, typer.Option("--size", metavar="SIZE", help="Edge, WIDTHxHEIGHT, or with @FRAMES. Default: the run's.")
@@ -65,7 +73,7 @@ def sample(
     options = SampleOptions(
         prompt, negative_prompt, seed, size, steps, guidance, strength,
         ("base",) if base else ("base", trained) if with_base else (trained,), checkpoint,
-        dict(zip(NAMED, (model, config, revision, families), strict=True)), use_cpu,
+        dict(zip(NAMED, (model, config, revision, families), strict=True)), use_cpu, tuple(image or ()), keep_aspect,
     )  # fmt: skip
     if not (checkpoint or output or is_over()) and (found := ask_run(folder, options, report, is_over)) is not None:
         report.say(f"sampled at step {found.step}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import safetensors.torch
 import torch
 
@@ -23,6 +24,7 @@ from simpletuner.models.opening.lora_file import load_lora, lora_file
 from simpletuner.models.opening.stored_weights import StoredTensors
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.world import World, joined_world
+from simpletuner.preparation.sampled_prompts import Images, read_references
 from simpletuner.report import Report
 from simpletuner.runs.images import write_sample
 from simpletuner.runs.settings_record import SAMPLED, recorded_settings
@@ -31,7 +33,7 @@ from simpletuner.settings.values.shape import Shape, parse_shapes
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.checkpoint_export import StoredWeights, find_checkpoint
 from simpletuner.training.run_folder.resuming import check_fits
-from simpletuner.training.validation.requested_samples import planned, refuse_references, scaled
+from simpletuner.training.validation.requested_samples import REFERENCE, check_references, planned, scaled
 from simpletuner.training.validation.sample_requests import (
     IN_METADATA,
     SampleAnswer,
@@ -61,16 +63,28 @@ class SampleOptions:
     named: Mapping[str, str] = field(default_factory=dict)
     """The user's values of settings that a run's folder may not name."""
     use_cpu: bool = False
+    images: tuple[Path, ...] = ()
+    """Reference images."""
+    keeps_aspect: bool = False
+    """True for references in their own aspect, as `reference_loose`; else they are cropped to the size."""
 
 
 def open_run_family(output: Path, options: SampleOptions, world: World) -> ModelFamily:
     settings = recorded_settings(output, options.named, "sample", SAMPLED)
     family = load_family(settings, world, StopRequest().check, skips_checked=True)
     try:
-        refuse_references(family)
+        check_references(family, len(options.images))
     except ValueError as error:
-        raise SettingsError(str(error), "set validation_images in the run") from None
+        hint = "name it with --image, several with several" if not options.images else "give fewer --image, or none"
+        raise SettingsError(str(error), hint) from None
     return family
+
+
+def references_of(options: SampleOptions, request: SampleRequest, settings: Settings) -> Images:
+    """Read the references as validation does. Raises SettingsError for what cannot be decoded."""
+    shape = Shape(1, request.height, request.width)
+    multiple = settings.data.aspect_bucket_alignment if options.keeps_aspect else None
+    return read_references(options.images, multiple, shape)
 
 
 def request_of(settings: Settings, family: ModelFamily, options: SampleOptions) -> SampleRequest:
@@ -114,9 +128,10 @@ def shape_of(settings: Settings, size: str) -> Shape:
 
 
 def encode(
-    family: ModelFamily, request: SampleRequest, device: torch.device, dtype: torch.dtype
+    family: ModelFamily, request: SampleRequest, device: torch.device, dtype: torch.dtype, references: Images = ()
 ) -> dict[str, Conditioning]:
-    return encode_pair(family, family.text_encoder(device, dtype), request.prompt, request.negative_prompt)
+    encoder = family.text_encoder(device, dtype)
+    return encode_pair(family, encoder, request.prompt, request.negative_prompt, references)
 
 
 def ask_run(output: Path, options: SampleOptions, report: Report, is_over: Callable[[], bool]) -> SampleAnswer | None:
@@ -128,8 +143,11 @@ def ask_run(output: Path, options: SampleOptions, report: Report, is_over: Calla
     with libraries_silenced(), joined_world({}, use_cpu=True) as world:
         family = open_run_family(output, options, world)
         request = request_of(family.settings, family, options)
+        references = references_of(options, request, family.settings)
         with report.phase("encoding the prompt"):
-            tensors = encode(family, request, torch.device("cpu"), compute_dtype(family.settings))
+            tensors = encode(family, request, torch.device("cpu"), compute_dtype(family.settings), references)
+    pixels = {str(number): torch.from_numpy(np.array(image)) for number, image in enumerate(references)}
+    tensors |= {REFERENCE: pixels} if pixels else {}
     named = {f"{sign}.{name}": each.contiguous().clone() for sign, own in tensors.items() for name, each in own.items()}
     name = ask(output, safetensors.torch.save(named, {IN_METADATA: request.model_dump_json()}))
     try:
@@ -159,7 +177,8 @@ def sample_here(output: Path, options: SampleOptions, folder: Path, report: Repo
         )
         sources = {each: open_weights(output, options.checkpoint, each, family, world) for each in request.weights}
         with report.phase("encoding the prompt"):
-            image = planned(request, encode(family, request, device, dtype))
+            references = references_of(options, request, family.settings)
+            image = planned(request, encode(family, request, device, dtype, references), references)
         vae, written = family.vae(device), list[Path]()
         folder.mkdir(parents=True, exist_ok=True)
         for weights, (step, read) in sources.items():

@@ -16,6 +16,8 @@ from ranks import command_line
 from s3_server import BUCKET, s3_server
 from video_files import write_video
 
+from simpletuner.runs.images import read_rgb
+
 PAIR = ("--validation_pairs=1",)
 VALIDATION = ("--validation_num_inference_steps=2", "--validation_step_interval=0", "--validation_guidance=1")
 
@@ -107,7 +109,7 @@ def test_clips_and_images_in_one_run_of_ltx_video(clips, pipelines, train, tmp_p
     assert max(abs(one / two - 1) for one, two in zip(without.losses, alone.losses, strict=True)) > 1e-3
 
 
-def test_a_given_image_is_continued_and_what_cannot_be_is_refused(clips, pipelines, train, tmp_path):
+def test_a_given_image_is_continued_and_what_cannot_be_is_refused(clips, pipelines, train, sampled, tmp_path):
     folder = save_wan(pipelines("wan"), tmp_path / "model", "2.2-14b")
     flags = (*base("wan", folder, Path("unused"))[:2], *FLAGS, "--max_train_steps=1", "--train_batch_size=1")
     Image.fromarray(np.full((48, 64, 3), 200, np.uint8)).save(tmp_path / "given.png")
@@ -116,6 +118,10 @@ def test_a_given_image_is_continued_and_what_cannot_be_is_refused(clips, pipelin
     train(tmp_path / "run", *flags, clips_file(tmp_path / "clips.json", clips), *given, *size)
     with Image.open(tmp_path / "run" / "validation" / "step-000001" / "reference-00.png") as image:
         assert image.size == (64, 48) and image.getpixel((5, 5)) == (200, 200, 200)
+    asked = (tmp_path / "run", "--prompt=disc", f"--pretrained_model_name_or_path={folder}", "--size=64x48@5")
+    [clip], _ = sampled(*asked, f"--image={tmp_path / 'given.png'}")
+    assert read_rgb(clip).tobytes() == read_rgb(tmp_path / "run/validation/step-000001/trained-00.png").tobytes()
+    assert "samples from an image, and none is given hint: name it with --image" in sampled(*asked, code=2)[1]
 
     off = clips_file(tmp_path / "off.json", clips, is_i2v=False)
     said = train(tmp_path / "off", *flags, off, code=2).said

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import base
+from conftest import SMALL, base
 from PIL import Image
+
+from simpletuner.runs.images import read_rgb
 
 COUNT = 8
 FLAGS = ("--learning_rate=1e-3", "--aspect_bucket_alignment=64", "--max_train_steps=3")
@@ -49,6 +52,49 @@ def kontext(pipelines, tmp_path_factory) -> Path:
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "FluxKontextPipeline"}))
     return folder
+
+
+def test_a_prompt_with_an_image_is_tried_on_a_run_that_trains_and_on_one_that_ended(
+    folders, kontext, train, starter, sampled, tmp_path
+):
+    given, model = folders["wide"] / "edit 1.png", f"--pretrained_model_name_or_path={kontext}"
+    flags = (
+        *base("flux", kontext, Path("unused"))[:2],
+        *FLAGS,
+        "--model_type=lora",
+        *VALIDATION,
+        "--train_batch_size=2",
+    )
+    flags = (*flags, dataset_file(tmp_path / "pairs.json", folders["images"], (folders["alike"], "reference_strict")))
+    drawn = ("--validation_prompt=edit it", f"--validation_images={given}", "--validation_resolution=64")
+    output = train(tmp_path / "ended", *flags, *drawn).output
+    [image], _ = sampled(output, "--prompt=edit it", model, f"--image={given}")
+    assert read_rgb(image).tobytes() == read_rgb(output / "validation/step-000003/trained-00.png").tobytes()
+    larger = (output, "--prompt=edit it", model, f"--image={given}", "--size=128")
+    [strict], [loose] = sampled(*larger)[0], sampled(*larger, "--keep_aspect")[0]  # cropped, and of 192 x 64
+    assert read_rgb(loose).size == read_rgb(strict).size and read_rgb(loose).tobytes() != read_rgb(strict).tobytes()
+    (tmp_path / "torn.png").write_bytes(given.read_bytes()[:100])
+    for words, sentence in (
+        ((f"--image={given}", f"--image={given}"), "2 reference images, and FluxKontextPipeline takes at most 1"),
+        ((f"--image={tmp_path / 'torn.png'}",), "torn.png cannot be decoded"),
+        ((f"--image={tmp_path / 'none.png'}",), "none.png"),
+        ((f"--image={tmp_path}",), "cannot be decoded"),
+    ):
+        said = sampled(output, "--prompt=x", model, *words, code=2)[1]
+        assert sentence in said and "bug" not in said, said
+
+    running = (f"--output_dir={tmp_path / 'runs'}", *SMALL, *flags, "--fsdp_enable", "--max_train_steps=100000")
+    started = starter.train(2, *running)
+    status = tmp_path / "runs" / "metrics.jsonl"
+    while started.processes[0].is_alive() and not status.exists():
+        time.sleep(0.1)
+    [of_base, trained], said = sampled(tmp_path / "runs", "--prompt=edit it", model, f"--image={given}", "--with_base")
+    started.kill()
+    started.wait()
+    assert "sampled at step" in said and trained.exists()
+    [here], _ = sampled(output, "--prompt=edit it", model, f"--image={given}", "--base")
+    differences = np.asarray(read_rgb(here)).astype(int) - np.asarray(read_rgb(of_base))
+    assert abs(differences).max() <= 1
 
 
 @pytest.mark.long

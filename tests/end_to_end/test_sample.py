@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from PIL import Image
 
-from simpletuner.app import main
 from simpletuner.checkpoints.layout import REQUESTS
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.world import joined_world
@@ -26,23 +23,6 @@ from simpletuner.training.validation.sample_requests import IN_METADATA, MOST_BY
 LORA = ("--model_type=lora", "--lora_rank=2", "--checkpoint_step_interval=1", "--checkpoints_total_limit=50")
 DRAWN = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")
 SIZE = "--validation_resolution=64"
-
-
-@pytest.fixture
-def sampled(capsys) -> Callable[..., tuple[list[Path], str]]:
-    """Run `simpletuner sample` in this process; return the images that it prints, and what it said."""
-
-    def run(*words: object, code: int = 0) -> tuple[list[Path], str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main(["sample", *map(str, words)])
-        if dist.is_initialized():  # after an error it ends with the process
-            dist.destroy_process_group()
-        said = capsys.readouterr()
-        assert ended.value.code == code, said.err
-        return [Path(line) for line in said.out.splitlines()], " ".join(said.err.split())
-
-    return run
 
 
 def pixels(path: Path) -> np.ndarray:

@@ -37,7 +37,7 @@ from simpletuner.runs.images import ImageInfo, read_info, write_sample
 from simpletuner.session import Session
 from simpletuner.system.files.late_files import wait_for_files
 from simpletuner.system.files.locks import lock_file
-from simpletuner.training.validation.requested_samples import refuse_references
+from simpletuner.training.validation.requested_samples import check_references
 from simpletuner.training.validation.validator import BASE, PlannedImage
 from simpletuner.training.validation.whole_denoiser import build_denoiser, encode_pair, sample_pixels
 
@@ -78,7 +78,7 @@ def with_class_images(session: Session, plan: Plan, family: ModelFamily) -> Plan
     world, report, stop = session.world, session.report, session.stop.check
     wanted = class_images_of(session.settings, plan.samples.parts)
     try:
-        refuse_references(family)
+        check_references(family, 0)
     except ValueError as error:
         raise SettingsError(f"dataset `{wanted[0].dataset.id}`: {error}", "leave prior_images out") from None
     base = base_fingerprint(family)

@@ -10,8 +10,9 @@ from functools import cached_property
 
 import safetensors.torch
 import torch
+from PIL.Image import Image, fromarray
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.errors import reason_of_os
@@ -24,10 +25,11 @@ from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.gpu import return_memory
 from simpletuner.preparation.plan import samples_by_shape
 from simpletuner.preparation.prepare import Prepared
-from simpletuner.preparation.sampled_prompts import SampledPrompt
+from simpletuner.preparation.sampled_prompts import Images, SampledPrompt
 from simpletuner.runs.images import write_sample
 from simpletuner.session import Session
 from simpletuner.settings.values.shape import Shape
+from simpletuner.system.numbers import count_noun
 from simpletuner.training.checkpointer import TrainingState
 from simpletuner.training.validation.sample_requests import (
     IN_METADATA,
@@ -89,7 +91,7 @@ class RequestedSamples:
         except OSError as error:
             self.session.report.warn(f"cannot answer a request for an image: {reason_of_os(error)}")
 
-    def check(self, request: SampleRequest, tensors: Mapping[str, Conditioning]) -> None:
+    def check(self, request: SampleRequest, tensors: Mapping[str, Conditioning], references: Images) -> None:
         """Raise ValueError for what the denoiser cannot take: it would fail on all ranks, within a collective."""
         settings, family = self.session.settings, self.family
         if settings.model.model_family == AUTO:
@@ -100,13 +102,15 @@ class RequestedSamples:
             raise ValueError("the run keeps no EMA")
         if request.strength != 1 and not family.adapter:
             raise ValueError("a strength is for a LoRA")
-        refuse_references(family)
+        check_references(family, len(references))
         shape = Shape(request.frames, request.height, request.width)
-        for mistake in unfit_shapes("the size", str(shape), "validation_resolution", settings.model):
-            raise ValueError(mistake.message)
+        for own in (shape, *(Shape(1, each.height, each.width) for each in references)):
+            for mistake in unfit_shapes("the size", str(own), "validation_resolution", settings.model):
+                raise ValueError(mistake.message)
         shapes = [each.target for each in samples_by_shape(self.prepared.plan)]
         most = max(each.frames * each.area for each in [*shapes, *(each.shape for each in self.prepared.validation)])
-        if shape.frames * shape.area > TIMES_AS_LARGE * most:
+        asked = [shape.frames * shape.area, *(each.width * each.height for each in references)]
+        if max(asked) > TIMES_AS_LARGE * most:
             raise ValueError(f"{shape} has more than {TIMES_AS_LARGE} times the pixels that the run trains on")
         if shape.frames > 1 and not any(each.frames > 1 for each in shapes):
             raise ValueError("the run trains on images alone: sample a clip after the run")
@@ -120,11 +124,12 @@ class RequestedSamples:
         step: int,
         request: SampleRequest,
         tensors: Mapping[str, Conditioning],
+        references: Images,
         advance: Callable[[int], None],
     ) -> SampleAnswer:
         """Sample with each set of weights. Collective; memory or a disk that does not suffice is an answer."""
         output = self.session.settings.training.output_dir
-        validator = replace(self.validator, images=[planned(request, tensors)])
+        validator = replace(self.validator, images=[planned(request, tensors, references)])
         images, refused = list[str](), ""
         try:
             for weights in request.weights:
@@ -147,10 +152,15 @@ class RequestedSamples:
 HINT = "`simpletuner sample --help` says what is taken"
 
 
-def refuse_references(family: ModelFamily) -> None:
-    """Raise ValueError for a model that samples from reference images."""
-    if family.least_references or family.image_to_video == "always" or family.reads_references:
-        raise ValueError("this model samples from references, which are not taken here: see validation_images")
+def check_references(family: ModelFamily, count: int) -> None:
+    """Raise ValueError for more references than the pipeline takes, and for none where it samples from some."""
+    most = max(family.most_references, int(family.image_to_video != "never"))
+    if count > most:
+        takes = f"at most {most}" if most else "none"
+        raise ValueError(f"{count_noun(count, 'reference image')}, and {family.pipeline_name} takes {takes}")
+    needs_one = family.least_references or family.image_to_video == "always" or family.reads_references
+    if count < max(family.least_references, int(bool(needs_one))):
+        raise ValueError(f"{family.pipeline_name} samples from an image, and none is given")
 
 
 def check_as(sign: str, tensors: Conditioning, expected: Conditioning, is_of_any_length: bool) -> None:
@@ -170,15 +180,18 @@ def check_as(sign: str, tensors: Conditioning, expected: Conditioning, is_of_any
         raise ValueError(f"{sign} has texts of {sorted(lengths)} tokens")
 
 
-def parse(content: bytes) -> tuple[SampleRequest, dict[str, Conditioning]]:
-    """Return a request and its encoded prompts, `positive` and `negative`. Raises ValueError for anything else."""
+def parse(content: bytes) -> tuple[SampleRequest, dict[str, Conditioning], Images]:
+    """Return a request, its encoded prompts, `positive` and `negative`, and its references.
+
+    Raises ValueError for anything else.
+    """
     try:
         tensors = safetensors.torch.load(content)
         length = int.from_bytes(content[:8], "little")
         metadata = safetensors_metadata(content[8 : 8 + length])
     except (SafetensorError, ValueError, RecursionError, KeyError) as error:
         raise ValueError(f"the request is no safetensors file: {str(error).splitlines()[0]}") from None
-    found: dict[str, Conditioning] = {"positive": {}, "negative": {}}
+    found: dict[str, Conditioning] = {"positive": {}, "negative": {}, REFERENCE: {}}
     for name, tensor in tensors.items():
         sign, _, own = name.partition(".")
         if sign not in found:
@@ -186,7 +199,23 @@ def parse(content: bytes) -> tuple[SampleRequest, dict[str, Conditioning]]:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{name[:60]} has NaN or infinite values")
         found[sign][own] = tensor
-    return parse_request(metadata), found
+    references = found.pop(REFERENCE)
+    return parse_request(metadata), found, tuple(image_of(references[name]) for name in sorted(references, key=int_of))
+
+
+REFERENCE = "reference"
+"""First part of the names of references in a request: `reference.0` and on, uint8 (height, width, 3)."""
+
+
+def int_of(name: str) -> int:
+    return int(name) if name.isdecimal() and len(name) < 3 else -1
+
+
+def image_of(pixels: Tensor) -> Image:
+    """Raise ValueError for what are no pixels."""
+    if pixels.dtype != torch.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.numel():
+        raise ValueError(f"a reference is no image: {pixels.dtype} of {list(pixels.shape)}")
+    return fromarray(pixels.numpy())
 
 
 def safetensors_metadata(header: bytes) -> str:
@@ -196,12 +225,13 @@ def safetensors_metadata(header: bytes) -> str:
     return text
 
 
-def planned(request: SampleRequest, tensors: Mapping[str, Conditioning]) -> PlannedImage:
+def planned(request: SampleRequest, tensors: Mapping[str, Conditioning], references: Images = ()) -> PlannedImage:
     shape = Shape(request.frames, request.height, request.width)
     prompt = SampledPrompt(
-        0, "0", ValidationPrompt(prompt=request.prompt), request.negative_prompt, shape, (), **tensors
+        0, "0", ValidationPrompt(prompt=request.prompt), request.negative_prompt, shape, references, **tensors
     )
-    return PlannedImage(prompt, SamplingParams(shape, request.steps, request.guidance, request.seed, request.fps))
+    sampling = SamplingParams(shape, request.steps, request.guidance, request.seed, request.fps, references)
+    return PlannedImage(prompt, sampling)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae
 from simpletuner.models.opening.stored_weights import denoiser_weights
+from simpletuner.preparation.sampled_prompts import Images
 from simpletuner.training.validation.validator import PlannedImage
 
 if TYPE_CHECKING:
@@ -29,11 +30,13 @@ Read = Callable[[str], Tensor]
 
 
 def encode_pair(
-    family: ModelFamily, encoder: TextEncoder, prompt: str, negative_prompt: str
+    family: ModelFamily, encoder: TextEncoder, prompt: str, negative_prompt: str, references: Images = ()
 ) -> dict[str, Conditioning]:
-    """Encode both prompts, as a run's cache has them: without a batch axis."""
+    """Encode both prompts, as a run's cache has them: without a batch axis; with the references where they are read."""
 
     def read(text: str) -> Conditioning:
+        if family.reads_references:
+            return {name: each[0] for name, each in encoder.encode([text], references).items()}
         return {name: each[0] for name, each in without_padding(family, encoder.encode([text])).items()}
 
     negative = read(negative_prompt)
