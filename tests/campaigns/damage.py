@@ -38,7 +38,18 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 from conftest import SMALL, Starter, fork_server_context  # noqa: E402
 from flags import tokens_of  # noqa: E402
-from kills import CLIP, HELD_OUT, TIMINGS, VALIDATION, beside, clip_fixtures, fixtures, left_half, tensors  # noqa: E402
+from kills import (  # noqa: E402
+    CLIP,
+    HELD_OUT,
+    TIMINGS,
+    VALIDATION,
+    beside,
+    clip_fixtures,
+    first_frame_model,
+    fixtures,
+    left_half,
+    tensors,
+)
 from results import add_result, read_results  # noqa: E402
 from video_files import CODECS, film_entry  # noqa: E402
 
@@ -301,6 +312,20 @@ def pairs(_: Damage, folder: Path, base: Path) -> dict[str, str]:
     return own | {"tokenizer_max_length": str(tokens_of("flux"))}
 
 
+def automatic_pairs(damage: Damage, folder: Path, base: Path) -> dict[str, str]:
+    """A FLUX.1 Kontext that learns the same by its own call."""
+    return pairs(damage, folder, base) | {"model_family": "auto"}
+
+
+def first_frames(damage: Damage, folder: Path, base: Path) -> dict[str, str]:
+    """A Wan 2.1 that continues first frames of films by its own call; texts are embedded with them."""
+    first_frame_model(damage.starter, base, folder / "base")
+    (folder / "data.json").write_text(json.dumps([film_entry("shapes")], indent=1))
+    own = {"model_family": "auto", "pretrained_model_name_or_path": "base", "train_batch_size": "2"}
+    shown = {"validation_pairs": "1", "validation_num_inference_steps": "1"}
+    return own | shown | {"tokenizer_max_length": str(tokens_of("wan"))} | parsed(HELD_OUT)
+
+
 def of_home(_: Damage, folder: Path, base: Path) -> dict[str, str]:
     """A whole model without a class of ours: SIMPLETUNER_HOME keeps its blocks, and the bytes of what is recomputed."""
     shutil.copytree(base, folder / "base")
@@ -322,9 +347,11 @@ SCENES: dict[str, Callable[[Damage, Path, Path], dict[str, str]]] = {
     "masks": masked,
     "int8": int8_lora,
     "pairs": pairs,
+    "pairs by auto": automatic_pairs,
+    "first frames by auto": first_frames,
     "home": of_home,
 }
-FAMILIES = {"clips": "wan", "pairs": "flux"}
+FAMILIES = {"clips": "wan", "pairs": "flux", "pairs by auto": "flux", "first frames by auto": "wan"}
 """Of the base model, where it is not SDXL."""
 
 

@@ -98,6 +98,9 @@ KINDS = {
     "dora": Kind(("--model_type=lora", "--lora_type=dora", "--lora_rank=4", "--fsdp_enable", "--use_ema")),
     "masks": Kind(("--fsdp_enable", "--log_sample_losses", *HELD_OUT), media="masks"),
     "pairs": Kind(("--fsdp_enable", *HELD_OUT), media="pairs"),
+    "pairs by auto": Kind(("--fsdp_enable", *HELD_OUT), media="pairs by auto"),
+    # A text is embedded with its first frame, so that both caches are of the data.
+    "first frames by auto": Kind(("--fsdp_enable", "--use_ema", *HELD_OUT), media="first frames by auto"),
     # Each run goes on from what went on from what went on; a stop saves where it is, so each step is one to save at.
     "resumes": Kind(
         ("--use_ema", "--checkpoint_step_interval=1", *HELD_OUT), ranks=1, victims={"stop": 0.7, "group": 0.3}, least=3
@@ -411,7 +414,7 @@ READERS: dict[str, Callable[[Path], str]] = {
 
 def fixtures(folder: Path, starter: Starter, family: str = "sdxl") -> tuple[str, ...]:
     """Return the flags that name a base model and images, which are made first."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     draw = Path(__file__).parent.parent.parent / "examples" / "shapes" / "draw.py"
     subprocess.run(
         [sys.executable, str(draw), str(folder / "shapes"), "--count", "36"], check=True, capture_output=True
@@ -452,6 +455,29 @@ def pair_fixtures(folder: Path, starter: Starter) -> tuple[str, ...]:
     return (*flags[:2], data, f"--tokenizer_max_length={tokens_of('flux')}")
 
 
+def automatic_pair_fixtures(folder: Path, starter: Starter) -> tuple[str, ...]:
+    """Return the flags of pairs that a FLUX.1 Kontext trains on by its own call."""
+    return tuple(last_wins((*pair_fixtures(folder / "automatic", starter), "--model_family=auto")))
+
+
+def first_frame_fixtures(folder: Path, starter: Starter) -> tuple[str, ...]:
+    """Return the flags of clips that a Wan 2.1 continues by its own call from a first frame that CLIP sees too."""
+    (own := folder / "continued").mkdir()
+    flags = last_wins((*clip_fixtures(own, starter), "--model_family=auto"))
+    first_frame_model(starter, own / "wan", model := own / "continues")
+    return tuple(each.replace(str(own / "wan"), str(model)) for each in flags)
+
+
+def first_frame_model(starter: Starter, base: Path, folder: Path) -> Path:
+    """Make a tiny Wan 2.1 that continues a first frame out of one that is given texts alone."""
+    from models.test_image_to_video import save_wan
+
+    builder = starter.context.Process(target=save_wan, args=(base, folder, "2.1-14b"))
+    builder.start()
+    builder.join()
+    return folder
+
+
 def beside(folder: Path, change: Callable[[Image.Image], Image.Image]) -> Path:
     """Make an image for each of those in `shapes`, under the same name."""
     (made := folder / "beside").mkdir()
@@ -470,7 +496,14 @@ def paired_data(folder: Path, conditioning: dict[str, object], beside: Path) -> 
     return f"--data_backend_config={path}"
 
 
-FIXTURES = {"images": fixtures, "clips": clip_fixtures, "masks": mask_fixtures, "pairs": pair_fixtures}
+FIXTURES = {
+    "images": fixtures,
+    "clips": clip_fixtures,
+    "masks": mask_fixtures,
+    "pairs": pair_fixtures,
+    "pairs by auto": automatic_pair_fixtures,
+    "first frames by auto": first_frame_fixtures,
+}
 
 
 def built(starter: Starter, family: str, folder: Path) -> Path:

@@ -216,6 +216,21 @@ def test_a_listing_has_the_crops_of_the_run_and_every_image_of_a_finding(messy, 
     assert names(text="none of them", page=9) == [[]]
 
 
+def test_damaged_json_ends_the_run_of_a_model_that_reads_it_and_plain_texts_are_counted(tmp_path, capsys):
+    for name, caption in {"a": b'{"a":\n "fox",}', "b": b'{"a": "fox"}', "c": b"a fox"}.items():
+        add(tmp_path, f"{name}.png", (80, 80), caption)
+    flags = {"instance_data_dir": str(tmp_path), "output_dir": str(tmp_path / "out")}
+    code, out, _ = run(capsys, "--json", **flags, model_family="ideogram4")
+    other, said, _ = run(capsys, "--json", **flags, model_family="sdxl")
+    assert other == 0 and not {"damaged JSON", "plain text"} & found_by(json.loads(said)).keys()
+    (found,) = json.loads(out)["datasets"]
+    assert code == 4 and found_by(json.loads(out))["plain text"] == {"c.png": "'a fox'"}
+    assert [each["kind"] for each in found["findings"] if each["ends_run"]] == ["damaged JSON"]
+    with pytest.raises(DataError, match=r"1 caption in damaged JSON:\n  a.txt: line 2, column \d: ") as refused:
+        planned(**flags, model_family="ideogram4")
+    assert refused.value.message == json.loads(out)["errors"][0]["message"]
+
+
 def test_of_a_folder_without_images_nothing_is_fine(tmp_path, capsys):
     (tmp_path / "notes.psd").touch()
     code, out, err = run(capsys, instance_data_dir=str(tmp_path), caption_strategy="filename")

@@ -42,9 +42,11 @@ DANGLING = re.compile(
     re.IGNORECASE,
 )
 """Ends of lines at which no caption ends."""
+OBJECT = re.compile(r'\{\s*("|$)')
 # Share of the words of the shorter of two texts that both have; alternatives describe the same.
 LIKE_ANOTHER = 0.4
 LONG_PARAGRAPH_LETTERS = 80
+JSON = "JSON"
 
 
 def form_of(text: str) -> str:
@@ -54,7 +56,7 @@ def form_of(text: str) -> str:
     if len(shown) < 2:
         return ""
     if is_json(shown):
-        return "JSON"
+        return JSON
     if is_xml(shown):
         return "XML"
     if any(MARKDOWN.match(line) for line in shown) or any(is_rule(line) for line in shown):
@@ -73,7 +75,8 @@ def is_json(lines: Sequence[str]) -> bool:
         return False
     if any(not re.search(r"\w", line) for line in lines):
         return True
-    return holds_json("\n".join(lines)) and not all(map(holds_json, lines))
+    is_object = OBJECT.match(lines[0].lstrip()) is not None  # a damaged one, too
+    return (is_object or holds_json("\n".join(lines))) and not all(map(holds_json, lines))
 
 
 def holds_json(text: str) -> bool:
@@ -216,8 +219,10 @@ def read_caption_file(storage: Storage, name: str, encoding: str = "") -> str:
         return ""
 
 
-def lines_of(text: str) -> list[str]:
-    return [line.strip() for line in split_lines(text) if not is_blank(line)]
+def lines_of(text: str, form: str = "") -> list[str]:
+    """Lines of a caption file without blanks around them; JSON is one caption, kept as it is written."""
+    lines = split_lines(text)
+    return ["\n".join(lines).strip()] if form == JSON else [line.strip() for line in lines if not is_blank(line)]
 
 
 def captions_of(dataset: ImageDataset, name: str, lines: Sequence[str]) -> tuple[str, ...]:

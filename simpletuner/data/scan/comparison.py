@@ -25,7 +25,7 @@ from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.places import MACHINE_KEYS
 from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folder
 from simpletuner.data.sampler.stable_choice import hash_texts
-from simpletuner.data.scan.captions import lines_of, read_caption_file
+from simpletuner.data.scan.captions import form_of, lines_of, read_caption_file
 from simpletuner.data.scan.file_list import CAPTION_VERSION, FileList
 from simpletuner.data.storage.storage import Storage, UnreadableFileError
 from simpletuner.system.files.checksums import value_checksum
@@ -68,7 +68,8 @@ class DatasetFiles:
         captions = []
         if row[CAPTION_VERSION] and self.dataset.caption_strategy == "textfile":
             try:
-                captions = lines_of(read_caption_file(self.storage, row["name"], self.dataset.caption_encoding))
+                text = read_caption_file(self.storage, row["name"], self.dataset.caption_encoding)
+                captions = lines_of(text, form_of(text))
             except UnreadableFileError as error:
                 captions = [f"a file that {error}"]
         return FileFacts(row["size_bytes"], row["version"], captions, hash_content(self.storage, row["name"]))

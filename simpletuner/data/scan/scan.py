@@ -95,7 +95,8 @@ def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) 
         text = read_caption_file(storage, file["name"], dataset.caption_encoding)
     except UnreadableFileError as error:
         return {**row, "caption_problem": str(error)}
-    return {**row, "captions": lines_of(text), "caption_form": form_of(text)}
+    form = form_of(text)
+    return {**row, "captions": lines_of(text, form), "caption_form": form}
 
 
 def read_file_header(dataset: ImageDataset, storage: Storage, name: str) -> ImageHeader:

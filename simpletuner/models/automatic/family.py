@@ -114,11 +114,12 @@ class AutomaticFamily(ModelFamily):
                 )
             smallest, cpu = self.smallest_sample(), torch.device("cpu")
             try:
-                self.prove([smallest], cpu)
+                self.prove([smallest], cpu, any_size=True)
             except SettingsError:
                 if smallest.is_given or self.image_parameter is None:
                     raise
-                self.prove([self.sample_with_image()], cpu)  # its call needs one (LTXImageToVideoPipeline)
+                # Its call needs an image (LTXImageToVideoPipeline).
+                self.prove([self.sample_with_image()], cpu, any_size=True)
         assert self._found is not None
         return self._found
 
@@ -133,9 +134,15 @@ class AutomaticFamily(ModelFamily):
             return SampleShape(SMALLEST, (SMALLEST,))
         return SampleShape(SMALLEST._replace(frames=1 + self.cell.frames), (), True)
 
-    def prove(self, shapes: Sequence[Shape | SampleShape], device: torch.device, sampled: Sequence[Shape] = ()) -> None:
+    def prove(
+        self,
+        shapes: Sequence[Shape | SampleShape],
+        device: torch.device,
+        sampled: Sequence[Shape] = (),
+        any_size: bool = False,
+    ) -> None:
         """Study the pipeline at the smallest of these shapes in px, and prove what was found; `sampled` are
-        others.
+        others. With `any_size` references get the size to which the call brings them (Qwen-Image-Edit).
 
         Raises SettingsError where it cannot be trained, or does not keep to one of the shapes.
         """
@@ -151,6 +158,8 @@ class AutomaticFamily(ModelFamily):
         self.checks = []
         study = Study(hooked, module, first.target, settings.objective.flux_guidance_value, longest, self.checks)
         study.reads_images = self.reads_references
+        if any_size and first.references:
+            samples = [first := study.at_own_size(first)]
         study = study.given_images(first)
         found = study.find()
         vae.predictor = Predictor(hooked, found)

@@ -224,6 +224,8 @@ class HookedPipeline:
     def _encode_pixels(self, pixels: Tensor, *args: object, **kwargs: object) -> Any:
         run, vae = self.current, self.stand_ins["vae"].module
         run.shown.append(tuple(pixels.shape))
+        if run.encodes == "nothing":
+            raise StopCall
         if len(pixels) > 1:
             raise refused(
                 self.cls.__name__,

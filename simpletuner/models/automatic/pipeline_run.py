@@ -61,8 +61,9 @@ class PipelineRun:
     latents: Sequence[Tensor] | None = None
     """Latents of the given images as the VAE makes them, (B, ...) each, returned by its `encode`; None: as
     `encodes` says."""
-    encodes: Literal["zeros", "mean", "drawn"] = "zeros"
-    """Result of the VAE's `encode`: zeros, the mean of the posterior, or what the pipeline draws from it."""
+    encodes: Literal["zeros", "mean", "drawn", "nothing"] = "zeros"
+    """Result of the VAE's `encode`: zeros, the mean of the posterior, what the pipeline draws from it, or the end of
+    the run."""
     has_images: bool = False
     stop_at_noise: bool = False
     encoded: list[Any] = field(default_factory=list)

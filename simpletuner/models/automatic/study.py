@@ -76,6 +76,17 @@ class Study:
         others = tuple(ImageOps.invert(each) for each in images)
         return replace(self, images=images, others=others, is_first_frame=sample.has_first_frame)
 
+    def at_own_size(self, sample: SampleShape) -> SampleShape:
+        """Return a sample whose references have the size to which the call brings the first of them."""
+        study = self.given_images(sample)
+        run = PipelineRun(time=torch.zeros(1, device=self.hooked.device), denoise=stop, encodes="nothing")
+        with torch.no_grad():
+            self.hooked.run(run, ["x"], self.shape, **image_argument(study.images))
+        if not run.shown:
+            return sample
+        (height, width), count = run.shown[0][-2:], len(sample.references)
+        return sample._replace(references=(Shape(1, height, width),) * count)
+
     def find(self) -> Findings:
         """Raises SettingsError with the first reason why the pipeline cannot be trained."""
         schedule = study_schedule(self.hooked.real_scheduler, self.name)

@@ -99,6 +99,8 @@ class Preset:
     """Frames per second of the clips that the model was trained on; 0 where nothing published says it."""
     generates_sound: bool = False
     """True if sound_loss_weight trains the sound of clips, too."""
+    json_captions: bool = False
+    """True if the published checkpoints were trained on captions in JSON alone."""
     flow_shift: float = 0
     """Sampling shift of the published scheduler at 1024 x 1024 px; 0 without a flow."""
     clip_shift: Mapping[str, float] = field(default_factory=dict)

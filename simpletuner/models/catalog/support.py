@@ -209,6 +209,12 @@ def trains_sound(settings: Settings) -> bool:
     return settings.objective.sound_loss_weight > 0 and preset is not None and preset.generates_sound
 
 
+def reads_json(model: Model) -> bool:
+    """True if the model's captions are checked for being JSON."""
+    preset = preset_of(model)
+    return preset is not None and preset.json_captions
+
+
 def clip_fps(model: Model) -> float:
     """Return the frames per second of a model's clips, 0 where they are not known."""
     preset, flavour = preset_of(model), flavour_of(model)

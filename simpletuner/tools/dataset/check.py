@@ -22,9 +22,10 @@ from simpletuner.data.samples.buckets import Buckets, make_buckets
 from simpletuner.data.samples.dataset_summary import DatasetSummary, summarize
 from simpletuner.data.samples.dataset_warnings import LONG_CAPTION_LETTERS, longest_captions
 from simpletuner.data.samples.discovery import discover
+from simpletuner.data.samples.json_captions import TRAINED_ON, JsonCaptions
 from simpletuner.data.samples.samples import DatasetSamples, Samples, held_out_indices
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
-from simpletuner.models.catalog.support import clip_fps
+from simpletuner.models.catalog.support import clip_fps, reads_json
 from simpletuner.models.family.base import family_class
 from simpletuner.models.folder.diffusers_io import component_class
 from simpletuner.models.folder.malformed import translate_load_errors
@@ -181,6 +182,7 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
             findings = [
                 *findings_of(each, clip_fps(settings.model)),
                 *check_lengths(part, limits, report),
+                *(check_json(part, result) if reads_json(settings.model) else ()),
                 *check_contents(part, seen),
                 *find_class_images(class_images.get(part.dataset.id)),
             ]
@@ -237,6 +239,15 @@ def check_lengths(samples: DatasetSamples, limits: Sequence[TokenLimit], report:
         sentence = f"{{}} with a caption of more than {LONG_CAPTION_LETTERS:,} letters, which no text encoder reads"
         too_long = longest_first(samples, longest_captions(samples), LONG_CAPTION_LETTERS, "letters")
         yield from finding("captions", "too long", sentence, too_long)
+
+
+def check_json(samples: DatasetSamples, result: CheckResult) -> Iterator[DatasetFinding]:
+    """Yield the images whose captions are not JSON; damaged ones would end a run."""
+    captions = JsonCaptions.of(samples)
+    if error := captions.error():
+        result.errors.append(error)
+    yield from finding("captions", "damaged JSON", "{} with a caption in damaged JSON", captions.damaged, ends_run=True)
+    yield from finding("captions", "plain text", f"{{}} with a caption of plain text; {TRAINED_ON}", captions.plain)
 
 
 def longest_first(samples: DatasetSamples, lengths: np.ndarray, limit: int, unit: str) -> dict[str, str]:

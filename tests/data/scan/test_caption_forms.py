@@ -13,6 +13,7 @@ from PIL import Image
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.samples.dataset_warnings import dataset_warnings
 from simpletuner.data.samples.discovery import Discovery
+from simpletuner.data.samples.json_captions import JsonCaptions
 from simpletuner.data.scan.captions import form_of
 from simpletuner.errors import DataError
 from simpletuner.tools.dataset.findings import findings_of
@@ -66,6 +67,7 @@ ALTERNATIVES = (
         (json.dumps({"a": {"b": [1, 2]}}, indent=2), "JSON"),
         (json.dumps([{"a": 1}], indent="\t"), "JSON"),
         ('{\n  "a": "cut off here",\n}', "JSON"),
+        ('{\n  "a": "here",\n  "b": is no quotation mark\n  "c": "d" }', "JSON"),
         ("<caption>\n  <what>a fox</what>\n</caption>", "XML"),
         ("<what>a fox</what>\n<style>film</style>", "XML"),
         ('<?xml version="1.0"?>\n<a>fox</a>', "XML"),
@@ -124,6 +126,18 @@ def test_the_files_of_a_dataset_decide_together_and_the_decision_is_said_and_set
     ):
         chosen = found_in(tmp_path / str(number), MARKDOWN, two, caption_lines=value)
         assert captions(chosen)[1] == expected and not list(dataset_warnings(chosen, 64))
+
+
+def test_json_is_one_caption_as_it_is_written_and_its_mistakes_have_a_line_and_a_column(tmp_path):
+    nested = json.dumps({"style": {"medium": "film"}, "elements": ["a fox"]}, indent=4)
+    broken = nested.replace('film"', "film")
+    found = found_in(tmp_path / "d", nested.replace("\n", "\r\n"), "a fox\na red fox", f"{broken}\n", '{"a": 1}')
+    assert captions(found) == [(nested,), ("a fox", "a red fox"), (broken,), ('{"a": 1}',)]
+    read = JsonCaptions.of(found.samples.parts[0])
+    assert read.plain == {"1.png": "'a fox'"}
+    error = read.error()
+    assert error is not None and "1 caption in damaged JSON" in error.message
+    assert "2.txt: line 3, column 24: Invalid control character at" in error.message
 
 
 def test_only_what_editors_show_as_line_ends_ends_a_caption(tmp_path):

@@ -242,6 +242,9 @@ def test_what_a_call_does_not_take_is_said(flux, folders, pipelines, tmp_path): 
     with pytest.raises(SettingsError, match="it draws noise twice before the denoiser is called"):
         automatic(pipelines("ltxvideo"), proven=False).prove([SampleShape(CLIP, (), True)], CPU)
     small = opened_as(planted(QwenImageEditPipeline, "1024 * 1024", AREA), folders["edit"])
+    # A plan knows no data: its reference has the size to which the call brings it.
+    assert flops_per_sample(small, of_references("edit")) > 0
+    assert small.found.images is not None and small.found.images.shapes == (Shape(1, 96, 96),)
     other = SampleShape(SHAPE, (Shape(1, 128, 160),))
     with pytest.raises(
         SettingsError, match="brings the image that it is given from 160x128 px to 96x96 px: train with"
