@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +34,7 @@ class Erase:
     In two parts: what is erased from the upper left corner on, tmux adds to its history, each time.
     """
 
-    def __rich_console__(self, console: Console, options: object) -> Iterator[Any]:
+    def __rich_console__(self, console: Console, options: object) -> Iterator[object]:
         from rich.segment import ControlType, Segment
 
         yield Segment("\r\x1b[K\x1b[C\x1b[J\r", None, [(ControlType.CLEAR,)])

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
@@ -38,7 +38,7 @@ def build_cache() -> typer.Typer:
     return app
 
 
-def show(flags: Mapping[str, Any], config: Path | None, as_json: AsJson = False) -> None:
+def show(flags: Mapping[str, object], config: Path | None, as_json: AsJson = False) -> None:
     """List caches: kind, where, entries, size, use by a run, datasets. Settings say where to look."""
     report = Report()
     items = find_items(load(flags, config, complete=False).settings, list(CacheKind), report)
@@ -63,7 +63,7 @@ def show(flags: Mapping[str, Any], config: Path | None, as_json: AsJson = False)
 
 
 def clear(
-    flags: Mapping[str, Any],
+    flags: Mapping[str, object],
     config: Path | None,
     kinds: Annotated[list[CacheKind] | None, typer.Argument(metavar="KIND...", help=f"Which caches: {KINDS}.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry_run", "--dry-run", help="Only say what would be removed.")] = False,

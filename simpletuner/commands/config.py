@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -77,7 +77,7 @@ def build_config() -> typer.Typer:
 
 
 def show(
-    flags: Mapping[str, Any],
+    flags: Mapping[str, object],
     config: Path | None,
     everything: Annotated[bool, typer.Option("--all", help="Show settings at their default, too.")] = False,
     as_json: AsJson = False,
@@ -158,7 +158,7 @@ def docs(
 
 
 def init(
-    flags: Mapping[str, Any],
+    flags: Mapping[str, object],
     recipe: Annotated[
         str,
         typer.Option(
@@ -213,7 +213,7 @@ def import_original(
 
 
 def export(
-    flags: Mapping[str, Any],
+    flags: Mapping[str, object],
     config: Path | None,
     to: Annotated[Format, typer.Option("--to", help="What to write.")],
     everything: Annotated[bool, typer.Option("--all", help="Include settings at their default.")] = False,

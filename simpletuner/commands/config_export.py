@@ -47,7 +47,7 @@ def export_to_trainer(loaded: Loaded, to: str, output: Path | None) -> None:
     report.warn_all(f"not said there: {each}" for each in run.unsaid)
 
 
-def entries_of(loaded: Loaded) -> list[Mapping[str, Any]]:
+def entries_of(loaded: Loaded) -> list[Mapping[str, object]]:
     """Return the datasets of a run that are trained on, or the one of its folder."""
     data = loaded.settings.data
     if data.data_backend_config is None:

@@ -214,7 +214,7 @@ def file_of_datasets(run: Translation, file: ForeignFile, output: Path | None) -
     return listed
 
 
-def prompts_as_settings(prompts: Sequence[Mapping[str, Any]], output: Path | None) -> dict[str, Any]:
+def prompts_as_settings(prompts: Sequence[Mapping[str, Any]], output: Path | None) -> dict[str, object]:
     """Return the setting of the prompts: a list, or where they have more than a text, the file beside the run's."""
     if output is None or all(list(prompt) == ["prompt"] for prompt in prompts):
         return {"validation_prompt": [prompt["prompt"] for prompt in prompts]}

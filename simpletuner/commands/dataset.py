@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -116,7 +116,7 @@ def build_dataset() -> typer.Typer:
 
 
 def dataset_check(
-    flags: Mapping[str, Any],
+    flags: Mapping[str, object],
     config: Path | None,
     *,
     contact_sheets: Annotated[

@@ -48,7 +48,7 @@ def build_deepspeed() -> typer.Typer:
 
 
 def build(
-    flags: Mapping[str, Any],
+    flags: Mapping[str, object],
     config: Path | None,
     *,
     stage: Annotated[

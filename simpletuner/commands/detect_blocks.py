@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
@@ -38,7 +38,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def detect_blocks(
-    flags: Mapping[str, Any],
+    flags: Mapping[str, object],
     config: Path | None,
     refresh: Refresh = False,
     as_json: AsJson = False,

@@ -64,7 +64,7 @@ class TakesSettings(TyperCommand):
         finally:
             self.made = all_made
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         """Run the command: its function finds the settings in the context's `meta`."""
         ctx.meta[FLAGS] = {name: ctx.params.pop(name) for name in setting_fields() if name in ctx.params}
         return super().invoke(ctx)
@@ -114,7 +114,7 @@ def show_all(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-def help_all(hidden: bool) -> Any:
+def help_all(hidden: bool) -> object:
     """The option that shows what `--help` leaves out; `hidden` where that is nothing."""
     text = "Show all settings, which may be given here as well."
     return typer.Option(False, "--help-all", is_eager=True, callback=show_all, hidden=hidden, help=text)
@@ -123,11 +123,11 @@ def help_all(hidden: bool) -> Any:
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
-def path_option(flag: str, sentence: str, metavar: str = "<path>") -> Any:
+def path_option(flag: str, sentence: str, metavar: str = "<path>") -> object:
     return typer.Option(flag, help=sentence, metavar=metavar, parser=parse_path)
 
 
-def path_argument(sentence: str) -> Any:
+def path_argument(sentence: str) -> object:
     return typer.Argument(help=sentence, parser=parse_path)
 
 

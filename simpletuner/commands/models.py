@@ -109,7 +109,7 @@ def list_models(as_json: bool) -> None:
     )
 
 
-def family_as_json(name: str, preset: Preset) -> dict[str, Any]:
+def family_as_json(name: str, preset: Preset) -> dict[str, object]:
     return {
         "model_family": name,
         "trainable": bool(preset.family_class),
@@ -121,7 +121,7 @@ def family_as_json(name: str, preset: Preset) -> dict[str, Any]:
     }
 
 
-def flavour_as_json(preset: Preset, name: str, flavour: Flavour) -> dict[str, Any]:
+def flavour_as_json(preset: Preset, name: str, flavour: Flavour) -> dict[str, object]:
     from simpletuner.models.catalog.registry import LICENSES, alltoall_sizes, heads_of
 
     return {

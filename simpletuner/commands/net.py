@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
@@ -41,7 +41,7 @@ def build_net() -> typer.Typer:
 
 
 def net_check(
-    flags: Mapping[str, Any],
+    flags: Mapping[str, object],
     config: Path | None,
     *,
     seconds: Annotated[float, typer.Option("--seconds", min=1, help="Time of all measurements together.")] = 30,

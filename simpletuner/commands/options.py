@@ -41,7 +41,7 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
         if name not in ("flags", "config")
     ]
 
-    def run(context: typer.Context, config: Path | None = None, **extra: Any) -> None:
+    def run(context: typer.Context, config: Path | None = None, **extra: object) -> None:
         extra.pop("help_all", None)  # its callback has answered it
         flags = {name: value for name, value in context.meta[FLAGS].items() if value not in (None, ())}
         flags = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}
@@ -67,7 +67,7 @@ def with_signature(function: Any, parameters: Sequence[inspect.Parameter]) -> No
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-def setting_options(shown: Collection[str], names: Collection[str] | None = None) -> list[Any]:
+def setting_options(shown: Collection[str], names: Collection[str] | None = None) -> list[object]:
     """Make an option for each setting, or those of some `names`, as Typer does for a command's parameters."""
 
     def command() -> None: ...
@@ -82,7 +82,7 @@ def setting_options(shown: Collection[str], names: Collection[str] | None = None
     return list(options)
 
 
-def as_typed(ctx: object, value: Any) -> Any:
+def as_typed(ctx: object, value: Any) -> object:
     return value
 
 
@@ -131,16 +131,16 @@ def parameter_of(name: str, hidden: bool = False) -> inspect.Parameter:
     return keyword(name, option, list[str] | None if is_list else str | None)
 
 
-def keyword(name: str, option: Any, annotation: Any) -> inspect.Parameter:
+def keyword(name: str, option: object, annotation: object) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
 
 
-def metavar(annotation: Any) -> str:
+def metavar(annotation: object) -> str:
     """Return the type as help shows it: its choices, or its name."""
     return "|".join(map(str, choices_of(annotation))) or type_name(annotation)
 
 
-def as_arguments(flags: Mapping[str, Any], config: Path | None) -> list[str]:
+def as_arguments(flags: Mapping[str, object], config: Path | None) -> list[str]:
     """The inverse of `with_settings`: a command line with these flags, for the ranks."""
     pairs = [
         (name, value) for name, given in flags.items() for value in (given if isinstance(given, list) else [given])

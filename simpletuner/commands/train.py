@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -24,7 +23,7 @@ DRY_RUN = typer.Option(False, "--dry_run", "--dry-run", help="Show what each mac
 AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scripts.")
 
 
-def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
+def train(flags: Mapping[str, object], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again to resume."""
     from simpletuner.settings.resolving.sources import collect_sources
     from simpletuner.tools.run_check import check_run, load_run
@@ -124,7 +123,7 @@ def check_deepspeed(settings: Settings) -> None:
         check_compiler()
 
 
-def show_plan(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json: bool) -> None:
+def show_plan(loaded: Loaded, flags: Mapping[str, object], config: Path | None, as_json: bool) -> None:
     """Print the command of each machine, and the processes that it starts."""
     from simpletuner.launch.plan import as_text, describe_plans
 

@@ -34,7 +34,7 @@ Warn = Callable[[str], None]
 
 def look_up(
     key: str, fingerprint: str, warn: Warn, environment: Mapping[str, str] = os.environ
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """The entry of a model; None if there is none, or if its fingerprint differs."""
     # The second one has what `put` could not write below the user's home.
     for path in block_cache_paths(environment):
@@ -70,7 +70,7 @@ def failure_to_add(path: Path, key: str, entry: Mapping[str, object], warn: Warn
     return ""
 
 
-def entries_of(path: Path, warn: Warn) -> dict[str, Any]:
+def entries_of(path: Path, warn: Warn) -> dict[str, object]:
     """All entries of a file; none if there is no file. A damaged one is moved aside."""
     try:
         entries = parse(path)

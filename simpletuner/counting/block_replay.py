@@ -362,7 +362,7 @@ class BlockReplays:
         alone = [] if recomputes else [*blocks]
         before = {each: getattr(each, CHECKPOINT) for each in callers}
 
-        def checkpointed(checkpoint: Callable[..., Any], block: Any, *args: object, **kwargs: object) -> Any:
+        def checkpointed(checkpoint: Callable[..., Any], block: Any, *args: object, **kwargs: object) -> object:
             call = partial(checkpoint, block)
             if block in blocks:
                 return self.run(block, *blocks[block], call, args, kwargs)

@@ -48,7 +48,7 @@ class FlopCounterMode(TorchDispatchMode):
         super().__init__()
         self.flops = 0
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         outputs = func(*args, **(kwargs or {}))
         if (formula := FORMULAS.get(func.overloadpacket)) is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=outputs)
@@ -82,7 +82,7 @@ class HostTensorsMoved(TorchFunctionMode):
     Masks have to stay on the CPU until then: their sums are lengths, which become shapes.
     """
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: object = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: object = None) -> object:
         given = (args, kwargs or {})
         tensors = list(tensors_among([*args, *given[1].values()]))
         if any(each.is_meta for each in tensors) and not all(each.is_meta or each.ndim == 0 for each in tensors):
@@ -205,7 +205,7 @@ class RepeatedBlocks:
 
     def _counted(
         self, forward: Callable[..., object], block: nn.Module, kind: tuple[object, ...]
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., object]:
         def run(*args: object, **kwargs: object) -> Any:
             flat, structure = tree_flatten((args, kwargs))
             key = (*kind, structure, *map(signature, flat))
@@ -222,7 +222,7 @@ class RepeatedBlocks:
         return run
 
 
-def run_alone(forward: Callable[..., object], args: object, kwargs: object) -> Any:
+def run_alone(forward: Callable[..., object], args: object, kwargs: object) -> object:
     args, kwargs = tree_map_only(Tensor, cut_off, (args, kwargs))
     outputs = forward(*args, **kwargs)
     backward(tree_flatten(outputs)[0])
@@ -255,7 +255,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def use_cuda_kernels(model: nn.Module) -> None:
-    def fused_rms_norm(values: Tensor, norm: nn.RMSNorm) -> Any:
+    def fused_rms_norm(values: Tensor, norm: nn.RMSNorm) -> object:
         autocast = torch.is_autocast_enabled(values.device.type)
         return FusedRMSNorm.apply(values.float() if autocast else values, norm.weight)
 
@@ -346,7 +346,7 @@ ALIASES = {
 class CudaAutocast(TorchFunctionMode):
     """Within the CPU's autocast, compute in float32 what CUDA's does: activations grow by up to a third."""
 
-    def __torch_function__(self, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
+    def __torch_function__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         name = getattr(func, "__name__", "")
         if ALIASES.get(name, name) in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(Tensor, in_float32, (args, kwargs))

@@ -55,7 +55,7 @@ class CountRecord:
     def path(self) -> Path:
         return user_home(os.environ) / FOLDER / f"{checksum(self.facts)[:16]}.json"
 
-    def get(self, parse: Callable[[Any], T], count: Callable[[], T], dump: Callable[[T], Any]) -> T:
+    def get(self, parse: Callable[[Any], T], count: Callable[[], T], dump: Callable[[T], object]) -> T:
         """Return what was counted before; else count, and keep it. `parse` may raise MALFORMED."""
         if self.facts is None:
             return count()
@@ -100,7 +100,7 @@ def checksum(facts: object) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def facts_of(family: ModelFamily) -> dict[str, Any]:
+def facts_of(family: ModelFamily) -> dict[str, object]:
     """Return, as JSON, what every count of a family depends on."""
     settings = family.settings
     return {

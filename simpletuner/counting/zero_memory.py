@@ -143,7 +143,7 @@ class StageChoice:
     reason: str
 
 
-def stage_candidates(with_files: bool, fixed: Mapping[str, object] | None = None) -> Iterator[dict[str, Any]]:
+def stage_candidates(with_files: bool, fixed: Mapping[str, object] | None = None) -> Iterator[dict[str, object]]:
     """Yield combinations of stage and offloading: lowest stage first, then least offloading.
 
     `fixed` are settings that are chosen already. Below stage 3 DeepSpeed offloads no weights, and nothing to files.
@@ -160,7 +160,7 @@ def stage_candidates(with_files: bool, fixed: Mapping[str, object] | None = None
 def choose_stage(
     budget: MemoryBudget,
     candidates: Iterable[dict[str, Any]],
-    estimate_of: Callable[[dict[str, Any]], MemoryEstimate],
+    estimate_of: Callable[[dict[str, object]], MemoryEstimate],
 ) -> StageChoice:
     """Return the first candidate that fits. Raises SettingsError if none does.
 

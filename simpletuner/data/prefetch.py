@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import Barrier
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ class SampleReader:
     skips_first_frame: bool = True
     """True if the first latent frame of clips that continue it has no loss."""
     threads: int = THREADS
-    map_samples: Callable[..., Iterable[Any]] = map
+    map_samples: Callable[..., Iterable[object]] = map
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class DeepSpeedBuilder:
         return choose_stage(budget, candidates, lambda settings: self.estimate(**settings))
 
 
-def parallel_setting(loaded: Loaded, name: str) -> Any:
+def parallel_setting(loaded: Loaded, name: str) -> object:
     return getattr(loaded.settings.parallel, name)
 
 

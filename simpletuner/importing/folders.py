@@ -51,7 +51,7 @@ def condition(found: Translation, path: object, kind: str, **keys: object) -> No
     found.conditions.append(other)
 
 
-def size_of(resolution: object, is_bucketed: bool) -> dict[str, Any]:
+def size_of(resolution: object, is_bucketed: bool) -> dict[str, object]:
     """Return the keys of a size: the edge of a square, or width and height, whose area counts.
 
     Without buckets all images are cropped to that shape.
@@ -118,7 +118,7 @@ def captioned(image: Path, suffix: str) -> bool:
     return False
 
 
-def stills_and_clips(path: object, video: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def stills_and_clips(path: object, video: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     """Yield the additions to a folder's entry, for its stills and for its clips, which are two datasets here.
 
     Without a block `video` all of its files are stills; both are yielded for a folder that is not here.
@@ -211,7 +211,7 @@ FLAGS = {
 FLAG = re.compile(r" --(\w+) ?")
 
 
-def prompt_of_line(line: str, flags: Mapping[str, str] = FLAGS) -> tuple[dict[str, Any], list[str]]:
+def prompt_of_line(line: str, flags: Mapping[str, str] = FLAGS) -> tuple[dict[str, object], list[str]]:
     """Return a prompt with our keys, and the options that have none here: `a cat --w 768 --h 512 --d 1`."""
     parts = FLAG.split(line.strip())
     prompt: dict[str, Any] = {"prompt": parts[0]}
@@ -226,7 +226,7 @@ def prompt_of_line(line: str, flags: Mapping[str, str] = FLAGS) -> tuple[dict[st
     return prompt, sorted(given)
 
 
-def as_number(text: str) -> Any:
+def as_number(text: str) -> object:
     with suppress(ValueError):
         return int(text)
     with suppress(ValueError):

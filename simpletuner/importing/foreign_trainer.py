@@ -141,7 +141,7 @@ class Translation:
         """Unanswered keys of a section."""
         return [key for key in self.values if key.startswith(f"{section}.")]
 
-    def tables(self, values: Mapping[str, Any], key: str, lists: Sequence[str] = ()) -> list[Mapping[str, Any]]:
+    def tables(self, values: Mapping[str, Any], key: str, lists: Sequence[str] = ()) -> list[Mapping[str, object]]:
         """Return the tables of a list, of which only `lists` have lists or tables as values.
 
         Raises SettingsError for values of other kinds.
@@ -226,7 +226,7 @@ class ForeignTrainer:
     """Values of a dataset file for the folders that a run without one names."""
     is_flat: bool = False
     """True if sections are read as if their keys stood side by side."""
-    jobs: Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]] = lambda values: iter([values])
+    jobs: Callable[[Mapping[str, object]], Iterator[Mapping[str, object]]] = lambda values: iter([values])
     """Runs that a file describes."""
 
     def begin(self, file: Path, values: Mapping[str, Any], lines: Mapping[str, int] | None = None) -> Translation:
@@ -251,7 +251,7 @@ def flat_keys(values: Mapping[str, Any]) -> list[str]:
     return [key for key, _ in flatten(values)]
 
 
-def side_by_side(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def side_by_side(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Yield the keys of all sections without them; those of a section go before the others."""
     yield from ((name, value) for name, value in values.items() if not isinstance(value, Mapping))
     yield from (each for value in values.values() if isinstance(value, Mapping) for each in value.items())
@@ -281,7 +281,7 @@ def one_of(names: Mapping[str, str], what: str) -> Convert:
     return convert
 
 
-def nonzero(value: Any) -> Any:
+def nonzero(value: Any) -> object:
     """Return a value, or None for 0, with which a name is off there."""
     return value or None
 

@@ -128,7 +128,7 @@ def import_entry(
     return new
 
 
-def holder_of(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+def holder_of(values: dict[str, Any], key: str) -> tuple[dict[str, object], str]:
     """Mapping that holds a key, and the key's name in it: `parquet.path` is inside of `parquet`."""
     outer, _, inner = key.partition(".")
     is_inner = inner and key not in values and isinstance(values.get(outer), dict)

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -237,7 +236,7 @@ def check_value(setting: str, given: RawValue) -> RawValue:
     return given
 
 
-def relocate(setting: str, value: object, root: Path) -> Any:
+def relocate(setting: str, value: object, root: Path) -> object:
     """Path that means the same from the folder in which this command runs; any other value as it is."""
     field = setting_fields()[setting]
     may_be_path = setting in ("pretrained_model_name_or_path", "resume_from_checkpoint")
@@ -246,7 +245,7 @@ def relocate(setting: str, value: object, root: Path) -> Any:
     return relocated(value, root) if kind_of(field.annotation) is Path or is_folder or is_table else value
 
 
-def relocated(value: object, root: Path) -> Any:
+def relocated(value: object, root: Path) -> object:
     """Return a path that means the same from the folder in which this command runs."""
     if not isinstance(value, str) or root == Path() or not value:
         return value

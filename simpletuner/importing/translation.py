@@ -72,7 +72,7 @@ NOT_WITH_FSDP2 = ("optimi_", "bnb_", "soap")
 
 @dataclass(frozen=True)
 class OriginalFamily:
-    forces: Mapping[str, Any] = field(default_factory=dict)
+    forces: Mapping[str, object] = field(default_factory=dict)
     """Settings that have these values whatever the file says."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """Settings that are at most this, unless the file says i_know_what_i_am_doing, and this where it says nothing."""
@@ -80,7 +80,7 @@ class OriginalFamily:
     """A method of its own that this version does not have."""
 
 
-def aligned(pixels: int, **forces: object) -> dict[str, Any]:
+def aligned(pixels: int, **forces: object) -> dict[str, object]:
     return {"aspect_bucket_alignment": pixels, **forces}
 
 
@@ -268,7 +268,7 @@ def own_values(config: OriginalConfig) -> Iterator[RawValue]:
         yield RawValue("lora_target_modules", targets, "the layers that the original adapts")
 
 
-def only_there(config: OriginalConfig) -> Iterator[tuple[str, Any, str]]:
+def only_there(config: OriginalConfig) -> Iterator[tuple[str, object, str]]:
     """Yield (name, value, reason) of what the original would do with this file and this version does not."""
     is_own = config.family_name == "chroma" and config.asks_for("flow_use_uniform_schedule")  # the way of both programs
     if (reason := config.family.lost) and not is_own:

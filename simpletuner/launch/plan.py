@@ -180,13 +180,13 @@ def chosen_variables(machine: int, launch: Launch) -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in chosen.items()} | visible_gpus(launch)
 
 
-def describe_plans(launch: Launch, arguments: Sequence[str]) -> list[dict[str, Any]]:
+def describe_plans(launch: Launch, arguments: Sequence[str]) -> list[dict[str, object]]:
     """Commands to type on each machine and the processes that they start, for `--dry_run`; `arguments` must
     not set machine_rank."""
     return [describe(machine, launch, list(arguments)) for machine in range(launch.num_machines)]
 
 
-def describe(machine: int, launch: Launch, arguments: list[str]) -> dict[str, Any]:
+def describe(machine: int, launch: Launch, arguments: list[str]) -> dict[str, object]:
     typed = [*arguments, f"--machine_rank={machine}"] if launch.num_machines > 1 else arguments
     plan = plan_of(machine, launch, typed)
     in_place = launch.num_processes == 1

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store as AnyTorchStore
 
 Message = TypeVar("Message")
-Parser = Callable[[Mapping[str, Any]], Message | None]
+Parser = Callable[[Mapping[str, object]], Message | None]
 """Turns a JSON object into a message; None if it is not one."""
 
 # Environment variable with the secret itself; the setting run_secret_file names a file with it.

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -65,7 +64,7 @@ def show_recipe(request: Request) -> Response:
     return HTMLResponse(render("recipe_chosen", **model_choices(request)))
 
 
-def model_choices(request: Request) -> dict[str, Any]:
+def model_choices(request: Request) -> dict[str, object]:
     """Return the values of the fields that a recipe decides, or those of the form without one."""
     families = [name for name, preset in presets().items() if preset.family_class]
     name = field(request, "recipe")

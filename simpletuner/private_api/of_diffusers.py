@@ -75,7 +75,7 @@ class LazyClass:
     def __init__(self, package: str, name: str) -> None:
         self.package, self.name = package, name
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if isinstance(named := getattr(import_module(self.package), self.name), LazyClass):  # it is still left out
             raise AttributeError(f"{self.name} is imported later", name=name, obj=self)
         return getattr(named, name)
@@ -99,7 +99,7 @@ class LazyClass:
 class LazyModule(ModuleType):
     """Stand-in for a module of a package, of which all that its source names is a LazyClass."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         source = self.__spec__.origin if self.__spec__ is not None and not name.startswith("__") else None
         # The package itself makes its names from lists of its modules.
         if source is None or ("." in self.__name__ and name not in Path(source).read_text("utf-8")):

@@ -125,7 +125,7 @@ def device_of(tensor: FakeTensor) -> torch.device:
     return META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
-def trace_operators(function: Any, given: Iterable[Tensor]) -> Any:
+def trace_operators(function: Any, given: Iterable[Tensor]) -> object:
     """Return a graph of the operators of a function of tensors, none of which writes into a tensor.
 
     torch.fx.symbolic_trace gives a function proxies for tensors, which pipelines do not take; torch.export wants a
@@ -136,7 +136,7 @@ def trace_operators(function: Any, given: Iterable[Tensor]) -> Any:
     return make_fx(torch.func.functionalize(function))(*given)
 
 
-def written_by(operator: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def written_by(operator: object, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that an operator writes into, by its schema."""
     schema = getattr(operator, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -196,7 +196,7 @@ class ModuleStub(ModuleType):
         super().__init__(name)
         self.__dict__.update(answers)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):  # inspect asks all modules for such
             raise AttributeError(f"module {self.__name__} has no {name}")
         load_compiler()
@@ -257,7 +257,7 @@ def leave_out_compiler() -> None:
     if COMPILER in sys.modules or KERNELS in sys.modules:
         return
 
-    def same(decorated: Any = None, *_: Any, **__: Any) -> Any:
+    def same(decorated: object = None, *_: Any, **__: object) -> Any:
         return same if decorated is None else decorated
 
     answers: dict[str, Any] = dict.fromkeys(

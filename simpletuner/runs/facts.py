@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from simpletuner.preparation.plan import Plan
 
 # Of a table of names and values.
-Rows = list[tuple[str, Any]]
+Rows = list[tuple[str, object]]
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

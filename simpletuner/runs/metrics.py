@@ -287,7 +287,7 @@ def parse_lines(lines: Sequence[bytes]) -> list[Any]:
     return [row for line in lines for row in parse_line(line)]
 
 
-def parse_line(line: bytes) -> list[Any]:
+def parse_line(line: bytes) -> list[object]:
     try:
         return [json.loads(line)]
     except (ValueError, RecursionError):

@@ -196,7 +196,7 @@ def render_comparison(runs: Mapping[str, Path], folder: Path) -> str:
     )
 
 
-def comparison_facts(runs: Mapping[str, Path]) -> dict[str, Any]:
+def comparison_facts(runs: Mapping[str, Path]) -> dict[str, object]:
     """Return steps and losses of each run, and the settings that differ, for scripts."""
     facts = {}
     for name, path in runs.items():
@@ -221,7 +221,7 @@ def best_of(output: Path, columns: MetricColumns, rows: Sequence[CheckpointRow])
     return best_saved_of(output, [each.step for each in rows])
 
 
-def best_facts(path: Path) -> dict[str, Any]:
+def best_facts(path: Path) -> dict[str, object]:
     """Return the best step of a run and its held-out loss; None without one."""
     from simpletuner.runs.health.best_step import find_best_of
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SETTINGS, HISTORY = "settings.json", "settings_history.jsonl"
 
-Changes = dict[str, list[Any]]
+Changes = dict[str, list[object]]
 """Setting -> [before, now]."""
 
 
@@ -122,7 +122,7 @@ def read_settings(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def parse_settings(content: bytes) -> dict[str, Any]:
+def parse_settings(content: bytes) -> dict[str, object]:
     """Raises ValueError or RecursionError for what is no JSON object."""
     settings = json.loads(content)
     if not isinstance(settings, dict):

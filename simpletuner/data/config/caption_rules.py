@@ -69,7 +69,7 @@ def parse_shuffle(value: object) -> Any:
         raise ValueError(f"{key}: use {allowed(fields[key])}") from None
 
 
-def read_rules(value: object) -> Any:
+def read_rules(value: object) -> object:
     """Return the rules of a list, or of a file: JSON, or text with one rule per line.
 
     Raises ValueError for a file that cannot be read, and for a bad rule, with its place.
@@ -130,13 +130,13 @@ class CaptionKeys(DatasetSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def use_only_instance_prompt(cls, values: Any) -> Any:
+    def use_only_instance_prompt(cls, values: Any) -> object:
         only = isinstance(values, Mapping) and values.get("only_instance_prompt") is True
         return {**values, "caption_strategy": "instanceprompt"} if only else values
 
     @model_validator(mode="before")
     @classmethod
-    def read_disable_multiline_split(cls, values: Any) -> Any:
+    def read_disable_multiline_split(cls, values: Any) -> object:
         is_disabled = values.get("disable_multiline_split") if isinstance(values, Mapping) else None
         if not isinstance(is_disabled, bool):
             return values

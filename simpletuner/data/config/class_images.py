@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from simpletuner.settings.declared.sections import DatasetSettings
 
 
-def read_prompts(value: Any) -> Any:
+def read_prompts(value: Any) -> object:
     """Raises ValueError for what is no prompt, and no list of them."""
     prompts = [value] if isinstance(value, str) else value
     if not isinstance(prompts, list | tuple) or not all(isinstance(each, str) and each.strip() for each in prompts):
@@ -20,7 +20,7 @@ def read_prompts(value: Any) -> Any:
     return tuple(" ".join(each.split()) for each in prompts)
 
 
-def read_class_words(value: Any) -> Any:
+def read_class_words(value: Any) -> object:
     """Raises ValueError for what is not a class word for each trigger word."""
     words = [each for pair in value.items() for each in pair] if isinstance(value, Mapping) else []
     if not words or not all(isinstance(each, str) for each in words) or not all(map(str.strip, value)):
@@ -65,7 +65,7 @@ class ClassImageKeys(DatasetSettings):
 
 
 CLASS_IMAGE_KEYS = tuple(name for name in ClassImageKeys.model_fields if name not in DatasetSettings.model_fields)
-OF_CAPTIONS: dict[str, Any] = {"caption_strategy": "textfile", "prepend_instance_prompt": False}
+OF_CAPTIONS: dict[str, object] = {"caption_strategy": "textfile", "prepend_instance_prompt": False}
 """Values of a dataset of class images in place of the settings that other datasets fall back to."""
 
 

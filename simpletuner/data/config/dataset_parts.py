@@ -24,7 +24,7 @@ ASPECTS = (0.5, 9 / 16, 2 / 3, 0.75, 0.8, 1.0, 1.25, 4 / 3, 1.5, 16 / 9, 2.0)
 """Aspects (width / height) that crop_aspect chooses from by default (crop_aspect_buckets)."""
 
 
-def parse_aspects(value: object) -> Any:
+def parse_aspects(value: object) -> object:
     """Raises ValueError for what is not a list of aspects."""
     if not isinstance(value, list | tuple) or not 1 <= len(value) <= 256:
         raise ValueError("use a list of 1 to 256 aspects (width / height), such as [0.5, 1.0, 2.0]")
@@ -70,7 +70,7 @@ VIDEO = "video"
 DEFAULT_FRAMES = 125
 
 
-def parse_lengths(value: Any) -> Any:
+def parse_lengths(value: Any) -> object:
     """Raises ValueError for what is not a list of lengths."""
     # Below 2^63, as NumPy computes with them.
     are_lengths = isinstance(value, list | tuple) and all(type(each) is int and 0 < each < 1 << 63 for each in value)
@@ -196,7 +196,7 @@ TABLE_RULES: dict[str, Rule] = {
 }
 
 
-def as_list(value: object) -> object:
+def as_list(value: object) -> Any:
     # The original writes one id or column alone, and several as a list.
     return [value] if isinstance(value, str) else value
 

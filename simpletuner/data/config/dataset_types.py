@@ -36,7 +36,7 @@ LARGEST_PIXELS = 1 << 28
 SMALLEST_PIXELS = 64
 
 
-def as_backend(value: object) -> Any:
+def as_backend(value: object) -> object:
     """A table of sizes may be called as one of captions is, by its format."""
     return PARQUET if value == "csv" else value
 
@@ -293,7 +293,7 @@ class SnapshotImages(ImageDataset):
 
     @model_validator(mode="before")
     @classmethod
-    def read_as_folder(cls, values: Any) -> Any:
+    def read_as_folder(cls, values: Any) -> object:
         """The original's `huggingface` for captions and metadata is what happens anyway."""
         anyway = {"caption_strategy": "textfile", "metadata_backend": "discovery"}
         return {**values, **{key: own for key, own in anyway.items() if values.get(key) == "huggingface"}}

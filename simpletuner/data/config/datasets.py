@@ -212,7 +212,7 @@ def mistakes_of_embeds(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
         yield Mistake("default", message, f"{name}:{lines}")
 
 
-def inherited(data: Data) -> dict[str, Any]:
+def inherited(data: Data) -> dict[str, object]:
     """Return the global settings that a dataset falls back to."""
     return {name: getattr(data, name) for name in DatasetSettings.model_fields} | compression(data)
 

@@ -112,7 +112,7 @@ class FileBytes:
         return self.file.read(max(stop - start, 0))
 
 
-def of_tiff(tags: Mapping[int, Any], file: BinaryIO) -> Colours:
+def of_tiff(tags: Mapping[int, object], file: BinaryIO) -> Colours:
     """Colours of TIFF's WhitePoint, PrimaryChromaticities and TransferFunction (TIFF 6.0, section 20), else
     of its EXIF."""
     white, corners = numbers(tags.get(WHITE_POINT), 2), numbers(tags.get(PRIMARY_CHROMATICITIES), 6)

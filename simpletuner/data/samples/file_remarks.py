@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any
 
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.places import id_of_folder
@@ -103,7 +102,7 @@ def entries(scan: Scan, kind: str) -> str:
     )
 
 
-def entry_of(address: str, kind: str) -> dict[str, Any]:
+def entry_of(address: str, kind: str) -> dict[str, object]:
     name = PurePosixPath(address).name
     entry: dict[str, object] = {"id": id_of_folder(name), "instance_data_dir": address}
     if kind == MASKS:

@@ -58,7 +58,7 @@ class DatasetFiles:
     storage: Storage
     list: FileList
 
-    def ids(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def ids(self) -> Iterator[tuple[str, dict[str, object]]]:
         """Yield each row with the id of its sample."""
         for batch in self.list.table.to_batches():
             for row in batch.to_pylist():
@@ -102,7 +102,7 @@ def chunk_digests(datasets: Iterable[DatasetFiles]) -> list[str]:
     return [digest.hexdigest() for digest in digests]
 
 
-def collect_facts(datasets: Iterable[DatasetFiles], chunks: Collection[int]) -> dict[int, dict[str, dict[str, Any]]]:
+def collect_facts(datasets: Iterable[DatasetFiles], chunks: Collection[int]) -> dict[int, dict[str, dict[str, object]]]:
     """Return the facts of every file in these chunks, by chunk and id."""
     found: dict[int, dict[str, dict[str, object]]] = {chunk: {} for chunk in chunks}
     for files in datasets:
@@ -171,7 +171,7 @@ def quote_caption(caption: str | None) -> str:
     return repr(caption if len(caption) <= SHOWN_LETTERS else caption[:SHOWN_LETTERS] + "...")
 
 
-def dataset_facts(datasets: Iterable[ImageDataset]) -> dict[str, dict[str, Any]]:
+def dataset_facts(datasets: Iterable[ImageDataset]) -> dict[str, dict[str, object]]:
     """Return the settings of each dataset that must be equal on all ranks, by id."""
     left_out = {**dict.fromkeys(LOCAL_KEYS, True), PARQUET: {"path"}}
     return {dataset.id: dataset.model_dump(mode="json", exclude=left_out) for dataset in datasets}

@@ -68,7 +68,7 @@ def scan_files(dataset: ImageDataset, storage: Storage, files: Sequence[Mapping[
         return pa.RecordBatch.from_pylist(list(pool.map(read, files)), SCANNED)
 
 
-def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) -> dict[str, Any]:
+def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) -> dict[str, object]:
     row = {
         **file,
         "width": 0,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -107,7 +106,7 @@ class TableFile:
 
     def with_own_columns(self) -> TableFile:
         """Return this table with names of columns if none are given: those that it has. Raises DataError."""
-        settings, chosen = self.settings, dict[str, Any]()
+        settings, chosen = self.settings, dict[str, object]()
         if self.dataset.caption_strategy in TABLE_STRATEGIES and not settings.caption_columns:
             chosen["caption_column"] = [CAPTION_COLUMN]
         if self.dataset.metadata_backend == PARQUET and not settings.size_columns:

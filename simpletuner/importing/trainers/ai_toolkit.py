@@ -130,7 +130,7 @@ RUN = key_table(
 )
 
 
-def jobs(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def jobs(values: Mapping[str, Any]) -> Iterator[Mapping[str, object]]:
     """Yield the processes of a job; one of Wan 2.2 that trains both denoisers is a run of each.
 
     Raises SettingsError for a job that trains no model.
@@ -556,7 +556,7 @@ OWN_FLAGS = {**FLAGS, "seed": "seed", "cfg": "guidance", "steps": "num_inference
 OF_SAMPLES = {"neg": "negative_prompt", "guidance_scale": "guidance", "sample_steps": "num_inference_steps"}
 
 
-def sample_of(run: Translation, given: object) -> dict[str, Any]:
+def sample_of(run: Translation, given: object) -> dict[str, object]:
     """Prompt with keys of validation_prompt_file; empty for what is none."""
     item = given if isinstance(given, Mapping) else {"prompt": given}
     if not isinstance(text := item.get("prompt"), str):

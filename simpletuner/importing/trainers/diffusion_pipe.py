@@ -385,7 +385,7 @@ def beside(found: Translation, resolution: object) -> None:
         found.look("control_path", "an image whose reference has another aspect is left out here, and cropped there")
 
 
-def kinds(given: Mapping[str, object], is_middle: bool) -> Iterator[dict[str, Any]]:
+def kinds(given: Mapping[str, object], is_middle: bool) -> Iterator[dict[str, object]]:
     """Yield the additions to a folder's entry, for its stills and for its clips, which are two datasets here.
 
     Videos are never of the bucket of 1 frame there (dataset.py, `_find_closest_ar_bucket`).
@@ -395,7 +395,7 @@ def kinds(given: Mapping[str, object], is_middle: bool) -> Iterator[dict[str, An
     yield from stills_and_clips(given.get("path"), {"frame_buckets": lengths, **place} if lengths else {})
 
 
-def clip_lengths(given: Mapping[str, object]) -> list[Any]:
+def clip_lengths(given: Mapping[str, object]) -> list[object]:
     lengths = given.get("frame_buckets") or []
     if not isinstance(lengths, list) or not all(type(each) in (int, float) for each in lengths):
         return [lengths]  # which the dataset refuses, with what it takes

@@ -148,7 +148,7 @@ BEFORE = "timestep_distribution before version 4"
 """Key for what a migration overwrites."""
 
 
-def jobs(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def jobs(values: Mapping[str, Any]) -> Iterator[Mapping[str, object]]:
     """Yield the configuration as the newest version has it."""
     given = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for move in (move_optimizer, move_parts, move_weight, rename, copy_prior, copy_dtype):
@@ -612,7 +612,7 @@ def samples(run: Translation) -> None:
     data(run)
 
 
-def sample_of(run: Translation, given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+def sample_of(run: Translation, given: Mapping[str, Any], kind: Kind) -> dict[str, object]:
     own = run.within(given)
     width, height = (int(own.number(name, kind.size_px)) for name in ("width", "height"))
     prompt = {"prompt": given["prompt"], "resolution": f"{width}x{height}"}

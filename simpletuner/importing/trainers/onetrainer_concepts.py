@@ -57,7 +57,7 @@ MASK = "-masklabel"
 LABELS = (f"{MASK}.png", "-condlabel.png")
 
 
-def list_of_file(run: Translation, name: object) -> list[Any] | None:
+def list_of_file(run: Translation, name: object) -> list[object] | None:
     """Return the list in a JSON file that a configuration names; None if there is none."""
     path = first_existing(str(name), (Path(), run.file.parent))
     return read_list(path) if path else None
@@ -152,7 +152,7 @@ def sizes(run: Translation, found: Translation) -> None:
     found.drop(["image_variations", *(f"image.{key}" for key in keys)], "it is crop_style or resolution here")
 
 
-def found_edge(size: str) -> Any:
+def found_edge(size: str) -> object:
     sides = [int(side) for side in size.lower().split("x") if side.strip().isdigit()]
     return math.isqrt(math.prod(sides)) if len(sides) == 2 else size
 

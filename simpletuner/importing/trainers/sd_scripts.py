@@ -549,7 +549,7 @@ PER_DATASET = (
 def of_run(
     run: Translation,
     datasets: Sequence[Mapping[str, Any]],
-    general: Mapping[str, Any],
+    general: Mapping[str, object],
     names: Sequence[tuple[str, str, str, int]] = PER_DATASET,
 ) -> None:
     """Give the run what sd-scripts and musubi-tuner have per dataset: the size of a batch, and the step of sizes.

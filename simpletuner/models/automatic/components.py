@@ -204,7 +204,7 @@ class Copies:
 
     def __init__(self, draw: Callable[..., object]) -> None:
         self.draw = draw
-        self.globals: dict[str, dict[str, Any]] = {}
+        self.globals: dict[str, dict[str, object]] = {}
 
     def block(self, block: Any) -> Any:
         cls, own = type(block), copy.copy(block)
@@ -213,7 +213,7 @@ class Copies:
         own.sub_blocks = type(block.sub_blocks)((name, self.block(each)) for name, each in block.sub_blocks.items())
         return own
 
-    def member(self, value: Any) -> Any:
+    def member(self, value: Any) -> object:
         if isinstance(value, staticmethod | classmethod):
             return type(value)(self.function(value.__func__))
         return self.function(value)
@@ -226,7 +226,7 @@ class Copies:
         made.__kwdefaults__ = plain.__kwdefaults__
         return made
 
-    def globals_of(self, module: Mapping[str, object]) -> dict[str, Any]:
+    def globals_of(self, module: Mapping[str, object]) -> dict[str, object]:
         """Return a module's names with copies of all functions of modular pipelines among them."""
         name = module["__name__"]
         if name not in self.globals:
@@ -276,7 +276,7 @@ class MetaCalls:
             seen: list[dict[str, object]] = []
             found = self.predictor.found
 
-            def record(given: Mapping[str, object]) -> Any:
+            def record(given: Mapping[str, object]) -> object:
                 seen.append(given)
                 return self.predictor.blank(given)
 
@@ -290,7 +290,7 @@ class MetaCalls:
             self.recorded[key] = seen
         return self.recorded[key]
 
-    def without_memory(self, name: str, value: object, noised: Tensor) -> Any:
+    def without_memory(self, name: str, value: object, noised: Tensor) -> object:
         """Input with its floating-point tensors on the device of `noised`, uninitialized if none is read."""
         # Constants have no gradient: CogVideoX writes into what is multiplied by its rotary table.
         fixed = name in self.predictor.found.float32_inputs

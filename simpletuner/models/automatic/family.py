@@ -93,7 +93,7 @@ class AutomaticFamily(ModelFamily):
         optional = getattr(self.pipeline_class, "_optional_components", ())
         return tuple(name for name in optional if name.startswith("text_encoder"))
 
-    def published_scheduler_config(self) -> dict[str, Any]:
+    def published_scheduler_config(self) -> dict[str, object]:
         # Blocks may make their own scheduler (FLUX.3), which the index names in an export.
         own = None if "scheduler" in self.index else getattr(self.pipeline_class, "default_scheduler", lambda: None)()
         if own is None:

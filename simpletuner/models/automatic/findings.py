@@ -134,7 +134,7 @@ class GuidedText:
     """The output of `encode_prompt` for a prompt and a negative prompt."""
 
     structure: TreeSpec
-    constants: tuple[Any, ...]
+    constants: tuple[object, ...]
     positive: tuple[int, ...]
     negative: tuple[int, ...]
     """Numbers of the leaves that depend on one or the other, as many as a caption's own encoding has; or
@@ -160,7 +160,7 @@ class GuidedText:
 class Output:
     """The shape of a denoiser's output relative to its latents."""
 
-    template: Any
+    template: object
     """The output with a number in place of each tensor."""
     ratios: tuple[tuple[Fraction, ...], ...]
     dtype: torch.dtype = torch.float32

@@ -169,7 +169,7 @@ class HookedPipeline:
                 own = {method: self._remembered(getattr(each, method)) for method in ("resize", "preprocess")}
                 self.pipeline.__dict__[name] = StandIn(each, **own)
 
-    def _remembered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _remembered(self, function: Callable[..., object]) -> Callable[..., object]:
         known: dict[object, tuple[object, Any]] = {}
 
         def call(*args: object, **kwargs: object) -> Any:
@@ -216,12 +216,12 @@ class HookedPipeline:
         # Kandinsky 5 and SANA-Video write the image into it.
         return run.noise.clone() if run.has_images else run.noise
 
-    def _call_denoiser(self, *args: object, **kwargs: object) -> Any:
+    def _call_denoiser(self, *args: object, **kwargs: object) -> object:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         self.current.calls.append(given)
         return self.module(**given) if self.current.denoise is None else self.current.denoise(given)
 
-    def _encode_pixels(self, pixels: Tensor, *args: object, **kwargs: object) -> Any:
+    def _encode_pixels(self, pixels: Tensor, *args: object, **kwargs: object) -> object:
         run, vae = self.current, self.stand_ins["vae"].module
         run.shown.append(tuple(pixels.shape))
         if run.encodes == "nothing":
@@ -279,7 +279,7 @@ class HookedPipeline:
 
     # How the pipeline is made to come here.
 
-    def _subclass(self, cls: Any) -> Any:
+    def _subclass(self, cls: Any) -> object:
         """Return a subclass of a pipeline's class that works on `device`, whatever its components are on."""
         outer, on_device = self, property(lambda _: self.device)
 
@@ -300,7 +300,7 @@ class HookedPipeline:
         drawing = {name: self._with_own_noise(each) for name, each in drawing_functions(cls)}
         return type(cls.__name__, (cls,), drawing | own)
 
-    def _with_own_noise(self, function: Any) -> Any:
+    def _with_own_noise(self, function: Any) -> object:
         """Return a copy of a function whose global `randn_tensor` is ours."""
         own = {**function.__globals__, "randn_tensor": self._randn_tensor}
         copy = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
@@ -338,7 +338,7 @@ def stop(given: Mapping[str, object]) -> Any:
     raise StopCall
 
 
-def drawing_functions(cls: object) -> Iterator[tuple[str, Any]]:
+def drawing_functions(cls: object) -> Iterator[tuple[str, object]]:
     """Yield all methods of a class that draw noise, but for `__call__`."""
     for name, function in inspect.getmembers(cls, inspect.isfunction):
         if name != "__call__" and "randn_tensor" in function.__code__.co_names:

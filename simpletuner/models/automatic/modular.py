@@ -121,7 +121,7 @@ class CalledBlocks:
                 )
 
     @classmethod
-    def default_scheduler(cls) -> Any:
+    def default_scheduler(cls) -> object:
         """Return the scheduler that the blocks make where an index names none (FLUX.3), if they do."""
         specs = [each for each in cls.run_by.expected_components if each.name == "scheduler"]
         return next((each.create() for each in specs if each.default_creation_method == "from_config"), None)

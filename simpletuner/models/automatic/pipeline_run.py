@@ -79,11 +79,11 @@ class PipelineRun:
     """The shift that a scheduler with dynamic shifting gets."""
 
 
-class EncodedImage(tuple[Any]):
+class EncodedImage(tuple[object]):
     """Output of a VAE's `encode`, whose posterior is a point."""
 
     @property
-    def latent_dist(self) -> Any:
+    def latent_dist(self) -> object:
         return self[0]
 
 
@@ -114,7 +114,7 @@ class StandIn:
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         return type(self.module)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.module, name)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:

@@ -89,7 +89,7 @@ class Predictor:
     orders: dict[tuple[int, ...], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
     first_maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
-    replays: dict[tuple[Any, ...], CallReplay | None] = field(default_factory=dict)
+    replays: dict[tuple[object, ...], CallReplay | None] = field(default_factory=dict)
 
     def predict(
         self,

@@ -291,11 +291,11 @@ class Proof:
             if inputs := differing(with_vae, without):
                 raise self.study.refused(f"{', '.join(inputs)} of its denoiser depends on weights of its VAE")
 
-    def replayed(self, predictor: Predictor) -> dict[str, Any]:
+    def replayed(self, predictor: Predictor) -> dict[str, object]:
         """Return the denoiser's inputs for images from the cache."""
         seen: list[dict[str, Any]] = []
 
-        def record(given: dict[str, Any]) -> Any:
+        def record(given: dict[str, Any]) -> object:
             seen.append(given)
             return self.predictor.blank(given)
 

@@ -118,7 +118,7 @@ class Study:
         first, time = self.encoded[0], schedule.example()
         output: list[object] = []
 
-        def predict(given: Mapping[str, object]) -> Any:
+        def predict(given: Mapping[str, object]) -> object:
             output.append(self.module(**given))
             return output[-1]
 

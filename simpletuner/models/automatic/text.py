@@ -134,7 +134,7 @@ class TextLayout:
         return self.leaves(record, 0)
 
 
-def collate_texts(axes: Sequence[int | None], texts: Sequence[Sequence[object]]) -> list[Any]:
+def collate_texts(axes: Sequence[int | None], texts: Sequence[Sequence[object]]) -> list[object]:
     """Return leaves of single captions as those of what `encode_prompt` returns for all; shorter ones are padded
     with zeros.
 
@@ -224,7 +224,7 @@ def same(one: Tensor, other: Tensor | None) -> bool:
     return other is not None and one.shape == other.shape and torch.equal(one, other)
 
 
-def to_float32(leaf: Any, device: torch.device) -> Any:
+def to_float32(leaf: Any, device: torch.device) -> object:
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.to(device, torch.float32 if leaf.is_floating_point() else None)

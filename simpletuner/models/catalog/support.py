@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from simpletuner.errors import BrokenRule, SettingsError, SimpleTunerError, collect_error, join_errors
 from simpletuner.models.catalog.architecture import architecture_in_folder, is_path
@@ -295,7 +295,7 @@ def settings_without_effect(loaded: Loaded) -> Iterator[tuple[str, bool]]:
             yield str(with_places(broken(message, name), loaded.origins)), scope.harms
 
 
-def family_defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
+def family_defaults(settings: Settings) -> dict[str, tuple[object, str]]:
     """Values that the family gives to empty settings, each with the reason in words."""
     shift = published_shift(settings.model)
     if settings.objective.flow_schedule_shift is not None or settings.objective.flow_schedule_auto_shift or not shift:

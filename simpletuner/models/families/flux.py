@@ -5,7 +5,7 @@ Dev and the checkpoints trained from it embed the guidance scale; schnell does n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class Flux(ModelFamily):
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         # Guidance is an input of the transformer, so the pipeline runs without a negative prompt.
         return {**positive, **sampling.kwargs()}
 
@@ -105,7 +105,7 @@ class FluxKontext(Flux):
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         # Otherwise it resizes references to sizes of its own, and results to the area of 1024 x 1024 px.
         sizes = {"max_area": sampling.shape.area, "_auto_resize": False}
         return super().pipeline_kwargs(positive, negative, sampling) | sizes

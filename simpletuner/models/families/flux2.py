@@ -8,7 +8,7 @@ scale.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class Flux2(ModelFamily):
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         # Flux2KleinPipeline takes negative embeddings, but has no argument `negative_prompt`.
         embeds = {f"negative_{name}": value for name, value in negative.items()}
         return {**positive, **embeds, **sampling.kwargs()}
@@ -99,7 +99,7 @@ class Flux2Dev(Flux2):
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         return {**positive, **sampling.kwargs()}  # guidance is an input of the transformer
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class Ideogram4(ModelFamily):
     def vae(self, device: torch.device) -> Vae:
         return PatchesFirst(self.folder / "vae", device, self.settings.model)
 
-    def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
         if not self._frozen:
             folder, variant = self.folder / UNCONDITIONAL, self.settings.model.variant
             self._frozen = {UNCONDITIONAL: load_frozen(folder, variant, device, dtype, self.float32_inputs)}
@@ -105,7 +105,7 @@ class Ideogram4(ModelFamily):
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         kwargs = sampling.kwargs() | {"guidance_schedule": None}
         if positive:  # `enter_pipeline` has its embeddings
             kwargs |= {"prompt": "x", "max_sequence_length": positive["prompt_embeds"].shape[1]}

@@ -96,7 +96,7 @@ class LTXVideo(ModelFamily):
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         return super().pipeline_kwargs(positive, negative, sampling) | {
             "num_frames": sampling.shape.frames,
             "frame_rate": FRAME_RATE,

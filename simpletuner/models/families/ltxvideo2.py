@@ -160,7 +160,7 @@ class LTXVideo2(ModelFamily):
     def image_to_video_class(self) -> Any:
         return diffusers_class("LTX2ImageToVideoPipeline")
 
-    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
+    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, object]:
         return {"image": references[0]}
 
     def coords(self, batch: int, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ class LTXVideo2(ModelFamily):
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Guidance by the negative prompt, as strong for audio; not the pipeline's two other kinds."""
         return {
             **joined(positive, ""),
@@ -193,7 +193,7 @@ class LTXVideo2(ModelFamily):
             **{f"{of}guidance_rescale": 0.0 for of in ("", "audio_")},
         }
 
-    def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
         """Audio VAE, in host memory: of a run that trains no sound, for its statistics only."""
         if self._audio_vae is None:
             names = ("audio_vae", "vocoder") if self.stream_weights else ("audio_vae",)
@@ -234,7 +234,7 @@ class PassedConnectors:
         return embeds[..., : self.video_width], embeds[..., self.video_width :], mask
 
 
-def joined(text: Conditioning, start: str) -> dict[str, Any]:
+def joined(text: Conditioning, start: str) -> dict[str, object]:
     """Return the pipeline's arguments of one prompt, as PassedConnectors takes them; nothing for none."""
     if not text:
         return {}

@@ -6,7 +6,7 @@ Its VAE is one for video, its texts are as long as the caption, and its guidance
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from PIL.Image import Image
@@ -81,7 +81,7 @@ class QwenImage(ModelFamily):
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         kwargs = super().pipeline_kwargs(positive, negative if sampling.guidance > 1 else {}, sampling)
         return kwargs | {
             # The pipeline's guidance_scale is for guidance-distilled models, of which none is published.
@@ -119,7 +119,7 @@ class QwenImageEdit(QwenImage):
         embeds, mask = pipeline.encode_prompt(captions, image=images)
         return with_mask(embeds, mask)
 
-    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
+    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, object]:
         return {"image": references[0]}
 
 
@@ -138,7 +138,7 @@ class QwenImageEditPlus(QwenImageEdit):
         each = [self._encode(pipeline, [caption], images) for caption in captions]
         return stack_conditioning([{name: value[0] for name, value in own.items()} for own in each])
 
-    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
+    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, object]:
         return {"image": list(references)}
 
 

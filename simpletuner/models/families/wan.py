@@ -78,7 +78,7 @@ class Wan(ModelFamily):
         low, high = self.sigma_range
         return {**super().facts(), "denoiser": f"{self.denoiser_name}, for noise levels {low:g} to {high:g}"}
 
-    def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
         if self.other_denoiser and not self._frozen:
             folder, variant = self.folder / self.other_denoiser, self.settings.model.variant
             self._frozen = {self.other_denoiser: load_frozen(folder, variant, device, dtype, self.float32_inputs)}
@@ -99,7 +99,7 @@ class Wan(ModelFamily):
     def image_to_video_class(self) -> Any:
         return diffusers_class("WanImageToVideoPipeline")
 
-    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
+    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, object]:
         return {"image": references[0]}
 
     def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
@@ -133,7 +133,7 @@ class Wan(ModelFamily):
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         return super().pipeline_kwargs(positive, negative, sampling) | {"num_frames": sampling.shape.frames}
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
@@ -165,7 +165,7 @@ class WanImageToVideo(Wan):
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         texts = ({name: each[name] for name in each if name != "image_embeds"} for each in (positive, negative))
         return super().pipeline_kwargs(*texts, sampling)
 

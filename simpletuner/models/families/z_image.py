@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class ZImage(ModelFamily):
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         # In this pipeline a guidance scale of 0 means none, in the others 1 does.
         kwargs = sampling.kwargs() | {"guidance_scale": sampling.guidance - 1}
         for prefix, conditioning in (("", positive), ("negative_", negative)):

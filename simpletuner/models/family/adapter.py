@@ -42,7 +42,7 @@ LINEAR_ONLY = {
 """Kinds that cannot adapt a convolution, and why."""
 
 
-def peft_arguments(kind: str, rank: int, alpha: float, dropout: float, factor: int) -> tuple[str, dict[str, Any]]:
+def peft_arguments(kind: str, rank: int, alpha: float, dropout: float, factor: int) -> tuple[str, dict[str, object]]:
     if kind == "oft":
         return "OFT", {"r": 0, "oft_block_size": rank}
     if kind == "loha":
@@ -197,7 +197,7 @@ class Adapter:
             own |= {"assistant_lora": ",".join(self.assistants), "assistant_lora_strength": self.assistant_strength}
         return {"lora_rank": self.rank, "lora_alpha": float(self.alpha), "lora_target_modules": targets} | own
 
-    def peft_arguments(self) -> tuple[str, dict[str, Any]]:
+    def peft_arguments(self) -> tuple[str, dict[str, object]]:
         """Return peft's name of this kind of adapter, and the arguments of its config."""
         return peft_arguments(self.kind, self.rank, self.alpha, self.dropout, self.factor)
 

@@ -102,7 +102,7 @@ class ModelFamily(PipelineFolder, ABC):
     pipeline_options: Mapping[str, object] = MappingProxyType({})
     """Arguments of every call of the pipeline."""
 
-    lora_options: Mapping[str, Any] = MappingProxyType({})
+    lora_options: Mapping[str, object] = MappingProxyType({})
     """Arguments for the pipeline's `load_lora_weights` to load a LoRA into this denoiser."""
 
     sequence_plan: ClassVar[SequencePlan | None] = None
@@ -168,7 +168,7 @@ class ModelFamily(PipelineFolder, ABC):
         """The least and the highest noise level at which the pipeline calls the denoiser."""
         return EVERY_SIGMA
 
-    def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    def sampling_components(self, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
         """Components for sampling, besides VAE and trained denoiser; each call returns the same ones."""
         return {}
 
@@ -208,7 +208,7 @@ class ModelFamily(PipelineFolder, ABC):
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Arguments of the pipeline's call; here for classifier-free guidance with negative embeddings."""
         embeds = {f"negative_{name}": value for name, value in negative.items()}
         if negative:
@@ -216,7 +216,7 @@ class ModelFamily(PipelineFolder, ABC):
             embeds["negative_prompt"] = None
         return {**positive, **embeds, **sampling.kwargs(), **self.pipeline_options}
 
-    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, Any]:
+    def reference_kwargs(self, references: Sequence[Image]) -> dict[str, object]:
         """Arguments of the pipeline's `__call__` for reference images."""
         return {"image": list(references)}
 

@@ -106,7 +106,7 @@ class PipelineFolder:
         """Denoiser without memory, buffers included, for names, shapes and classes. Not to be modified."""
         return self.denoiser(include_buffers=True)
 
-    def published_scheduler_config(self) -> dict[str, Any]:
+    def published_scheduler_config(self) -> dict[str, object]:
         return read_json(self.folder / "scheduler" / "scheduler_config.json")
 
     def exported_config(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from PIL.Image import Image
@@ -24,7 +23,7 @@ class SamplingParams:
     references: tuple[Image, ...] = ()
     """Reference images of the prompt, in the size of their encoding."""
 
-    def kwargs(self) -> dict[str, Any]:
+    def kwargs(self) -> dict[str, object]:
         """Arguments that every pipeline of diffusers takes, so that it returns latents."""
         return {
             "width": self.shape.width,

@@ -153,7 +153,7 @@ def refuse_pickles(folder: Path) -> None:
             check_weight_map(config, {"transformers_weights": named})
 
 
-def check_weight_map(path: Path, weight_map: Any) -> None:
+def check_weight_map(path: Path, weight_map: object) -> None:
     """Raise EnvironmentNotReady unless an index names only safetensors files in its own folder."""
     if not isinstance(weight_map, dict):
         raise EnvironmentNotReady(f"{path} has no weight_map: it is no index of weights", CHECK_COPY)

@@ -272,7 +272,7 @@ def note_of(family: ModelFamily) -> Path:
     return user_home(os.environ) / NOTES / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
 
 
-def checked_facts(family: ModelFamily) -> dict[str, Any]:
+def checked_facts(family: ModelFamily) -> dict[str, object]:
     """Return, as JSON has it, what the verdict depends on: settings of the model, versions, and what is
     read of each file."""
     paths = (path for path in sorted(family.folder.rglob("*")) if path.is_file())
@@ -281,7 +281,7 @@ def checked_facts(family: ModelFamily) -> dict[str, Any]:
     return {"checks": CHECKS, "folder": str(family.folder), "model": model, "versions": versions(), "files": files}
 
 
-def identity_of(path: Path) -> list[Any]:
+def identity_of(path: Path) -> list[object]:
     """Return a file's size and the checksum of what the check reads: the header of weights, other files
     whole.
 
@@ -300,7 +300,7 @@ def identity_of(path: Path) -> list[Any]:
         return [size, stream_checksum(file)]
 
 
-def read_note(path: Path) -> Any:
+def read_note(path: Path) -> object:
     """Content of a note; None if it is missing or damaged."""
     try:
         return json.loads(read_file(path))

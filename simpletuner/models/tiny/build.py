@@ -66,7 +66,7 @@ def build_preset(tiny: Tiny, **changes: Mapping[str, object]) -> Any:
     return pipeline
 
 
-def assemble(cls: Any, components: dict[str, Any], options: Mapping[str, object]) -> Any:
+def assemble(cls: Any, components: dict[str, Any], options: Mapping[str, object]) -> object:
     """Return a pipeline of components; a processor of chats is its tokenizer, too, where it has both."""
     is_modular = hasattr(cls, "update_components")
     names = cls().component_names if is_modular else [*inspect.signature(cls.__init__).parameters]
@@ -86,7 +86,7 @@ def save(pipeline: Any, folder: Path) -> None:
     pipeline.save_pretrained(str(folder), **{"overwrite_modular_index": True} if is_modular else {})
 
 
-def build_component(name: str, described: Mapping[str, object]) -> dict[str, Any]:
+def build_component(name: str, described: Mapping[str, object]) -> dict[str, object]:
     """Return a component by its name; a text encoder comes with its tokenizer."""
     import diffusers
 

@@ -76,7 +76,7 @@ QWEN_DEEP: dict[str, object] = {
 }
 
 
-def build_encoder(kind: str, **config: object) -> tuple[Any, Any]:
+def build_encoder(kind: str, **config: object) -> tuple[object, object]:
     """Return the tokenizer and the text encoder of a kind that presets name."""
     build_tokenizer, build = ENCODERS[kind]
     tokenizer = build_tokenizer()

@@ -12,11 +12,11 @@ import codecs
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from simpletuner.data.scan.captions import BYTE_ORDER_MARKS, MAX_BYTES, caption_file, decode_text
 from simpletuner.data.storage.storage import UnreadableFileError
@@ -30,6 +30,9 @@ from simpletuner.system.files.mounts import sync
 from simpletuner.system.files.paths import ENVIRONMENT
 from simpletuner.system.files.regular_files import read_end, read_file
 from simpletuner.system.files.unread import MALFORMED
+
+if TYPE_CHECKING:
+    from simpletuner.tools.dataset.listing import ListedFacts
 
 # Bytes read from the end of the journal: 10,000 edits of captions of 300 letters.
 READ_BYTES = 8 << 20
@@ -107,21 +110,21 @@ def edits_below(folder: Path) -> Iterator[CaptionEdit]:
                 yield edit
 
 
-def why_hidden(folders: Folders, facts: Mapping[str, Any]) -> str:
+def why_hidden(folders: Folders, facts: ListedFacts) -> str:
     """Return a sentence if the dataset is read from outside of the page's folders, which are never shown;
     else empty."""
     outside = [place for place in facts["places"] if not folders.holds(place)]
     return f"{outside[0]} is not in the folders of the page: start it with --folder to see more." if outside else ""
 
 
-def why_no_pictures(facts: Mapping[str, Any]) -> str:
+def why_no_pictures(facts: ListedFacts) -> str:
     """Return a sentence for a dataset that is shown without pictures; else empty."""
     if facts["noun"] != "image":
         return f"Of {facts['noun']}s no pictures are shown."
     return "" if facts["folder"] else "Its images are in no folder of this machine: they are listed without pictures."
 
 
-def file_in(folders: Folders, facts: Mapping[str, Any], name: str) -> Path:
+def file_in(folders: Folders, facts: ListedFacts, name: str) -> Path:
     """Return the real path of a file of a dataset. Raises SettingsError outside the page's folders."""
     if not facts["folder"]:
         raise SettingsError(f"{name} is in no folder of this machine", "its dataset is read from elsewhere")
@@ -177,7 +180,7 @@ class Caption:
         raise SettingsError("this text cannot be saved: it has a character that is none", "remove it")
 
 
-def open_caption(folders: Folders, facts: Mapping[str, Any], name: str) -> Caption:
+def open_caption(folders: Folders, facts: ListedFacts, name: str) -> Caption:
     """Read the caption file of an image.
 
     Raises SettingsError where it is not to be edited: outside the page's folders, a link, or not in a text file.
@@ -192,7 +195,7 @@ def open_caption(folders: Folders, facts: Mapping[str, Any], name: str) -> Capti
     return Caption(name, path, content, facts["caption_encoding"])
 
 
-def caption_path(folders: Folders, facts: Mapping[str, Any], name: str) -> Path:
+def caption_path(folders: Folders, facts: ListedFacts, name: str) -> Path:
     """Raises SettingsError for a link, which might be what other datasets read, too."""
     path = file_in(folders, facts, caption_file(name))
     if (Path(facts["folder"]) / caption_file(name)).is_symlink():

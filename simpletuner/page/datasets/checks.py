@@ -8,7 +8,7 @@ import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from starlette.requests import Request
 
@@ -30,6 +30,9 @@ from simpletuner.system.files.lease_folder import holder_of
 from simpletuner.system.files.locks import RUN_LOCK
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus
+
+if TYPE_CHECKING:
+    from simpletuner.tools.dataset.listing import Listing
 
 # Name of the file that `tools/dataset/listing.py` writes, which takes half a second to import.
 LISTING = "datasets.json"
@@ -68,14 +71,15 @@ class Checked:
         """Raises SettingsError for mistakes, and for settings that name files outside the page's folders."""
         return load_document(self.document, folders_of(request), os.environ).settings
 
-    def found(self) -> dict[str, Any] | None:
+    def found(self) -> Listing | None:
         """Read the results of the last check; None if there are none, or another version wrote them."""
         with suppress(OSError, ValueError, RecursionError):
             found = json.loads(read_file(self.run.path / LISTING))
-            return found if isinstance(found, dict) and found.get("version") == __version__ else None
+            if isinstance(found, dict) and found.get("version") == __version__:
+                return cast("Listing", found)  # each version reads what itself has written alone
         return None
 
-    def is_outdated(self, found: dict[str, Any]) -> bool:
+    def is_outdated(self, found: Listing) -> bool:
         """True if the file of settings was written after the check."""
         return self.document.path.stat().st_mtime > found["checked"]
 

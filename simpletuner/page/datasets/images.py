@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,9 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.runs.images import SHOWN_PIXELS, thumbnail
 from simpletuner.system.files.regular_files import open_regular
 from simpletuner.system.files.unread import MALFORMED
+
+if TYPE_CHECKING:
+    from simpletuner.tools.dataset.listing import ListedFacts, Listing
 
 # pyarrow comes without types.
 
@@ -75,7 +78,7 @@ class ListedImage:
     top: int
     why: str = ""
     """Reason or measure of the finding by which the images were chosen."""
-    findings: Sequence[Mapping[str, Any]] = ()
+    findings: Sequence[Mapping[str, object]] = ()
     """All findings about it, as in the listing."""
 
     @property
@@ -108,7 +111,7 @@ class ImagePage:
 class ListedDataset:
     """A dataset of a kept result; `facts` are those of its entry in the listing."""
 
-    facts: Mapping[str, Any]
+    facts: ListedFacts
     images: pa.Table
     found: pa.Table
     checked: float = 0.0
@@ -117,7 +120,7 @@ class ListedDataset:
     """False where it read headers alone."""
 
     @classmethod
-    def open(cls, folder: Path, facts: Mapping[str, Any], found: Mapping[str, Any]) -> ListedDataset:
+    def open(cls, folder: Path, facts: ListedFacts, found: Listing) -> ListedDataset:
         """Raises EnvironmentNotReady where the files of a result are gone."""
         try:
             paths = [folder / facts["tables"][name] for name in ("images", "found")]
@@ -136,7 +139,8 @@ class ListedDataset:
         rows = found["row"].to_numpy() if found is not None else np.arange(len(self.images))
         kept = self._matches(query)[rows]
         rows = rows[kept]
-        if found is not None and self.facts["findings"][query.finding]["topic"] == "repeats":
+        topic = self.facts["findings"][query.finding]["topic"] if query.finding is not None else ""
+        if found is not None and topic == "repeats":
             return self._page_of_groups(rows, found["group"].to_numpy()[kept], query.page)
         places = np.flatnonzero(kept)
         if (key := self._sort_key(query.order)) is not None:

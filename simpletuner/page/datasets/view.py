@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -16,6 +15,7 @@ from simpletuner.page.rendering import field, folders_of
 
 if TYPE_CHECKING:
     from simpletuner.page.datasets.images import ImagePage, ImageQuery, ListedDataset
+    from simpletuner.tools.dataset.listing import ListedFacts, Listing
 
 EDITS = 20
 """Edits that the page lists, and offers to undo."""
@@ -44,7 +44,7 @@ def image_name(request: Request, dataset: ListedDataset) -> str:
     return name
 
 
-def dataset_values(request: Request, checked: Checked, found: Mapping[str, object]) -> dict[str, Any]:
+def dataset_values(request: Request, checked: Checked, found: Listing) -> dict[str, Any]:
     """Return the page's values of the dataset that a request names, or of the first one."""
     from simpletuner.page.datasets.images import LEFT_OUT, ORDERS, ListedDataset
 
@@ -88,7 +88,7 @@ def dataset_values(request: Request, checked: Checked, found: Mapping[str, objec
     }
 
 
-def captions_on_disk(request: Request, facts: Mapping[str, object], chosen: ImagePage) -> dict[int, str]:
+def captions_on_disk(request: Request, facts: ListedFacts, chosen: ImagePage) -> dict[int, str]:
     """Return the current captions of a page's editable images."""
     from simpletuner.page.datasets.captions import open_caption
 
@@ -101,7 +101,7 @@ def captions_on_disk(request: Request, facts: Mapping[str, object], chosen: Imag
     return texts
 
 
-def edit_values(request: Request, file: str, dataset: ListedDataset) -> dict[str, Any]:
+def edit_values(request: Request, file: str, dataset: ListedDataset) -> dict[str, object]:
     facts = dataset.facts
     is_editable = not facts["not_editable"] and not why_hidden(folders_of(request), facts)
     edits = edits_of(request, facts) if is_editable else []
@@ -111,11 +111,11 @@ def edit_values(request: Request, file: str, dataset: ListedDataset) -> dict[str
     return {"file": file, "facts": facts, "is_editable": is_editable, **values}
 
 
-def edits_of(request: Request, facts: Mapping[str, Any]) -> list[CaptionEdit]:
+def edits_of(request: Request, facts: ListedFacts) -> list[CaptionEdit]:
     return list(edits_below(folders_of(request).resolve(facts["folder"])))
 
 
-def dataset_named(found: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+def dataset_named(found: Listing, name: str) -> ListedFacts | None:
     """Return the dataset of this name, or the first one where none is given."""
     named = [each for each in found["datasets"] if each["id"] == name or not name]
     return named[0] if named else None

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -89,7 +88,7 @@ def answers_of(request: Request) -> dict[str, str]:
     return {name: text for name, text in given.items() if text}
 
 
-def dialog_values(request: Request, document: Document, builder: DeepSpeedBuilder) -> dict[str, Any]:
+def dialog_values(request: Request, document: Document, builder: DeepSpeedBuilder) -> dict[str, object]:
     loaded = builder.load()
     return {
         "questions": [ask(each.setting, each.text, loaded) for each in ASKED],

@@ -70,7 +70,7 @@ class Document:
         return {name: value for name, value in named if name is not None}
 
     @cached_property
-    def changes(self) -> dict[str, Any]:
+    def changes(self) -> dict[str, object]:
         """Return the typed changes, converted to the types of the settings where they are valid."""
         return {name: parse_typed(name, text) for name, text in self.typed.items()}
 
@@ -96,7 +96,7 @@ class Document:
         return kept + typed
 
 
-def parse_typed(name: str, text: str) -> Any:
+def parse_typed(name: str, text: str) -> object:
     """Convert a field's text to what a file holds; what is not valid stays text, for the mistake about it."""
     annotation = setting_fields()[name].annotation
     if not text.strip():
@@ -119,7 +119,7 @@ def parse_typed(name: str, text: str) -> Any:
     return without_point(value) if is_plain else text.strip()
 
 
-def parse_table(text: str) -> Any:
+def parse_table(text: str) -> object:
     """Return a JSON object, or the path or pairs that were typed instead."""
     try:
         return parse_json(text) if text.startswith("{") else text

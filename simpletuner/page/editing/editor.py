@@ -159,7 +159,7 @@ def saved_toast(document: Document, examined: ConfigCheck) -> str:
     return toast(said, f"{count_noun(examined.count, 'mistake')} in it: a run would not start", "warning")
 
 
-def conflict_of(request: Request, document: Document) -> dict[str, Any]:
+def conflict_of(request: Request, document: Document) -> dict[str, object]:
     """Both versions: the file as it is now, and with what was typed on top of it."""
     on_disk = {name: str(document.values.get(name, "not set")) for name in document.typed}
     view = view_named(field(request, "view"))

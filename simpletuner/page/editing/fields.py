@@ -181,7 +181,7 @@ def make_field(
     )
 
 
-def control_of(name: str, annotation: Any) -> str:
+def control_of(name: str, annotation: object) -> str:
     if is_secret(name):
         return "secret"
     if annotation in SWITCHES or choices_of(annotation) or name in ("model_family", "model_flavour"):

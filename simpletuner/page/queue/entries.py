@@ -160,12 +160,12 @@ def adapter() -> TypeAdapter[list[QueueEntry]]:
     return TypeAdapter(list[QueueEntry])
 
 
-def with_others(row: Mapping[str, object]) -> dict[str, Any]:
+def with_others(row: Mapping[str, object]) -> dict[str, object]:
     """Return the fields of an entry, with all other names in `others`."""
     return {**row, "others": {name: value for name, value in row.items() if name not in QueueEntry.__annotations__}}
 
 
-def as_row(entry: QueueEntry) -> dict[str, Any]:
+def as_row(entry: QueueEntry) -> dict[str, object]:
     row = asdict(entry)
     return {**row.pop("others"), **row}
 

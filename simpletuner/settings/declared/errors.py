@@ -43,7 +43,7 @@ def is_secret(name: object) -> bool:
     return kind_of(field.annotation) is SecretStr if field else SECRET.search(str(name)) is not None
 
 
-def without_secrets(value: object) -> Any:
+def without_secrets(value: object) -> object:
     """Return JSON with dots instead of secrets, at any depth."""
     if isinstance(value, list):
         return [without_secrets(item) for item in value]

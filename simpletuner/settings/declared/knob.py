@@ -55,7 +55,7 @@ def shown_default(field: FieldInfo) -> str:
     return "" if value in (None, "", []) else str(value)
 
 
-def kind_of(annotation: object) -> Any:
+def kind_of(annotation: object) -> object:
     """The plain type behind an annotation, looking through Optional."""
     if get_origin(annotation) in (Union, types.UnionType):
         return kind_of(next(part for part in get_args(annotation) if part is not type(None)))
@@ -99,7 +99,7 @@ class Section(BaseModel):
     # One for all checks: pydantic takes 0.05 ms to inspect each validator of each field, at each start.
     @field_validator("*", mode="wrap")
     @classmethod
-    def check_value(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    def check_value(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
         annotation = cls.model_fields[str(info.field_name)].annotation
         # First, since pydantic cannot hold the message of another check that quotes such a text.
         refuse_unwritable_text(value)
@@ -117,14 +117,14 @@ def refuse_unwritable_text(value: object) -> None:
             raise ValueError("text must be UTF-8 without NUL characters")
 
 
-def refuse_bool_as_number(value: object, annotation: Any) -> None:
+def refuse_bool_as_number(value: object, annotation: object) -> None:
     # pydantic would take them as 1 and 0.
     is_number = annotation in NUMBERS or any(isinstance(choice, int) for choice in choices_of(annotation))
     if isinstance(value, bool) and is_number:
         raise PydanticCustomError("word", "a number is expected")
 
 
-def with_expanded_path(value: Any, annotation: Any) -> Any:
+def with_expanded_path(value: Any, annotation: object) -> object:
     """Expand `~` and `{env:NAME}` wherever a path comes from: flag, file, variable."""
     if annotation == list[Path] and isinstance(value, list):
         return [expand_path(each) if isinstance(each, str | Path) else each for each in value]
@@ -163,6 +163,6 @@ def own_defaults(optimizer: object) -> Mapping[str, float]:
     return OWN_DEFAULTS.get(optimizer, {}) if isinstance(optimizer, str) else {}
 
 
-def with_own_defaults(values: object) -> Any:
+def with_own_defaults(values: object) -> object:
     """Add an optimizer's own defaults to the settings that were given with it."""
     return {**own_defaults(values.get("optimizer")), **values} if isinstance(values, dict) else values

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.editors.text_editors import REMOVED, Edit, edit_env, edit_json, edit_toml
@@ -94,7 +93,7 @@ def shown(edit: Edit) -> str:
     return json.dumps(edit.value, ensure_ascii=False)
 
 
-def as_read(path: Path, value: object) -> Any:
+def as_read(path: Path, value: object) -> object:
     """Value as the reader of a format returns it: TOML has no null, and in .env files all is text."""
     if value is REMOVED or suffix_of(path) in (".json", ".yaml", ".yml"):
         return value

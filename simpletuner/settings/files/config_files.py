@@ -166,5 +166,5 @@ def check_depth(value: object) -> None:
             raise ValueError(TOO_DEEP)
 
 
-def items_of(value: object) -> list[Any]:
+def items_of(value: object) -> list[object]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []

@@ -59,7 +59,7 @@ def read_entries(path: Path, environment: Mapping[str, str] = os.environ) -> lis
         return parse_entries(path, read_text(path), environment)
 
 
-def read_list(path: Path) -> list[Any] | None:
+def read_list(path: Path) -> list[object] | None:
     """Return the list in a JSON file; None where it cannot be read or holds none."""
     with suppress(OSError, NotParsed, ValueError, RecursionError):
         listed = json.loads(read_text(path))
@@ -109,7 +109,7 @@ def suffix_of(path: Path) -> str:
     return ".env" if ENV_HEAD.match(head) and not is_toml(text) else ".toml"
 
 
-class Pairs(dict[str, Any]):
+class Pairs(dict[str, object]):
     """A JSON object that remembers all its pairs, duplicate names included."""
 
     def __init__(self, pairs: list[tuple[str, object]]) -> None:
@@ -196,7 +196,7 @@ def toml_line(name: str, value: object) -> str:
     return f"{name} = {toml_text(toml_value(value))}"
 
 
-def toml_value(value: object) -> Any:
+def toml_value(value: object) -> object:
     """TOML has no null: `none` stands for it, JSON text for tables and lists that hold one."""
     holds_nothing = isinstance(value, dict | list) and "null" in json.dumps(value)
     return as_text(value) if value is None or holds_nothing else value

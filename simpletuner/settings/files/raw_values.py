@@ -41,7 +41,7 @@ def file_of_reference(value: str) -> Path | None:
     return expand_path(found["path"]) if found else None
 
 
-def resolve_reference(value: object) -> Any:
+def resolve_reference(value: object) -> object:
     """Secret that a reference names; any other value as it is. Raises ValueError where it is not there."""
     if not isinstance(value, str):
         return value
@@ -51,7 +51,7 @@ def resolve_reference(value: object) -> Any:
     return value_in_file(path, value.rpartition("#")[2].removesuffix("}")) if path else value
 
 
-def value_in_file(path: Path, key: str) -> Any:
+def value_in_file(path: Path, key: str) -> object:
     """Read one key of a config file. Raises ValueError if it is missing or the file is unreadable."""
     try:
         values = {entry.key: entry.value for entry in read_entries(path)}
@@ -83,7 +83,7 @@ class RawValue:
     """Reference that replaces a secret value: `{env:NAME}` or `{file:PATH#KEY}`."""
 
     @property
-    def as_written(self) -> Any:
+    def as_written(self) -> object:
         return self.value if self.written is None else self.written
 
 

@@ -69,7 +69,7 @@ def read_strategy(value: object) -> bool:
     return RESHARDS[name]
 
 
-def read_resharding(value: object) -> Any:
+def read_resharding(value: object) -> object:
     """Convert a boolean for freeing weights, or a strategy; validation refuses anything else."""
     return RESHARDS.get(strategy_name(value), value)
 

@@ -94,13 +94,13 @@ def deepspeed_config(settings: Settings, world_size: int, largest_tensor: int = 
     return config | ({"scheduler": scheduler} if scheduler else {})
 
 
-def extra_deepspeed_settings(settings: Settings) -> dict[str, Any] | None:
+def extra_deepspeed_settings(settings: Settings) -> dict[str, object] | None:
     """Keys of deepspeed_config that no other setting produces."""
     bare = settings.model_copy(update={"parallel": settings.parallel.model_copy(update={"deepspeed_config": None})})
     return diff(settings.parallel.deepspeed_config or {}, deepspeed_config(bare, settings.launch.num_processes)) or None
 
 
-def diff(kept: Mapping[str, object], ours: Mapping[str, object]) -> dict[str, Any]:
+def diff(kept: Mapping[str, object], ours: Mapping[str, object]) -> dict[str, object]:
     """Return `kept` without what `ours` says already, at any depth."""
     result = {}
     for name, value in kept.items():
@@ -111,7 +111,7 @@ def diff(kept: Mapping[str, object], ours: Mapping[str, object]) -> dict[str, An
     return result
 
 
-def merge(ours: Mapping[str, object], kept: Mapping[str, object]) -> dict[str, Any]:
+def merge(ours: Mapping[str, object], kept: Mapping[str, object]) -> dict[str, object]:
     """Return a copy of `ours` with `kept` put over it, at any depth."""
     result = copy.deepcopy(dict(ours))
     for name, value in kept.items():
@@ -131,7 +131,7 @@ SCHEDULE_SETTINGS = {
 """Parameters of schedules, and the settings that they are made of."""
 
 
-def with_auto(config: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
+def with_auto(config: Mapping[str, Any], chosen: Collection[str]) -> dict[str, object]:
     """Complete configuration with `auto` for each number of a setting that is not among the chosen ones."""
     result = {name: value if name in chosen_keys(chosen) else AUTO for name, value in numbers_of(config).items()}
     rest = {name: value for name, value in config.items() if name not in result}
@@ -144,7 +144,7 @@ def with_auto(config: Mapping[str, Any], chosen: Collection[str]) -> dict[str, A
     return result | {name: value for name, value in rest.items() if value}
 
 
-def numbers_of(config: Mapping[str, object]) -> dict[str, Any]:
+def numbers_of(config: Mapping[str, object]) -> dict[str, object]:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     return {name: config[name] for name in names}
 
@@ -154,14 +154,14 @@ def chosen_keys(chosen: Collection[str]) -> set[str]:
     return {name for name, rule in RULES.items() if isinstance(rule, Maps) and rule.setting in chosen}
 
 
-def params_with_auto(params: Mapping[str, object], chosen: Collection[str]) -> dict[str, Any]:
+def params_with_auto(params: Mapping[str, object], chosen: Collection[str]) -> dict[str, object]:
     settings = {name: {setting} for name, setting in SETTINGS.items()} | {"betas": {"adam_beta1", "adam_beta2"}}
     return {
         name: value if name not in settings or settings[name] & set(chosen) else AUTO for name, value in params.items()
     }
 
 
-def schedule_with_auto(block: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
+def schedule_with_auto(block: Mapping[str, Any], chosen: Collection[str]) -> dict[str, object]:
     """Return a schedule; an empty one where none was chosen."""
     if "lr_scheduler" not in chosen and "lr_warmup_steps" not in chosen:
         return {}

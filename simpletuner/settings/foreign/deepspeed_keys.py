@@ -95,7 +95,7 @@ def words(*known: str) -> Convert:
     return reader(f"one of {', '.join(known)}", lambda value: to_word(value, known))
 
 
-def read_stage(value: object) -> Any:
+def read_stage(value: object) -> object:
     """Convert a ZeRO stage; what is none of them is left to validation."""
     if isinstance(value, bool):
         raise ValueError("use 1, 2 or 3")

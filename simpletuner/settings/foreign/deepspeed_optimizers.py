@@ -176,7 +176,7 @@ def read_params(spec: OptimizerSpec, params: Mapping[str, object], parsed: Parse
     parsed.read(rest, spec.table, "optimizer.params.")
 
 
-def optimizer_block(settings: Settings) -> dict[str, Any]:
+def optimizer_block(settings: Settings) -> dict[str, object]:
     own = settings.optimizer
     spec = OPTIMIZERS[own.optimizer]
     ours = {name: getattr(own, setting) for name, setting in SETTINGS.items()}

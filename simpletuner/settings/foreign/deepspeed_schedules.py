@@ -6,7 +6,6 @@ What each does stands in runtime/lr_schedules.py (0.19). Ours is a function of t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from simpletuner.settings.declared.errors import did_you_mean
 from simpletuner.settings.declared.sections import Settings
@@ -122,7 +121,7 @@ def read_end(name: str, given: Mapping[str, object], learning_rate: float, parse
             parsed.refuse(path, ratio, str(error))
 
 
-def scheduler_block(settings: Settings) -> dict[str, Any]:
+def scheduler_block(settings: Settings) -> dict[str, object]:
     """Scheduler of DeepSpeed's JSON for our settings; empty where DeepSpeed has none that does the same."""
     own, total = settings.optimizer, settings.training.max_train_steps
     if 0 < own.lr_warmup_steps < 1:

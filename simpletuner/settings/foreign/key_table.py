@@ -19,7 +19,7 @@ Convert = Callable[[Any], Any]
 """Converts a value, or raises ValueError with what to write instead."""
 
 
-def unchanged(value: object) -> Any:
+def unchanged(value: object) -> object:
     return value
 
 
@@ -97,7 +97,7 @@ class KeyTable:
     rules: Mapping[str, Rule]
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Canonical key by alternative name."""
-    unset: tuple[Any, ...] = (None,)
+    unset: tuple[object, ...] = (None,)
     """Values that stand for a key that is not there."""
     is_off: Callable[[Any], bool] = lambda value: value is None
     """Predicate of values that turn an ignored or refused key off, so that there is nothing to report."""

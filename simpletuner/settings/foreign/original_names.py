@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 from simpletuner.settings.declared.sections import SECTION_OF, setting_fields
 from simpletuner.settings.foreign.key_table import Ignores, KeyTable, MappedField, Maps, Refuses, Rule, map_field
@@ -191,7 +191,7 @@ LIBRARIES = ("optimi_", "bnb_", "torch_", "torchao_", "ao_", "dadapt")
 NOT_HERE = "this version does not have it; adamw takes its place, with a learning_rate of its own"
 
 
-def optimizer_here(value: object) -> Any:
+def optimizer_here(value: object) -> object:
     """Optimizer that takes the place of one of the original's. Raises ValueError where none does."""
     name = normalize_name(value)
     if any(bits in name for bits in FEW_BITS):
@@ -201,7 +201,7 @@ def optimizer_here(value: object) -> Any:
     return OPTIMIZERS.get(name, (value, ""))[0]
 
 
-def target_names(value: object) -> Any:
+def target_names(value: object) -> object:
     """Return a list of names as one text; the original also has them as JSON in a text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -211,12 +211,12 @@ def target_names(value: object) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list) else value
 
 
-def zero_as(here: object) -> Callable[[Any], Any]:
+def zero_as(here: object) -> Callable[[object], object]:
     """Conversion of 0, the original's value for a setting that is not set."""
     return lambda value: here if not isinstance(value, bool) and value in ZERO else value
 
 
-def adapter_here(value: object) -> Any:
+def adapter_here(value: object) -> object:
     """Kind of adapter, also for use_dora. Raises ValueError for LyCORIS, whose algorithm has its own file."""
     if normalize_name(value) == "lycoris":
         raise ValueError("set lora_type to the algorithm of lycoris_config (loha, lokr; lora for locon), and its sizes")
@@ -243,7 +243,7 @@ VALUES: dict[str, Maps] = {
 """Names that both have, with values that only the original knows."""
 
 
-def names_of(texts: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+def names_of(texts: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[object, ...]]]:
     """Yield (answer, name, values that ask for nothing) of the data."""
     for answer, text in texts.items():
         for word in text.split():

@@ -249,7 +249,7 @@ def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
     return replace(given, name=name, value=value, file=file)
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> object:
     """Parse JSON. Raises ValueError for a syntax error, deep nesting or a duplicate key in an object."""
     try:
         value = json.loads(text, object_pairs_hook=without_duplicates)
@@ -259,7 +259,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Build a JSON object. Raises ValueError for a duplicate key: json would silently keep the last one."""
     counts = Counter(name for name, _ in pairs)
     if len(counts) < len(pairs):
@@ -335,7 +335,7 @@ def settings_as_json(loaded: Loaded) -> dict[str, Any]:
     return values | {name: loaded.origins[name].given for name in secret}
 
 
-def without_point(value: object) -> Any:
+def without_point(value: object) -> object:
     # People write 64.0; TOML cannot hold whole numbers that are very large.
     # From 2^53 on a float stands for several whole numbers.
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53 else value

@@ -153,7 +153,7 @@ def reference_to(given: RawValue) -> str:
     return given.reference or f"{{env:{PREFIX}{given.name.upper()}}}"
 
 
-def to_setting_type(name: str, value: object) -> Any:
+def to_setting_type(name: str, value: object) -> object:
     """Convert a value to the type of a setting; return it as it came if the setting refuses it."""
     try:
         return validate_value(name, value)
@@ -223,7 +223,7 @@ def from_launcher(environment: Mapping[str, str]) -> list[Source]:
     return [Source("launcher", [RawValue("num_processes", environment["WORLD_SIZE"], "launcher WORLD_SIZE")])]
 
 
-def pop_accelerate_config(sources: list[Source]) -> Any:
+def pop_accelerate_config(sources: list[Source]) -> object:
     """Take the name of the accelerate file out of the sources and return it; the strongest wins."""
     chosen = None
     for source in sources:

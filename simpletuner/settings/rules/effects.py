@@ -27,7 +27,7 @@ UNKNOWN = "unknown before the dataset file is read"
 SAYS_THE_SAME = {"num_train_epochs": 0}
 """Values that switch a setting off by themselves."""
 
-Lookup = Callable[[str], Any]
+Lookup = Callable[[str], object]
 
 
 class Term(NamedTuple):
@@ -122,7 +122,7 @@ def lookup_in(settings: Settings, facts: Mapping[str, bool] | None = None) -> Lo
     """Lookup of names in conditions: values of settings, and `facts` that the datasets answer."""
     has_file = settings.data.data_backend_config is not None
 
-    def lookup(name: str) -> Any:
+    def lookup(name: str) -> object:
         if name in FACTS:
             return facts[name] if facts is not None else UNKNOWN if has_file else False
         # In a dataset file the keys of each dataset decide, which `dataset_keys_without_effect` looks at.

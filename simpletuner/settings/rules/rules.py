@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from simpletuner.errors import BrokenRule
 from simpletuner.settings.declared.errors import broken
@@ -52,7 +51,7 @@ def find_missing(settings: Settings) -> list[BrokenRule]:
 def normalize(settings: Settings) -> tuple[Settings, dict[str, str]]:
     """Reset choices without an effect, so that saved files stay the same; return the reasons by name."""
     parallel, model = settings.parallel, settings.model
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     reasons: dict[str, str] = {}
     if other := name_here(model):
         reasons["model_family"] = f"{model.model_family} is called {other} here"

@@ -204,7 +204,7 @@ def filled(name: str, settings: Settings, **values: str) -> str:
     return PLACE.sub(value_of, (JOBS / name).read_text(encoding="utf-8"))
 
 
-CLUSTERS: dict[str, Callable[[Settings, dict[str, Any]], Exported]] = {
+CLUSTERS: dict[str, Callable[[Settings, dict[str, object]], Exported]] = {
     "torchrun": to_torchrun,
     "slurm": to_slurm,
     "kubernetes": to_kubernetes,

@@ -36,14 +36,14 @@ def export(loaded: Loaded, to: str, everything: bool = False) -> Exported:
     return FORMATS[to](loaded.settings, values_to_write(loaded, everything))
 
 
-def values_to_write(loaded: Loaded, everything: bool) -> dict[str, Any]:
+def values_to_write(loaded: Loaded, everything: bool) -> dict[str, object]:
     # Defaults given by a source, too, since weaker sources may differ.
     values = settings_as_json(loaded)
     changed = {name for name, field in setting_fields().items() if field.default != field_value(loaded.settings, name)}
     return {name: value for name, value in values.items() if everything or name in loaded.origins or name in changed}
 
 
-def field_value(settings: Settings, name: str) -> Any:
+def field_value(settings: Settings, name: str) -> object:
     return getattr(getattr(settings, SECTION_OF[name]), name)
 
 

@@ -19,7 +19,7 @@ from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG
 from simpletuner.settings.values.spelling import choices_of
 
 
-def json_schema(families: Iterable[str]) -> dict[str, Any]:
+def json_schema(families: Iterable[str]) -> dict[str, object]:
     """JSON Schema of a config file, for completion and checks in editors of JSON, YAML and TOML.
 
     Bounds and choices are in JSON Schema's own words; `x-section` and `x-unit` hold what it has none for.
@@ -46,7 +46,7 @@ def json_schema(families: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def property_of(described: dict[str, Any]) -> dict[str, Any]:
+def property_of(described: dict[str, Any]) -> dict[str, object]:
     """Convert pydantic's schema of a setting; lists and JSON may also be text, and some switches `auto`."""
     kept = {key: value for key, value in described.items() if key not in ("unit", "aliases", "title")}
     unit = described["unit"]

@@ -58,7 +58,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
 }
 
 
-def choices_of(annotation: object) -> tuple[Any, ...]:
+def choices_of(annotation: object) -> tuple[object, ...]:
     """The accepted values of a Literal annotation, looking through Optional; empty for other types."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
@@ -101,7 +101,7 @@ def normalize_value(name: str, field: FieldInfo, value: object) -> Any:
     return value
 
 
-def parse_list(text: str) -> list[Any]:
+def parse_list(text: str) -> list[object]:
     """Parse a JSON list; any other text is the only item."""
     if text.lstrip().startswith("["):
         try:

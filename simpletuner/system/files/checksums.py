@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from simpletuner.errors import naming
 from simpletuner.system.files.atomic import create_new
@@ -90,7 +90,7 @@ def value_checksum(value: Mapping[str, object], content: bytes | memoryview = b"
     return f"xxh3:{digest.hexdigest()}"
 
 
-def with_checksum(value: Mapping[str, object]) -> dict[str, Any]:
+def with_checksum(value: Mapping[str, object]) -> dict[str, object]:
     """Add a checksum of the values to them."""
     return {**value, "checksum": value_checksum(value)}
 

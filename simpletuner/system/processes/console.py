@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from simpletuner.errors import without_errno
 from simpletuner.run_log import LOG, LOGGER, logs_of
@@ -32,7 +31,7 @@ class LastingStream:
         """Why something was dropped, while the log of the run has not been told."""
         self.failed, self.waits = False, True
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +32,38 @@ if TYPE_CHECKING:
     from simpletuner.tools.dataset.check import CheckedDataset, CheckResult
 
 LISTING = "datasets.json"
+
+
+class ListedFacts(TypedDict):
+    """A dataset in `datasets.json`."""
+
+    id: str
+    address: str
+    noun: str
+    folder: str
+    """Empty where its files are in no folder of this machine."""
+    places: list[str]
+    not_editable: str
+    """Reason why its captions cannot be edited; empty if they can."""
+    caption_encoding: str
+    tables: dict[str, str]
+    """Files of the tables `images` and `found`."""
+    buckets: list[dict[str, object]]
+    findings: list[dict[str, object]]
+
+
+class Listing(TypedDict):
+    """What `datasets.json` holds."""
+
+    version: str
+    checked: float
+    """Time of the check, in seconds since 1970."""
+    decoded: bool
+    errors: list[dict[str, str]]
+    not_checked: dict[str, str]
+    datasets: list[ListedFacts]
+
+
 # Columns: resized size of an image, its bucket, and the crop's corner; 0 of what is left out.
 CROP = ("resized_width", "resized_height", "target_width", "target_height", "left", "top")
 
@@ -106,7 +138,7 @@ FOUND = pa.schema(
 )
 
 
-def finding_rows(names: Sequence[str], findings: Sequence[DatasetFinding]) -> Iterator[dict[str, Any]]:
+def finding_rows(names: Sequence[str], findings: Sequence[DatasetFinding]) -> Iterator[dict[str, object]]:
     """Yield the rows of FOUND; files that are no images have none."""
     rows = {name: row for row, name in enumerate(names)}
     by_caption = {caption_file(name): row for name, row in rows.items()}  # findings about a file name that
@@ -121,9 +153,15 @@ def finding_rows(names: Sequence[str], findings: Sequence[DatasetFinding]) -> It
 
 def write_listing(folder: Path, result: CheckResult, decoded: bool) -> None:
     datasets = [as_listed(each) for each in result.datasets]
-    errors = [{"message": error.message, "hint": error.hint} for error in result.errors]
-    found = {"errors": errors, "not_checked": result.not_checked, "datasets": datasets}
-    write_json(folder / LISTING, {"version": __version__, "checked": time.time(), "decoded": decoded, **found})
+    found = Listing(
+        version=__version__,
+        checked=time.time(),
+        decoded=decoded,
+        errors=[{"message": error.message, "hint": error.hint} for error in result.errors],
+        not_checked=dict(result.not_checked),
+        datasets=datasets,
+    )
+    write_json(folder / LISTING, found)
     # Last: a reader that has opened the former ones keeps them.
     named = {name for each in datasets for name in each["tables"].values()}
     for path in folder.glob(f"*{SUFFIX}"):
@@ -131,7 +169,7 @@ def write_listing(folder: Path, result: CheckResult, decoded: bool) -> None:
             path.unlink(missing_ok=True)
 
 
-def as_listed(checked: CheckedDataset) -> dict[str, Any]:
+def as_listed(checked: CheckedDataset) -> ListedFacts:
     samples = checked.samples
     storage, summary = samples.storage, checked.summary
     return {
@@ -156,7 +194,7 @@ def places_of(samples: DatasetSamples) -> list[str]:
     return [str(path.absolute()) for path in (*folders, *([table.path] if table else []))]
 
 
-def without_images(finding: DatasetFinding) -> Mapping[str, Any]:
+def without_images(finding: DatasetFinding) -> dict[str, object]:
     return {name: value for name, value in finding.as_json().items() if name != "images"}
 
 

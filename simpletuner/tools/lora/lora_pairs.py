@@ -236,7 +236,7 @@ def write_pairs(folder: Path, pairs: PairedLora, origin: Mapping[str, str]) -> N
         write_json(folder / PEFT_CONFIG, config)
 
 
-def with_ranks(pairs: PairedLora) -> dict[str, Any]:
+def with_ranks(pairs: PairedLora) -> dict[str, object]:
     """Return the file's config, of all components, with the layers' ranks and the scale 1."""
     found: dict[str, Any] = {}
     for prefix, file in configs_of(pairs.file, pairs.is_of_peft).items():

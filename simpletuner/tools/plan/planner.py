@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.filesize import decimal
@@ -35,7 +34,7 @@ class Planner:
     """Inputs of a plan; flags and config are read again for each combination of settings that is tried."""
 
     loaded: Loaded
-    flags: Mapping[str, Any]
+    flags: Mapping[str, object]
     config: Path | None
     device: Device | None
     budget: MemoryBudget

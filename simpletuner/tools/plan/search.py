@@ -81,7 +81,7 @@ def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
                 yield chosen | recomputed | batch
 
 
-def simpler(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def simpler(values: Mapping[str, Any]) -> list[dict[str, object]]:
     """Return the same settings with less of what saves memory and never makes a step faster."""
     found = [{**values, name: False} for name in SLOWER if values.get(name)]
     if (own := recomputation_of(values)) is not None:
@@ -127,7 +127,9 @@ class Search:
         least = self.least_of(values)
         return self.budget.shortfall(least.gpu_bytes, least.host_bytes) if least is not None else ""
 
-    def fitting(self, all_values: Sequence[dict[str, Any]], report: Report) -> list[tuple[dict[str, Any], RunPlan]]:
+    def fitting(
+        self, all_values: Sequence[dict[str, object]], report: Report
+    ) -> list[tuple[dict[str, object], RunPlan]]:
         """Return the combinations that fit, without those that only save memory beside a simpler one that fits."""
         found: list[tuple[dict[str, Any], RunPlan]] = []
         with report.progress("combinations", len(all_values)) as progress:
@@ -139,7 +141,7 @@ class Search:
                 progress.update(done)
         return found
 
-    def smallest(self, all_values: Sequence[dict[str, Any]]) -> RunPlan:
+    def smallest(self, all_values: Sequence[dict[str, object]]) -> RunPlan:
         """Return the plan with the least memory of all that are possible."""
         floors = [(least.gpu_bytes, values) for values in all_values if (least := self.least_of(values)) is not None]
         smallest: RunPlan | None = None
@@ -153,7 +155,7 @@ class Search:
         return smallest
 
 
-def propose(loaded: Loaded, search: Search, report: Report) -> tuple[RunPlan, dict[str, Any], dict[str, str]]:
+def propose(loaded: Loaded, search: Search, report: Report) -> tuple[RunPlan, dict[str, object], dict[str, str]]:
     """Return the fastest candidate that fits, the settings that it changes, and the reasons.
 
     Raises SettingsError where none fits, naming the one that needs least.
@@ -170,7 +172,7 @@ def propose(loaded: Loaded, search: Search, report: Report) -> tuple[RunPlan, di
     return plan, changed(loaded, values), reasons | batch_reason(values, plan, all_values, search)
 
 
-def best_of(fitting: Sequence[tuple[dict[str, Any], RunPlan]]) -> tuple[dict[str, Any], RunPlan]:
+def best_of(fitting: Sequence[tuple[dict[str, object], RunPlan]]) -> tuple[dict[str, object], RunPlan]:
     """Fastest candidate; of those that are equally fast the first, which is the simplest.
 
     Coarser weights, `state_layout=bf16` or a quantized base, are taken where nothing finer fits or is half as fast.

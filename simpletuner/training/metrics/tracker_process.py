@@ -231,7 +231,7 @@ def read_tracker_state(path: Path, warn: Warn) -> dict[str, Any]:
     return read_state(path, parse_tracker_state, warn) or {}
 
 
-def parse_tracker_state(content: bytes) -> dict[str, Any]:
+def parse_tracker_state(content: bytes) -> dict[str, object]:
     """Raises ValueError, AttributeError or RecursionError for another content."""
     state = json.loads(content)
     if not all(isinstance(step, int) for step in state.setdefault("sent", {}).values()):

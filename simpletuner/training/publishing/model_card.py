@@ -171,7 +171,7 @@ def license_keys(name: str) -> dict[str, Any]:
     return {"license": "other", "license_name": name, "license_link": LICENSES[name].text}
 
 
-def public_value(setting: ExplainedSetting, model: Model) -> Any:
+def public_value(setting: ExplainedSetting, model: Model) -> object:
     # Others do not have the path.
     is_path = kind_of(setting_fields()[setting.name].annotation) is Path
     is_folder = setting.name == "pretrained_model_name_or_path" and hub_id(model) is None

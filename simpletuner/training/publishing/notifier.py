@@ -159,7 +159,7 @@ class Notifier(RunHook):
             error.close()  # it holds the connection
             raise
 
-    def _content(self, event: str, message: str) -> Mapping[str, Any]:
+    def _content(self, event: str, message: str) -> Mapping[str, object]:
         row = last_row(self.output / METRICS)
         known = {name: row[name] for name in ("step", "epoch", "loss", "learning_rate") if name in row}
         run = self.output.absolute().name
