@@ -32,7 +32,7 @@ from simpletuner.system.files.regular_files import read_file
 from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus
 
 if TYPE_CHECKING:
-    from simpletuner.tools.dataset.listing import Listing
+    from simpletuner.tools.dataset.listing import DatasetListing
 
 # Name of the file that `tools/dataset/listing.py` writes, which takes half a second to import.
 LISTING = "datasets.json"
@@ -71,15 +71,15 @@ class Checked:
         """Raises SettingsError for mistakes, and for settings that name files outside the page's folders."""
         return load_document(self.document, folders_of(request), os.environ).settings
 
-    def found(self) -> Listing | None:
+    def found(self) -> DatasetListing | None:
         """Read the results of the last check; None if there are none, or another version wrote them."""
         with suppress(OSError, ValueError, RecursionError):
             found = json.loads(read_file(self.run.path / LISTING))
             if isinstance(found, dict) and found.get("version") == __version__:
-                return cast("Listing", found)  # each version reads what itself has written alone
+                return cast("DatasetListing", found)  # each version reads what itself has written alone
         return None
 
-    def is_outdated(self, found: Listing) -> bool:
+    def is_outdated(self, found: DatasetListing) -> bool:
         """True if the file of settings was written after the check."""
         return self.document.path.stat().st_mtime > found["checked"]
 

@@ -24,7 +24,7 @@ from simpletuner.system.files.regular_files import open_regular
 from simpletuner.system.files.unread import MALFORMED
 
 if TYPE_CHECKING:
-    from simpletuner.tools.dataset.listing import ListedFacts, Listing
+    from simpletuner.tools.dataset.listing import DatasetListing, ListedFacts
 
 # pyarrow comes without types.
 
@@ -120,7 +120,7 @@ class ListedDataset:
     """False where it read headers alone."""
 
     @classmethod
-    def open(cls, folder: Path, facts: ListedFacts, found: Listing) -> ListedDataset:
+    def open(cls, folder: Path, facts: ListedFacts, found: DatasetListing) -> ListedDataset:
         """Raises EnvironmentNotReady where the files of a result are gone."""
         try:
             paths = [folder / facts["tables"][name] for name in ("images", "found")]

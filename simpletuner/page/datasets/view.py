@@ -15,7 +15,7 @@ from simpletuner.page.rendering import field, folders_of
 
 if TYPE_CHECKING:
     from simpletuner.page.datasets.images import ImagePage, ImageQuery, ListedDataset
-    from simpletuner.tools.dataset.listing import ListedFacts, Listing
+    from simpletuner.tools.dataset.listing import DatasetListing, ListedFacts
 
 EDITS = 20
 """Edits that the page lists, and offers to undo."""
@@ -44,7 +44,7 @@ def image_name(request: Request, dataset: ListedDataset) -> str:
     return name
 
 
-def dataset_values(request: Request, checked: Checked, found: Listing) -> dict[str, Any]:
+def dataset_values(request: Request, checked: Checked, found: DatasetListing) -> dict[str, Any]:
     """Return the page's values of the dataset that a request names, or of the first one."""
     from simpletuner.page.datasets.images import LEFT_OUT, ORDERS, ListedDataset
 
@@ -115,7 +115,7 @@ def edits_of(request: Request, facts: ListedFacts) -> list[CaptionEdit]:
     return list(edits_below(folders_of(request).resolve(facts["folder"])))
 
 
-def dataset_named(found: Listing, name: str) -> ListedFacts | None:
+def dataset_named(found: DatasetListing, name: str) -> ListedFacts | None:
     """Return the dataset of this name, or the first one where none is given."""
     named = [each for each in found["datasets"] if each["id"] == name or not name]
     return named[0] if named else None

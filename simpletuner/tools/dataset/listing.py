@@ -52,8 +52,8 @@ class ListedFacts(TypedDict):
     findings: list[dict[str, object]]
 
 
-class Listing(TypedDict):
-    """What `datasets.json` holds."""
+class DatasetListing(TypedDict):
+    """Content of `datasets.json`."""
 
     version: str
     checked: float
@@ -153,7 +153,7 @@ def finding_rows(names: Sequence[str], findings: Sequence[DatasetFinding]) -> It
 
 def write_listing(folder: Path, result: CheckResult, decoded: bool) -> None:
     datasets = [as_listed(each) for each in result.datasets]
-    found = Listing(
+    found = DatasetListing(
         version=__version__,
         checked=time.time(),
         decoded=decoded,
