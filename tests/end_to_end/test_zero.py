@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import time
 from contextlib import closing
 from pathlib import Path
@@ -58,6 +59,13 @@ def test_accumulated_and_clipped_gradients_are_those_of_one_pass(run_on, argumen
     two = run_on(engines.losses_in_turn, 2, arguments_of("flux2", max_grad_norm=0.1, passes=2), names, 2)
     for name, steps in two.items():
         assert flat(steps) == pytest.approx(flat(one), rel=1e-5), name
+
+
+def test_gradients_that_are_not_finite_have_no_finite_norm(run_on, arguments_of):
+    """The trainer ends with such a norm before their step is saved; DeepSpeed masks infinity by -1 on its way."""
+    names = ["fsdp2", "zero1", "zero2", "zero3", "zero2-cpu"]
+    for name, [(loss, norm)] in run_on(engines.broken_in_turn, 2, arguments_of("flux2"), names).items():
+        assert math.isfinite(loss) and not math.isfinite(norm), name
 
 
 def test_blocks_that_keep_a_part_give_the_losses_of_those_that_keep_all(run_on, arguments_of):

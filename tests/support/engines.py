@@ -214,6 +214,17 @@ def losses_in_turn(arguments: dict[str, Any], names: list[str], steps: int, repo
     measure_in_turn(arguments, names, lambda trainer, world: steps_of(trainer, world, steps), report)
 
 
+def broken_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:
+    """Write the loss and norm of a step whose gradients are infinite, by engine."""
+
+    def broken_step(trainer: Trainer, world: World) -> list[list[float]]:
+        backward = trainer.engine.backward
+        trainer.engine.backward = lambda loss: backward(loss * torch.inf)
+        return steps_of(trainer, world, 1)
+
+    measure_in_turn(arguments, names, broken_step, report)
+
+
 def bases_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:
     """Write the losses and norms of two steps, and the bytes of quantized weights per weight, by engine."""
     measure_in_turn(
