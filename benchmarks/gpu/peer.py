@@ -19,8 +19,6 @@ from simpletuner.report import Report
 from simpletuner.tools.plan.estimate import opened_family
 from simpletuner.tools.plan.measure import random_inputs
 
-LORA_TARGETS = ["to_k", "to_q", "to_v", "to_out.0"]
-
 
 def measure_diffusers_step(name: str, step: Step, tiny: bool) -> None:
     """Take steps as train_text_to_image_sdxl.py and train_dreambooth_lora_flux.py of diffusers do: accelerate, torch's
@@ -90,9 +88,10 @@ def random_model(family: ModelFamily, device: torch.device, lora_rank: int | Non
     if lora_rank is not None:
         from peft import LoraConfig
 
-        config = LoraConfig(
-            r=lora_rank, lora_alpha=lora_rank, init_lora_weights="gaussian", target_modules=LORA_TARGETS
+        # The layers that ours adapts: with the 190 of the script's default a step had 3,300 launches fewer.
+        targets = list(family.adapter.modules) if family.adapter else None
+        model.add_adapter(
+            LoraConfig(r=lora_rank, lora_alpha=lora_rank, init_lora_weights="gaussian", target_modules=targets)
         )
-        model.add_adapter(config)
     model.enable_gradient_checkpointing()
     return model.train()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ranks
+import torch.distributed as dist
 from conftest import PHOTOGRAPHS
 from patience import PATIENCE
 from PIL import Image
@@ -91,9 +92,13 @@ def found_by(checked: dict[str, Any]) -> dict[str, Any]:
 
 def planned(**flags: str) -> Plan:
     """Return what a run with these flags trains on."""
-    with joined_world({}, use_cpu=True) as world:
-        session = Session(load(SMALL | flags, complete=False), Mesh(world), Report(quiet=True), StopRequest())
-        return plan_data(session)
+    try:
+        with joined_world({}, use_cpu=True) as world:
+            session = Session(load(SMALL | flags, complete=False), Mesh(world), Report(quiet=True), StopRequest())
+            return plan_data(session)
+    finally:
+        if dist.is_initialized():  # a rank whose run fails ends, and leaves the group to that
+            dist.destroy_process_group()
 
 
 def test_everything_is_found_and_what_training_refuses_ends_with_4(messy, sdxl, tmp_path, capsys):

@@ -207,10 +207,10 @@ class Adapter:
 
         config = peft_config(*self.peft_arguments(), self.modules)
         inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
-        if self.kind == "lokr":
-            from simpletuner.private_api.of_peft import apply_kronecker_products
+        from simpletuner.private_api.of_peft import apply_kronecker_products, apply_low_rank_products
 
-            apply_kronecker_products(model)
+        apply_kronecker_products(model)
+        apply_low_rank_products(model)
         trained = adapter_parameters(model)
         for each in trained.values():
             # Over a bf16 base, too: in bf16 an update below 0.2 % of a weight is rounded away.
@@ -292,15 +292,17 @@ def base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def freeze(model: nn.Module, dtype: torch.dtype) -> None:
-    """Freeze all weights of a model on the meta device, and convert its matrices to `dtype`.
+    """Freeze all weights of a model on the meta device, and convert its matrices and the biases beside them to `dtype`.
 
-    Norms and biases stay float32: they are small, and autocast uses them in float32. So do the modules in
-    diffusers' `_keep_in_fp32_modules`.
+    Norms stay float32: they are small, and autocast uses them in float32. So do the modules in diffusers'
+    `_keep_in_fp32_modules`. A float32 bias of a linear layer would be cast at each use, to the same values.
     """
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(False)
-        if parameter.ndim > 1 and not is_kept_in_float32(model, name):
-            parameter.data = parameter.data.to(dtype)
+    for path, module in model.named_modules():
+        has_products = isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        for name, parameter in module.named_parameters(path, recurse=False):
+            parameter.requires_grad_(False)
+            if (has_products or parameter.ndim > 1) and not is_kept_in_float32(model, name):
+                parameter.data = parameter.data.to(dtype)
 
 
 def is_kept_in_float32(model: nn.Module, name: str) -> bool:

@@ -31,24 +31,23 @@ class Rates:
     """Of one kernel, on the host, with Python's part of it: what small samples cost at least."""
     compiled_launch_seconds: float = 6e-6
     card: str = ""
-    """The card that was measured; empty where nothing was."""
+    """The cards that were measured, the most similar one first; empty where nothing was."""
 
     def __str__(self) -> str:
         return f"rates measured on {self.card}" if self.card else "assumed rates"
 
 
 def rates_of(device: Device, measured: Path = MEASURED) -> Rates:
-    """Return the rates of a device, or of the most similar one that has figures; what these lack is assumed."""
+    """Return the rates of a device, each of the most similar card that has it measured; the others are assumed."""
     known = tomllib.loads(measured.read_text(encoding="utf-8"))
-    if not known:
-        return Rates()
-    card = min(known, key=lambda name: distance(DEVICES[name], device))
-    found = known[card]
-    if (
-        DEVICES[card] is not device
-    ):  # whose PCIe may be slower: an H100's is of the fifth generation, an RTX 4090's fourth
-        found = {name: rate for name, rate in found.items() if name != "host_gb_per_second"}
-    return Rates(**found, card=card)
+    found, cards = dict[str, float](), list[str]()
+    for card in sorted(known, key=lambda name: distance(DEVICES[name], device)):
+        # An H100's PCIe is of the fifth generation, an RTX 4090's of the fourth.
+        own = {name for name in known[card] if DEVICES[card] is device or name != "host_gb_per_second"} - found.keys()
+        if own:
+            found |= {name: known[card][name] for name in own}
+            cards.append(card)
+    return Rates(**found, card=" and ".join(cards))
 
 
 def distance(one: Device, other: Device) -> float:
