@@ -7,6 +7,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import base
@@ -18,6 +19,7 @@ from end_to_end.test_videos import FLAGS as OF_CLIPS
 from foreign import FOREIGN, build_foreign
 from models.test_image_to_video import save_wan
 from modular import TRAINED, build_modular
+from PIL import Image
 from safetensors.torch import load_file
 
 from simpletuner.models.automatic.hooks import ALWAYS, FRAMES
@@ -27,6 +29,13 @@ EDITS = ("--learning_rate=1e-3", "--aspect_bucket_alignment=64", "--flow_schedul
 DRAWN = ("--validation_num_inference_steps=2", "--validation_step_interval=0", "--validation_guidance=1")
 REFUSED = ("AllegroPipeline",)
 """Its VAE encodes tiles only."""
+
+
+def check_same_grids(*folders: Path) -> None:
+    first, second = (np.asarray(Image.open(folder / "grid-000003.png"), int) for folder in folders)
+    off = abs(first - second)
+    # On one of three CPUs 9 of 162,864 values were on the other side of a rounding.
+    assert off.max() <= 1 and np.count_nonzero(off) < off.size / 1000
 
 
 def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipelines, few_shapes, train, tmp_path):
@@ -41,8 +50,7 @@ def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipeli
     assert (plain.output / "pipeline" / "model_index.json").is_file()
     by_class = train(tmp_path / "class", *flags, *drawn, "--model_family=sd3", "--caption_dropout_probability=0.2")
     assert plain.losses == pytest.approx(by_class.losses, rel=1e-5)
-    grids = [(run.output / "validation" / "grid-000003.png").read_bytes() for run in (plain, by_class)]
-    assert grids[0] == grids[1]
+    check_same_grids(plain.output / "validation", by_class.output / "validation")
     engines = (("--fsdp_enable", *drawn), ("--zero_stage=2",), ("--zero_stage=3", *drawn))
     for number, engine in enumerate(engines, 1):
         steps = ("--train_batch_size=1", f"--max_train_steps={number}")
@@ -66,7 +74,7 @@ def test_auto_edits_images_as_the_class_does(edited, kontext, train, tmp_path): 
     said = " ".join(auto.said.split())
     assert "references by hidden_states" in said and "one call for all samples" in said
     shown = [run.output / "validation" for run in (by_class, auto)]
-    assert (shown[0] / "grid-000003.png").read_bytes() == (shown[1] / "grid-000003.png").read_bytes()
+    check_same_grids(*shown)
     sharded = (*flags("auto"), "--train_batch_size=2", "--eval_split=0.1", "--fsdp_enable")
     train(tmp_path / "sharded", *sharded, "--max_train_steps=2", world=2)
     again = train(tmp_path / "sharded", *sharded, world=2)
