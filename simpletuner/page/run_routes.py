@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlencode
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Route
 
 from simpletuner.errors import SettingsError, SimpleTunerError, explain_os_error
@@ -17,8 +18,9 @@ from simpletuner.page.rendering import field, folders_of, render, respond, respo
 from simpletuner.page.runs import results, samples, watching
 from simpletuner.page.runs.fragments import Fragment, KeptRows, fragments_of, view_of, watched_of
 from simpletuner.page.runs.processes import leave_run, stop_run
-from simpletuner.runs.folder import open_run
+from simpletuner.runs.folder import RunFolder, open_run
 from simpletuner.runs.gallery import FILE
+from simpletuner.runs.images import MP4
 from simpletuner.runs.listing import RunList
 from simpletuner.runs.settings_record import SETTINGS, base_of, read_settings
 
@@ -82,20 +84,42 @@ def news(request: Request, make: Callable[[], list[Fragment]]) -> Response:
 
 
 def show_image(request: Request) -> Response:
-    """Validation image as WebP. Its place is put together here, from parts that cannot lead elsewhere."""
-    run = open_run(folders_of(request), field(request, "run"))
-    name, step, edge = field(request, "name"), field(request, "step"), field(request, "edge", str(EDGES_PX[0]))
-    path = None
-    if FILE.fullmatch(name) and step.isascii() and step.isdecimal() and edge in map(str, EDGES_PX):
-        # Python refuses to convert more than 4,300 digits.
-        path = run.file(f"validation/step-{int(step):06d}/{name}") if len(step) < 12 else None
-    if path is None:
-        raise SettingsError("there is no such image", "the page of the run shows those there are")
+    """Validation image as WebP; a clip's moves."""
+    edge = field(request, "edge", str(EDGES_PX[0]))
+    if edge not in map(str, EDGES_PX):
+        raise no_image()
+    run, path = image_of_round(request)
     watched = watched_of(request).of(run)
     with watched.lock:
         content = watched.gallery.thumbnail(path, int(edge))
     # The address has the time of the start, so a start that makes the image again has another one.
     return Response(content, media_type="image/webp", headers={"Cache-Control": "private, max-age=3600"})
+
+
+def play_clip(request: Request) -> Response:
+    """MP4 of a validation clip, with its sound where it has one; a player asks for ranges of it."""
+    run, path = image_of_round(request)
+    clip = run.file(f"validation/{path.parent.name}/{path.with_suffix(MP4).name}")
+    if clip is None:
+        raise no_image()
+    return FileResponse(clip, media_type="video/mp4", headers={"Cache-Control": "private, max-age=3600"})
+
+
+def image_of_round(request: Request) -> tuple[RunFolder, Path]:
+    """The PNG that a request names. Its place is put together here, from parts that cannot lead elsewhere."""
+    run = open_run(folders_of(request), field(request, "run"))
+    name, step = field(request, "name"), field(request, "step")
+    path = None
+    # Python refuses to convert more than 4,300 digits.
+    if FILE.fullmatch(name) and step.isascii() and step.isdecimal() and len(step) < 12:
+        path = run.file(f"validation/step-{int(step):06d}/{name}")
+    if path is None:
+        raise no_image()
+    return run, path
+
+
+def no_image() -> SettingsError:
+    return SettingsError("there is no such image", "the page of the run shows those there are")
 
 
 def start(request: Request) -> Response:
@@ -131,6 +155,7 @@ ROUTES = [
     Route("/runs/watch", show_run),
     Route("/runs/watch/news", poll_run),
     Route("/runs/image", show_image),
+    Route("/runs/clip", play_clip),
     Route("/runs/start", start, methods=["POST"]),
     Route("/runs/stop", stop, methods=["POST"]),
     Route("/runs/leave", leave, methods=["POST"]),

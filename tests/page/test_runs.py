@@ -12,7 +12,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from axe_playwright_python.sync_playwright import Axe
 from conftest import SMALL
 from page_server import PageServer
@@ -20,6 +22,8 @@ from patience import PATIENCE
 from playwright.sync_api import Page, expect
 from run_pages import EVIL, write_round, write_rows
 
+from simpletuner.data.images.sounds import Sound
+from simpletuner.runs.images import ImageInfo, write_sample
 from simpletuner.runs.metrics import METRICS
 
 FLAGS = (
@@ -269,6 +273,35 @@ def test_markup_is_escaped_and_nothing_outside_is_shown(page: Page, server: Page
     shown = server.get("/runs/watch", run="out/links").text
     assert "alert(2)" not in shown and "2026-01-01" not in shown and "of 500" not in shown
     assert not (folder.parent / "secret" / "new").exists()
+
+
+def test_a_clip_moves_and_a_click_plays_its_mp4_with_the_sound(page: Page, server: PageServer, folder: Path):
+    output = folder / "out" / "clips"
+    write_run(output)
+    for number, frames in enumerate((4, 3)):
+        info = ImageInfo(f"clip {number}", "", number, 2, 1.0, 32, 32, 40, "trained", frames, fps=2.0)
+        pixels = torch.linspace(-1, 1, frames).view(1, 1, frames, 1, 1).expand(1, 3, frames, 32, 32)
+        path = output / "validation" / "step-000040" / f"trained-0{number + 2}.png"
+        path.parent.mkdir(exist_ok=True)
+        write_sample(path, pixels, info, Sound(np.zeros((2, 32_000), np.float32), 16_000) if frames == 4 else None)
+    page.goto(server.origin + "/runs/watch?run=out/clips")
+    link = page.get_by_role("link", name="trained, step 40: clip 0").first
+    expect(link.locator("img")).to_have_js_property("naturalWidth", 32)
+    address = server.origin + link.get_attribute("href")
+    whole = page.request.get(address)
+    mp4 = (output / "validation" / "step-000040" / "trained-02.mp4").read_bytes()
+    assert whole.headers["content-type"] == "video/mp4" and whole.body() == mp4 and b"mp4a" in mp4
+    part = page.request.get(address, headers={"Range": "bytes=4-11"})
+    assert (part.status, part.body()) == (206, mp4[4:12]), "players ask for parts"
+    assert "media-src 'self'" in whole.headers["content-security-policy"]
+    (output / "validation" / "step-000040" / "trained-02.mp4").unlink()
+    clip = {"run": "out/clips", "step": "40", "name": "trained-02.png"}
+    mp4_of_links = output / "validation" / "step-000040" / "trained-03.mp4"
+    mp4_of_links.unlink()
+    mp4_of_links.symlink_to(folder.parent / "outside.mp4")
+    (folder.parent / "outside.mp4").write_bytes(mp4)
+    for wrong in ({}, {"name": "trained-03.png"}, {"name": "trained-02.mp4"}, {"step": "../40"}, {"run": "out"}):
+        assert server.get("/runs/clip", **clip | wrong).code == 400, wrong
 
 
 def test_curves_over_one_another_the_slider_and_the_log_axis(page: Page, server: PageServer):
