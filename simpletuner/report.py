@@ -172,7 +172,9 @@ class Report:
 
     def line(self, text: str, style: str = "") -> None:
         if is_plain(sys.stdout):
-            self.text(f"{printable(text)}\n")
+            sys.stdout.write(
+                f"{printable(text)}\n"
+            )  # with the escapes of `open_standard_streams`, unlike a file's content
         else:
             self.data.print(wrapped(printable(text), self.data), style=style, markup=False)
 

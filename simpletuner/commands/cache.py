@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from simpletuner.commands.help import AsJson, SettingsCommand
+from simpletuner.commands.help import SettingsCommand
+from simpletuner.commands.listing import AsJson
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report

@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from simpletuner.commands.help import AsJson, SettingsCommand, path_argument, path_option
+from simpletuner.commands.help import SettingsCommand, path_argument, path_option
+from simpletuner.commands.listing import AsJson
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.shell.completions import complete_recipe
 from simpletuner.errors import SettingsError, SimpleTunerError

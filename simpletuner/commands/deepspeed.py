@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.commands.help import AsJson, SettingsCommand, parse_path, path_argument, path_option
+from simpletuner.commands.help import SettingsCommand, parse_path, path_argument, path_option
+from simpletuner.commands.listing import AsJson
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.counting.zero_memory import stage_candidates
 from simpletuner.deepspeed.builder import OFFLOAD_FOLDER, QUESTIONS, DeepSpeedBuilder, Question

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from simpletuner.commands.help import AsJson, path_option
+from simpletuner.commands.help import path_option
+from simpletuner.commands.listing import AsJson
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import load

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
@@ -118,9 +118,6 @@ def help_all(hidden: bool) -> object:
     """The option that shows what `--help` leaves out; `hidden` where that is nothing."""
     text = "Show all settings, which may be given here as well."
     return typer.Option(False, "--help-all", is_eager=True, callback=show_all, hidden=hidden, help=text)
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 def path_option(flag: str, sentence: str, metavar: str = "<path>") -> object:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 class UntypedDefaults:

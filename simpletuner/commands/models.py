@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.commands.help import AsJson
+from simpletuner.commands.listing import AsJson
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.preset import NEEDS_CLASS
 from simpletuner.report import Report

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from simpletuner.commands.help import AsJson, path_option
+from simpletuner.commands.help import path_option
+from simpletuner.commands.listing import AsJson
 from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError, SimpleTunerError
 from simpletuner.parallel.devices import DEVICES, GIB, Device, MemoryBudget, device_by_driver_name, device_by_name
 from simpletuner.report import Report

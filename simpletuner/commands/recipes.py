@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.commands.help import AsJson
+from simpletuner.commands.listing import AsJson
 from simpletuner.commands.shell.completions import complete_recipe
 from simpletuner.report import Report
 from simpletuner.settings.values.spelling import as_text
