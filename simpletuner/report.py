@@ -172,9 +172,8 @@ class Report:
 
     def line(self, text: str, style: str = "") -> None:
         if is_plain(sys.stdout):
-            sys.stdout.write(
-                f"{printable(text)}\n"
-            )  # with the escapes of `open_standard_streams`, unlike a file's content
+            # With the escapes of `open_standard_streams`: `text` is for the content of a file.
+            sys.stdout.write(f"{printable(text)}\n")
         else:
             self.data.print(wrapped(printable(text), self.data), style=style, markup=False)
 

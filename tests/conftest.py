@@ -11,6 +11,7 @@ import gc
 import json
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count, groupby, islice
@@ -150,6 +152,14 @@ class Ranks:
         return "\n".join(log.read_text(errors="replace") for log in self.logs if log.exists())
 
 
+def free_port() -> int:
+    """Return a port below 32768: one above may be given to any connection before rank 0 listens on it."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port := 10_000 + secrets.randbelow(20_000)))
+            return port
+
+
 @dataclass
 class Starter:
     """Start functions or the command line on a number of ranks."""
@@ -160,10 +170,7 @@ class Starter:
     numbers: Iterator[int] = field(default_factory=count)
 
     def start(self, function: Callable[..., None], world: int, *arguments: Any) -> Ranks:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        number = next(self.numbers)
+        port, number = free_port(), next(self.numbers)
         logs = [self.folder / f"run{number}-rank{rank}.log" for rank in range(world)]
         processes = [
             self.context.Process(target=ranks.as_rank, args=(function, rank, world, port, str(logs[rank]), *arguments))
