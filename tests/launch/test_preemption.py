@@ -119,9 +119,10 @@ def test_a_notice_asks_for_the_stop_that_sigterm_asks_for_and_the_sigterm_that_f
         time.sleep(0.2)
         assert not request.signal_number
         notice.touch()
-        wait_for(lambda: request.signal_number)
+        parts: list[str] = []
+        wait_for(lambda: parts.append(capfd.readouterr().err) or "signal again" in "".join(parts))
         assert request.signal_number == signal.SIGTERM
-    said = capfd.readouterr().err
+    said = "".join(parts)
     assert "preemption_check: this machine will be taken away" in said
     assert "stopping: finishing step 7, then saving a checkpoint, which takes about 95 s; signal again" in said
     time.sleep(1.1)
