@@ -13,6 +13,7 @@ import typer
 from typer.models import OptionInfo
 
 from simpletuner.commands.help import path_argument, path_option
+from simpletuner.commands.options import metavar
 from simpletuner.errors import ExitCode, SettingsError
 from simpletuner.report import Report
 from simpletuner.settings.declared.sections import setting_fields
@@ -53,9 +54,10 @@ def compare(
     Report().say(f"{output} compares {' and '.join(runs)}")
 
 
-def setting_option(name: str) -> OptionInfo:
-    """The option of a setting that names what the run's folder may not name."""
-    return typer.Option(f"--{name}", help=setting_fields()[name].description, metavar="TEXT", show_default=False)
+def setting_option(name: str, sentence: str = "") -> OptionInfo:
+    """The option of a setting, as text: a boolean of Typer would not take the `=true` of `normalize_argv`."""
+    text = sentence or setting_fields()[name].description
+    return typer.Option(f"--{name}", help=text, metavar=metavar(setting_fields()[name].annotation), show_default=False)
 
 
 def export(

@@ -48,7 +48,7 @@ def sample(
     output: Annotated[
         Path | None, path_option("--output", "Folder of the images; empty: samples in that of the run.")
     ] = None,
-    use_cpu: Annotated[bool, typer.Option("--use_cpu", help="Sample here on the CPU.")] = False,
+    use_cpu: Annotated[str, setting_option("use_cpu", "Sample here, on the CPU.")] = "",
     model: Annotated[str, setting_option("pretrained_model_name_or_path")] = "",
     config: Annotated[str, setting_option("single_file_config")] = "",
     revision: Annotated[str, setting_option("revision")] = "",
@@ -73,7 +73,8 @@ def sample(
     options = SampleOptions(
         prompt, negative_prompt, seed, size, steps, guidance, strength,
         ("base",) if base else ("base", trained) if with_base else (trained,), checkpoint,
-        dict(zip(NAMED, (model, config, revision, families), strict=True)), use_cpu, tuple(image or ()), keep_aspect,
+        dict(zip(NAMED, (model, config, revision, families), strict=True)) | {"use_cpu": use_cpu},
+        tuple(image or ()), keep_aspect,
     )  # fmt: skip
     if not (checkpoint or output or is_over()) and (found := ask_run(folder, options, report, is_over)) is not None:
         report.say(f"sampled at step {found.step}")

@@ -175,8 +175,9 @@ def recorded_settings(
 ) -> Settings:
     """Return the settings that an export of a run needs, with its folder as it is called now.
 
-    `more` are further facts that a `command` needs. `named` has the user's values of `NAMED`. Raises
-    SettingsError where settings.json cannot be read, or has a value of these that the user has not given.
+    `more` are further facts that a `command` needs. `named` has the user's values of `NAMED`, and of settings that the
+    command has options for: these count, not the run's. Raises SettingsError where settings.json cannot be read, or
+    has a value of `NAMED` that the user has not given.
     """
     recorded = read_settings(output / SETTINGS)
     if recorded is None:
@@ -188,13 +189,13 @@ def recorded_settings(
             "may be somebody else's",
             f"where you know what it names: {shlex.join(['simpletuner', *command.split(), str(output), *flags])}",
         )
-    values = [
-        RawValue(name, recorded[name], f"{output / SETTINGS}") for name in sorted(TAKEN.union(more) & recorded.keys())
-    ]
+    given = {name: value for name, value in named.items() if value}
+    taken = sorted((TAKEN.union(more) & recorded.keys()) - given.keys())
+    values = [RawValue(name, recorded[name], f"{output / SETTINGS}") for name in taken]
     assistants = recorded.get("assistant_lora")
     if isinstance(assistants, list):  # a checkpoint is compared with their names; no such file is read
         values.append(RawValue("assistant_lora", [Path(str(each)).name for each in assistants], f"{output / SETTINGS}"))
-    values += [RawValue(name, value, "command line") for name, value in named.items() if value]
+    values += [RawValue(name, value, "command line") for name, value in given.items()]
     values.append(RawValue("output_dir", str(output), "command line"))
     return resolve([Source(SETTINGS, values)], complete=False).settings
 

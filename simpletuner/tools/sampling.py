@@ -61,16 +61,18 @@ class SampleOptions:
     weights: tuple[str, ...] = ("trained",)
     checkpoint: str = ""
     named: Mapping[str, str] = field(default_factory=dict)
-    """The user's values of settings that a run's folder may not name."""
-    use_cpu: bool = False
+    """The user's values of settings, as `recorded_settings` takes them."""
     images: tuple[Path, ...] = ()
     """Reference images."""
     keeps_aspect: bool = False
     """True for references in their own aspect, as `reference_loose`; else they are cropped to the size."""
 
 
-def open_run_family(output: Path, options: SampleOptions, world: World) -> ModelFamily:
-    settings = recorded_settings(output, options.named, "sample", SAMPLED)
+def settings_of_run(output: Path, options: SampleOptions) -> Settings:
+    return recorded_settings(output, options.named, "sample", SAMPLED)
+
+
+def open_run_family(settings: Settings, options: SampleOptions, world: World) -> ModelFamily:
     family = load_family(settings, world, StopRequest().check, skips_checked=True)
     try:
         check_references(family, len(options.images))
@@ -140,8 +142,9 @@ def ask_run(output: Path, options: SampleOptions, report: Report, is_over: Calla
     Prompts are encoded here, on the CPU: the run loads no text encoder beside its training. Raises
     SettingsError for what the run refuses.
     """
+    settings = settings_of_run(output, options)
     with libraries_silenced(), joined_world({}, use_cpu=True) as world:
-        family = open_run_family(output, options, world)
+        family = open_run_family(settings, options, world)
         request = request_of(family.settings, family, options)
         references = references_of(options, request, family.settings)
         with report.phase("encoding the prompt"):
@@ -168,8 +171,9 @@ def sample_here(output: Path, options: SampleOptions, folder: Path, report: Repo
 
     Raises SettingsError where there are no such weights, EnvironmentNotReady where they are damaged.
     """
-    with libraries_silenced(), joined_world({}, use_cpu=options.use_cpu) as world, torch.no_grad():
-        family = open_run_family(output, options, world)
+    settings = settings_of_run(output, options)
+    with libraries_silenced(), joined_world({}, settings.launch.use_cpu) as world, torch.no_grad():
+        family = open_run_family(settings, options, world)
         request, device, dtype = (
             request_of(family.settings, family, options),
             world.device,

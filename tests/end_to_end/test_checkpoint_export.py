@@ -63,12 +63,15 @@ def test_a_checkpoint_is_exported_as_its_run_would(sdxl_flags, train, exported, 
     assert not (short / "pipeline-000001").exists()
 
     lora = tmp_path / "lora"
-    train(lora, *flags, "--max_train_steps=2", "--model_type=lora", "--lora_rank=2")
+    train(lora, *flags, "--max_train_steps=2", "--model_type=lora", "--lora_rank=2", "--export_precision=fp32")
     exported(lora, base)
     # Not its bytes: safetensors writes the metadata in an order that differs between processes.
     folders = (lora / "pipeline_lora_weights-000002", lora / "pipeline_lora_weights")
     one, two = (load_file(folder / "pytorch_lora_weights.safetensors") for folder in folders)
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    exported(lora, base, "--export_precision=fp16", f"--output={tmp_path / 'half'}")
+    half = load_file(tmp_path / "half" / "pytorch_lora_weights.safetensors")
+    assert all(torch.equal(half[name], two[name].half()) for name in two), "the command's counts, not the run's"
     check_averages(long, lora, base, partial(exported, command=("lora", "average")), tmp_path)
 
 

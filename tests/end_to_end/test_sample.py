@@ -17,7 +17,7 @@ from simpletuner.checkpoints.layout import REQUESTS
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.world import joined_world
 from simpletuner.runs.images import read_info
-from simpletuner.tools.sampling import SampleOptions, encode, open_run_family, request_of
+from simpletuner.tools.sampling import SampleOptions, encode, open_run_family, request_of, settings_of_run
 from simpletuner.training.validation.sample_requests import IN_METADATA, MOST_BYTES
 
 LORA = ("--model_type=lora", "--lora_rank=2", "--checkpoint_step_interval=1", "--checkpoints_total_limit=50")
@@ -40,7 +40,7 @@ def test_a_run_that_ended_samples_as_its_validation_did(kind, flux_flags, train,
     output = train(tmp_path / "run", *flags, *(LORA if kind == "lora" else ())).output
     base, prompt = base_flag(flags), "--prompt=a red circle"
     rounds = output / "validation"
-    [own], _ = sampled(output, prompt, base)
+    [own], _ = sampled(output, prompt, base, "--use_cpu")
     assert own.parent == output / "samples"
     assert np.array_equal(pixels(own), pixels(rounds / "step-000002" / "trained-00.png"))
     assert read_info(own)[1].step == 2
@@ -61,6 +61,7 @@ def test_a_run_that_ended_samples_as_its_validation_did(kind, flux_flags, train,
         ("--size=x",): "--size=x",
         ("--base", "--ema"): "--base takes no --ema",
         ("--guidance=nan",): "guidance",
+        ("--use_cpu=maybe",): "use_cpu = 'maybe' (command line): use true or false",
     }.items():
         assert sentence in sampled(output, prompt, base, *words, code=2)[1]
     assert "names pretrained_model_name_or_path" in sampled(output, prompt, code=2)[1]
@@ -72,7 +73,7 @@ def request_file(run: Path, base: str, **changes: object) -> bytes:
     name, _, value = base.removeprefix("--").partition("=")
     options = SampleOptions("a green square", named={name: value}, size="64")
     with joined_world({}, use_cpu=True) as world:
-        family = open_run_family(run, options, world)
+        family = open_run_family(settings_of_run(run, options), options, world)
         request = request_of(family.settings, family, options)
         tensors = encode(family, request, torch.device("cpu"), compute_dtype(family.settings))
     named = {f"{sign}.{name}": each.contiguous() for sign, own in tensors.items() for name, each in own.items()}

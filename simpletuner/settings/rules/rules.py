@@ -248,7 +248,7 @@ def single_files_have_a_known_layout(settings: Settings) -> Iterator[BrokenRule]
 
 def adapters_are_exported_in_16_bits_or_more(settings: Settings) -> Iterator[BrokenRule]:
     if settings.checkpoints.export_precision == "float8" and settings.model.model_type == "lora":
-        message = "export_precision = float8 is for whole models: no program reads adapters in 8 bits; set bf16 or fp16"
+        message = "export_precision = float8 is for whole models, not for adapters; set bf16 or fp16"
         yield broken(message, "export_precision", "model_type")
 
 

@@ -49,7 +49,7 @@ REFUSED = [
     ),
     (
         {"export_precision": "float8", "model_type": "lora"},
-        "export_precision = float8 is for whole models: no program reads adapters in 8 bits; set bf16 or fp16",
+        "export_precision = float8 is for whole models, not for adapters; set bf16 or fp16",
     ),
     (
         {"export_single_file": True, "model_family": "flux"},
