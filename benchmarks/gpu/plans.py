@@ -18,7 +18,7 @@ CARDS = ("H200", "H100")
 
 
 def plan_of(flags: Record, frames: int, cards: Iterable[str]) -> Record:
-    """Return seconds and memory of a step on cards, and its FLOPs, recomputation excluded."""
+    """Return seconds and memory of a step on cards, its FLOPs without recomputation, and a micro-batch's operators."""
     from simpletuner.counting.step_memory import Workload
     from simpletuner.parallel.devices import DEVICES
     from simpletuner.report import Report
@@ -32,6 +32,7 @@ def plan_of(flags: Record, frames: int, cards: Iterable[str]) -> Record:
     with opened_family(settings, Report(quiet=True)) as family:
         shape = shape_of(Step(flags, frames=frames), flags["resolution"], flags["model_flavour"] == "tiny")
         workload, flops = Workload(family, shape), flops_per_sample(family, shape)
+        found["operators"] = workload.trace(settings, settings.training.train_batch_size, on_gpu=True).launches
         for card in cards:
             plan = estimate_run(settings, workload, SampleShapes({shape: 1}), DEVICES[card], flops)
             bytes_of = {"MiB": plan.memory.gpu_bytes / 2**20, "host MiB": plan.memory.host_bytes / 2**20}

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 def apply_low_rank_products(model: nn.Module) -> None:
     """Let linear layers of a LoRA add B A x to their base's output in one function.
 
-    peft converts x to float32, which autocast converts back, and scales and adds B A x apart: about 43 launches per
-    layer and step where blocks are recomputed, with which FLUX.1-dev's 266 layers kept an H200 waiting for its host
-    (0.71 of 0.98 s busy). A layer with dropout or DoRA stays with peft.
+    peft converts x to float32, which autocast converts back, and scales and adds B A x apart
+    (findings/peft-lora-converts-inputs-twice.sh). FLUX.1-dev with 266 such layers kept an H200 waiting for its host,
+    which launches them: it was busy for 0.71 of 0.98 s. A layer with dropout or DoRA stays with peft.
     """
     from peft.tuners.lora import Linear
 
