@@ -285,7 +285,8 @@ def record_start(run: Run, resolved: Resolved, family: ModelFamily, state: Train
     rows = describe_run(resolved, family, state, run.plan)
     session.report.table("simpletuner train", rows)
     listing = record_data_of(session, run.plan)
-    record_settings(session, state.step, family.facts(), listing.key if listing is not None else "")
+    key = listing.key if listing is not None else ""
+    record_settings(session, state.step, family.facts(), family.images_of_sample, key)
     if session.world.is_first:
         note_checked(family)
     return run_facts(session.loaded, rows, run.plan, listing.digest if listing is not None else "")

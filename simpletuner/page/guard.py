@@ -27,6 +27,8 @@ from simpletuner.settings.files.formats import MAX_FILE_BYTES
 
 # A settings file in a form: percent-encoding can triple a text, but not one of settings.
 MAX_BODY_BYTES = 2 * MAX_FILE_BYTES
+# Photographs in base64.
+BODY_BYTES_AT = {"/runs/sample": 48 << 20}
 # parse_qsl has no bound by default (bpo-34866): 8 MiB of `a&` would be four million fields.
 MAX_FIELDS = 5000
 CSRF_HEADER = "X-CSRF-Token"
@@ -46,7 +48,7 @@ WRONG_HOST = "This page does not answer to that name: use the address that `simp
 NO_TOKEN = "This page needs the address that `simpletuner page` printed, with its token."
 USED_TOKEN = "This address was used already, or is not one of this page: take the one that the terminal printed last."
 FOREIGN = "This request did not come from this page: reload it and try again."
-TOO_LARGE = f"A request may have at most {MAX_BODY_BYTES >> 20} MiB."
+TOO_LARGE = "A request of this kind may have at most {} MiB."
 
 
 class Secrets:
@@ -125,9 +127,10 @@ class Guard:
         scope.setdefault("state", {})
         answer = self.answer(request)
         if answer is None and request.method not in SAFE_METHODS:
-            body = await read_body(receive)
+            limit = BODY_BYTES_AT.get(request.url.path, MAX_BODY_BYTES)
+            body = await read_body(receive, limit)
             if body is None:
-                answer = self.refuse(request, 413, TOO_LARGE)
+                answer = self.refuse(request, 413, TOO_LARGE.format(limit >> 20))
             else:
                 scope["state"]["form"] = parse_form(body)
         await (answer or self.app)(scope, receive, with_headers(send))
@@ -163,7 +166,7 @@ def has_own_origin(request: Request) -> bool:
     return request.headers.get("origin", "").partition("://")[2] == request.headers["host"]
 
 
-async def read_body(receive: Receive) -> bytes | None:
+async def read_body(receive: Receive, limit: int) -> bytes | None:
     """Return the body of a request; None for one that is too large."""
     parts, size, more = [], 0, True
     while more:
@@ -172,7 +175,7 @@ async def read_body(receive: Receive) -> bytes | None:
             break
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        if size > MAX_BODY_BYTES:
+        if size > limit:
             return None
         more = message.get("more_body", False)
     return b"".join(parts)

@@ -123,6 +123,12 @@ def fields_of(request: Request) -> set[str]:
     return {*getattr(request.state, "form", {}), *request.query_params}
 
 
+def fields(request: Request, name: str) -> list[str]:
+    """Return all values of a field of a form."""
+    form: dict[str, list[str]] = getattr(request.state, "form", {})
+    return form.get(name, [])
+
+
 def field(request: Request, name: str, default: str = "") -> str:
     form: dict[str, list[str]] = getattr(request.state, "form", {})
     return form[name][-1] if name in form else request.query_params.get(name, default)

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from simpletuner.errors import SettingsError, SimpleTunerError, explain_os_error
@@ -63,7 +63,7 @@ def show_run(request: Request) -> Response:
     fragments = {each.name: each for each in fragments_of(request, runs, smoothing)}
     settings = read_settings(runs[0].path / SETTINGS) if runs[0].file(SETTINGS) is not None else None
     base, is_lora = base_of(settings or {}), (settings or {}).get("model_type") == "lora"
-    shown = {"fragments": fragments, "base": base, "is_lora": is_lora}
+    shown = {"fragments": fragments, "base": base, "is_lora": is_lora, "images": samples.images_taken(runs[0])}
     return respond(request, "runs/run", title=names[0], query=query, **shown, **values)
 
 
@@ -87,7 +87,7 @@ def show_image(request: Request) -> Response:
     """Validation image as WebP; a clip's moves."""
     edge = field(request, "edge", str(EDGES_PX[0]))
     if edge not in map(str, EDGES_PX):
-        raise no_image()
+        raise samples.no_image()
     run, path = image_of_round(request)
     watched = watched_of(request).of(run)
     with watched.lock:
@@ -97,12 +97,8 @@ def show_image(request: Request) -> Response:
 
 
 def play_clip(request: Request) -> Response:
-    """MP4 of a validation clip, with its sound where it has one; a player asks for ranges of it."""
     run, path = image_of_round(request)
-    clip = run.file(f"validation/{path.parent.name}/{path.with_suffix(MP4).name}")
-    if clip is None:
-        raise no_image()
-    return FileResponse(clip, media_type="video/mp4", headers={"Cache-Control": "private, max-age=3600"})
+    return samples.send_clip(run, f"validation/{path.parent.name}/{path.with_suffix(MP4).name}")
 
 
 def image_of_round(request: Request) -> tuple[RunFolder, Path]:
@@ -114,12 +110,8 @@ def image_of_round(request: Request) -> tuple[RunFolder, Path]:
     if FILE.fullmatch(name) and step.isascii() and step.isdecimal() and len(step) < 12:
         path = run.file(f"validation/step-{int(step):06d}/{name}")
     if path is None:
-        raise no_image()
+        raise samples.no_image()
     return run, path
-
-
-def no_image() -> SettingsError:
-    return SettingsError("there is no such image", "the page of the run shows those there are")
 
 
 def start(request: Request) -> Response:

@@ -62,6 +62,8 @@ class ImageInfo:
     """Frame rate of a clip, whose PNG has three frames side by side."""
     made_from: str = ""
     """Hash of all that an image of the base model depends on."""
+    given: str = ""
+    """Hash of the images that it was made from."""
 
     @property
     def size(self) -> str:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from simpletuner.session import Session
 
 SETTINGS, HISTORY = "settings.json", "settings_history.jsonl"
+# Fewest and most images that a sample is made from, in a line of history.
+IMAGES = "images_of_sample"
 
 Changes = dict[str, list[object]]
 """Setting -> [before, now]."""
@@ -71,9 +73,11 @@ def effects_on(state: Mapping[str, Any], settings: Settings, changes: Changes) -
     return effects
 
 
-def record_settings(session: Session, step: int, facts: Mapping[str, str], data: str = "") -> None:
+def record_settings(
+    session: Session, step: int, facts: Mapping[str, str], images: tuple[int, int], data: str = ""
+) -> None:
     """Write the settings of a run that starts to train at `step`, and a line of history, with what was proven
-    of its pipeline and the listing of its data. Only rank 0 writes.
+    of its pipeline, how many images a sample is made from, and the listing of its data. Only rank 0 writes.
 
     A start that ends before training leaves the files as they are.
     """
@@ -83,7 +87,7 @@ def record_settings(session: Session, step: int, facts: Mapping[str, str], data:
     changes = write_settings(output / SETTINGS, settings, session.report.warn)
     time = datetime.now(UTC).isoformat(timespec="seconds")
     start = {"time": time, "step": step, "simpletuner": __version__, "host": socket.gethostname(), **facts}
-    append(output / HISTORY, {**start, **gpus_of(session.world), "data": data, "changed": changes})
+    append(output / HISTORY, {**start, IMAGES: images, **gpus_of(session.world), "data": data, "changed": changes})
 
 
 def write_settings(path: Path, settings: Mapping[str, object], warn: Warn) -> Changes:
@@ -102,6 +106,16 @@ def gpus_of(world: World) -> dict[str, float]:
     from simpletuner.parallel.gpu import power_limit_watts
 
     return {"gpus": world.size, "gpu_watts": power_limit_watts(world.device)}
+
+
+def images_of_sample(path: Path) -> tuple[int, int]:
+    """Return the fewest and most images that a sample of a run is made from, by its history; none where it is damaged
+    or of an earlier version."""
+    try:
+        least, most = json.loads(read_file(path).splitlines()[-1])[IMAGES]
+        return int(least), int(most)
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return 0, 0
 
 
 def last_start(path: Path) -> str:

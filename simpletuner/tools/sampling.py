@@ -14,6 +14,7 @@ import torch
 from simpletuner.checkpoints.layout import EXPORTS, Checkpoint, list_checkpoints
 from simpletuner.checkpoints.verification import Verification
 from simpletuner.errors import SettingsError
+from simpletuner.models.catalog.registry import AUTO
 from simpletuner.models.catalog.support import unfit_shapes
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning
@@ -143,9 +144,14 @@ def ask_run(output: Path, options: SampleOptions, report: Report, is_over: Calla
     SettingsError for what the run refuses.
     """
     settings = settings_of_run(output, options)
+    if settings.model.model_family == AUTO:  # the run would refuse it after the prompt is encoded, which takes a proof
+        raise SettingsError(
+            "a run of model_family=auto samples no prompt while it trains", "name a checkpoint: --checkpoint=N or best"
+        )
     with libraries_silenced(), joined_world({}, use_cpu=True) as world:
         family = open_run_family(settings, options, world)
         request = request_of(family.settings, family, options)
+        family.prove_sampling(Shape(request.frames, request.height, request.width), len(options.images), world.device)
         references = references_of(options, request, family.settings)
         with report.phase("encoding the prompt"):
             tensors = encode(family, request, torch.device("cpu"), compute_dtype(family.settings), references)
@@ -179,6 +185,7 @@ def sample_here(output: Path, options: SampleOptions, folder: Path, report: Repo
             world.device,
             compute_dtype(family.settings),
         )
+        family.prove_sampling(Shape(request.frames, request.height, request.width), len(options.images), device)
         sources = {each: open_weights(output, options.checkpoint, each, family, world) for each in request.weights}
         with report.phase("encoding the prompt"):
             references = references_of(options, request, family.settings)

@@ -32,7 +32,11 @@ REFUSED = ("AllegroPipeline",)
 
 
 def check_same_grids(*folders: Path) -> None:
-    first, second = (np.asarray(Image.open(folder / "grid-000003.png"), int) for folder in folders)
+    check_same_images(*(folder / "grid-000003.png" for folder in folders))
+
+
+def check_same_images(*paths: Path) -> None:
+    first, second = (np.asarray(Image.open(path), int) for path in paths)
     off = abs(first - second)
     # On one of three CPUs 9 of 162,864 values were on the other side of a rounding.
     assert off.max() <= 1 and np.count_nonzero(off) < off.size / 1000
@@ -61,7 +65,7 @@ def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipeli
     assert "StableDiffusion3Pipeline" in state["proven"]["pipeline"]
 
 
-def test_auto_edits_images_as_the_class_does(edited, kontext, train, tmp_path):  # noqa: F811
+def test_auto_edits_images_as_the_class_does(edited, kontext, train, sampled, tmp_path):  # noqa: F811
     from diffusers import FluxKontextPipeline
 
     def flags(key: str, model: Path = kontext) -> tuple[str, ...]:
@@ -75,6 +79,13 @@ def test_auto_edits_images_as_the_class_does(edited, kontext, train, tmp_path): 
     assert "references by hidden_states" in said and "one call for all samples" in said
     shown = [run.output / "validation" for run in (by_class, auto)]
     check_same_grids(*shown)
+    given = (
+        f"--image={edited['alike'] / 'edit 1.webp'}",
+        "--prompt=edit it",
+        f"--pretrained_model_name_or_path={kontext}",
+    )
+    [[by_hand], [own]] = (sampled(run.output, *given)[0] for run in (by_class, auto))
+    check_same_images(by_hand, own)
     sharded = (*flags("auto"), "--train_batch_size=2", "--eval_split=0.1", "--fsdp_enable")
     train(tmp_path / "sharded", *sharded, "--max_train_steps=2", world=2)
     again = train(tmp_path / "sharded", *sharded, world=2)
@@ -86,7 +97,7 @@ def test_auto_edits_images_as_the_class_does(edited, kontext, train, tmp_path): 
     assert more.losses[0] < auto.losses[0]
 
 
-def test_auto_continues_first_frames_as_the_class_does(clips, pipelines, train, tmp_path):  # noqa: F811
+def test_auto_continues_first_frames_as_the_class_does(clips, pipelines, train, sampled, tmp_path):  # noqa: F811
     folder = save_wan(pipelines("wan"), tmp_path / "model", "2.1-14b")
 
     def flags(key: str) -> tuple[str, ...]:
@@ -99,6 +110,10 @@ def test_auto_continues_first_frames_as_the_class_does(clips, pipelines, train, 
     assert "first frame by hidden_states, encoder_hidden_states_image" in " ".join(auto.said.split())
     names = {path.name for path in (auto.output / "validation" / "step-000003").iterdir()}
     assert names == {"reference-00.png", "trained-00.png", "trained-00.mp4", "trained-00.webp"}
+    first_frame = auto.output / "validation" / "step-000003" / "reference-00.png"
+    given = (f"--image={first_frame}", "--prompt=it moves", f"--pretrained_model_name_or_path={folder}", "--size=64@5")
+    [[by_hand], [own]] = (sampled(run.output, *given)[0] for run in (by_class, auto))
+    check_same_images(by_hand, own)
     sharded = train(tmp_path / "sharded", *flags("auto"), "--train_batch_size=1", "--fsdp_enable", world=2)
     assert sharded.losses == pytest.approx(auto.losses, rel=1e-5)
     split = ("--train_batch_size=2", "--fsdp_enable", "--context_parallel_size=2")

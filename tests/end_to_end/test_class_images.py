@@ -90,19 +90,28 @@ def test_ranks_share_them_and_only_what_changed_is_made_again(class_flags, train
     assert "making 5 of 5" in rebased and "5 of another base model" in rebased
 
 
-def test_a_run_that_is_killed_goes_on_with_those_that_it_lacks(class_flags, starter, train, tmp_path):
-    folder, output = tmp_path / "class", tmp_path / "run"
-    flags = class_flags(folder, prior_images=60)
-    started = starter.train(2, f"--output_dir={output}", "--resolution=64", "--aspect_bucket_alignment=16", *flags)
+def test_a_killed_run_goes_on_with_those_that_it_lacks_also_where_ranks_share_the_base(
+    class_flags, starter, train, tmp_path
+):
+    folder, output, count = tmp_path / "class", tmp_path / "run", 25  # no multiple of the ranks
+    flags = class_flags(folder, prior_images=count)
+    small = ("--resolution=64", "--aspect_bucket_alignment=16", "--mixed_precision=no")
+    started = starter.train(2, f"--output_dir={output}", *small, *flags, "--fsdp_enable")
     while len(times(folder)) < 3 and started.processes[0].is_alive():
         time.sleep(0.01)
     started.kill()
     started.wait()
     kept = times(folder)
-    assert 3 <= len(kept) < 60
-    said = train(output, *flags, world=2).said
-    assert f"making {60 - len(kept)} of 60 images" in said and "damaged" not in said
-    assert kept.items() <= times(folder).items() and len(pixels(folder)) == 60
+    assert 3 <= len(kept) < count
+    of_all_weights = [
+        flag for flag in class_flags(folder, prior_images=count, is_regularisation_data=None) if "lora" not in flag
+    ]
+    said = train(output, *of_all_weights, *small, "--zero_stage=3", world=2).said
+    assert f"making {count - len(kept)} of {count} images" in said and "damaged" not in said
+    assert kept.items() <= times(folder).items() and len(pixels(folder)) == count
+    alone = tmp_path / "alone"
+    train(tmp_path / "one", *class_flags(alone, prior_images=count), *small)
+    assert same(pixels(folder), pixels(alone)), "those of a whole denoiser on one rank"
     assert not [*folder.glob(".*")], "neither a lock nor a part of a file is left"
 
 

@@ -128,11 +128,17 @@ class AutomaticFamily(ModelFamily):
         is_given = self.image_to_video == "always" or self.least_references
         return self.sample_with_image() if is_given else SampleShape(SMALLEST)
 
-    def sample_with_image(self) -> SampleShape:
-        """Return the smallest clip with its first frame, or the smallest image with a reference."""
+    def sample_with_image(self, references: int = 1) -> SampleShape:
+        """Return the smallest clip with its first frame, or the smallest image with references."""
         if self.image_to_video == "never":
-            return SampleShape(SMALLEST, (SMALLEST,))
+            return SampleShape(SMALLEST, (SMALLEST,) * references)
         return SampleShape(SMALLEST._replace(frames=1 + self.cell.frames), (), True)
+
+    def prove_sampling(self, shape: Shape, references: int, device: torch.device) -> None:
+        frames = 1 + self.cell.frames if shape.frames > 1 else 1
+        alone = SampleShape(SMALLEST._replace(frames=frames))
+        with torch.enable_grad():  # the proof compares gradients, and samples are made without
+            self.prove([self.sample_with_image(references) if references else alone], device, [shape], any_size=True)
 
     def prove(
         self,

@@ -248,6 +248,9 @@ class ModelFamily(PipelineFolder, ABC):
         `sampled` are the shapes of validation.
         """
 
+    def prove_sampling(self, shape: Shape, references: int, device: torch.device) -> None:
+        """Check what has to be run to be known before a prompt is sampled in a shape, from so many images."""
+
     def facts(self) -> Mapping[str, str]:
         """Return rows for the summary, the model card and checkpoints."""
         commit = commit_of(self.folder)
@@ -278,6 +281,14 @@ class ModelFamily(PipelineFolder, ABC):
         return "never"
 
     # What is the same for all families.
+
+    @property
+    def images_of_sample(self) -> tuple[int, int]:
+        """Fewest and most images that a sample is made from."""
+        needs_one = self.image_to_video == "always" or self.reads_references
+        return max(self.least_references, int(needs_one)), max(
+            self.most_references, int(self.image_to_video != "never")
+        )
 
     def input_shapes(
         self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False, has_sound: bool = False

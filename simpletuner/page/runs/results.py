@@ -12,9 +12,11 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
@@ -146,6 +148,8 @@ class ExportJob:
     began: float
     """Start in seconds since 1970."""
     doing: str = "waiting for another one"
+    images: Sequence[bytes] = ()
+    """Files of `--image`."""
     error: SimpleTunerError | None = None
     is_running: bool = True
 
@@ -158,7 +162,7 @@ class Exporting:
     participle: str = "exported"
     jobs: dict[Path, ExportJob] = dataclass_field(default_factory=dict)
 
-    def begin(self, run: RunFolder, checkpoint: str, command: Sequence[str]) -> None:
+    def begin(self, run: RunFolder, checkpoint: str, command: Sequence[str], images: Sequence[bytes] = ()) -> None:
         """Raises EnvironmentNotReady while another one is exported, SettingsError for NUL characters."""
         if any("\0" in each for each in command):  # in the name of a base model
             raise SettingsError(f"{checkpoint} of {run.name}: NUL characters are no part of a name", "remove them")
@@ -167,7 +171,7 @@ class Exporting:
             raise EnvironmentNotReady(
                 f"{job.checkpoint} of {run.name} is being {self.participle}", "wait until it is written"
             )
-        self.jobs[run.path] = job = ExportJob(checkpoint, command, time.time())
+        self.jobs[run.path] = job = ExportJob(checkpoint, command, time.time(), images=images)
         threading.Thread(target=self.export, args=(job,), name="export", daemon=True).start()
 
     def export(self, job: ExportJob) -> None:
@@ -177,12 +181,24 @@ class Exporting:
         with self.commands.heavy:
             job.doing = "starting"
             try:
-                self.commands.run(job.command, say=show)  # with the page ends it: a half-written export has no name
+                with images_on_disk(job.images) as flags:
+                    # With the page ends it: a half-written export has no name.
+                    self.commands.run([*job.command, *flags], say=show)
             except SimpleTunerError as error:
                 job.error = error
             except OSError as error:  # no process can be started
                 job.error = explain_os_error(error)
-        job.is_running = False
+        job.is_running, job.images = False, ()
+
+
+@contextmanager
+def images_on_disk(images: Sequence[bytes]) -> Iterator[list[str]]:
+    """Yield flags that name the images, which nobody else may read, as long as a command needs them."""
+    with TemporaryDirectory(prefix="simpletuner-images-") as folder:
+        paths = [Path(folder, f"image-{number}") for number in range(1, len(images) + 1)]
+        for path, content in zip(paths, images, strict=True):
+            path.write_bytes(content)
+        yield [f"--image={path}" for path in paths]
 
 
 def delete(request: Request) -> Response:

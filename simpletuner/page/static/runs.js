@@ -58,6 +58,29 @@ document.addEventListener("htmx:oobAfterSwap", () => {
 });
 showRounds();
 
+// Files are sent within a form: in base64, in letters that a form leaves as they are.
+const asText = (file) => new Promise((done) => {
+  const reader = new FileReader();
+  reader.onloadend = () => done(reader.result?.split(",")[1]?.replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "") ?? "");
+  reader.readAsDataURL(file);
+});
+
+document.addEventListener("change", async (event) => {
+  const chooser = event.target, name = chooser.dataset.sentAs, files = chooser.files;
+  if (!name) return;
+  const button = chooser.form.querySelector("button");
+  button.disabled = true;
+  const texts = await Promise.all([...files].map(asText));
+  if (files !== chooser.files) return;  // others have been chosen meanwhile
+  chooser.form.querySelectorAll(`input[type=hidden][name="${name}"]`).forEach((old) => old.remove());
+  for (const text of texts) {
+    const hidden = document.createElement("input");
+    [hidden.type, hidden.name, hidden.value] = ["hidden", name, text];
+    chooser.form.append(hidden);
+  }
+  button.disabled = false;
+});
+
 // The list of runs: search, states and order. Each poll brings all rows, those that were written last first.
 const PER_PAGE = 25;
 const choice = document.getElementById("choose-runs");

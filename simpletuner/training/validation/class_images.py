@@ -1,7 +1,8 @@
 """Make class images by the base model, on all ranks, before anything is encoded.
 
-Ranks take images from one queue, each with the whole denoiser on its device: no collective is held open. An image is
-written at once or not at all, so a run that is killed goes on with those that it lacks.
+Ranks take images from one queue, each with the whole denoiser on its device: no collective is held open. Where ranks
+share the weights of the denoiser that they train, they share those of the base model too, and sample in step. An image
+is written at once or not at all, so a run that is killed goes on with those that it lacks.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -38,8 +40,13 @@ from simpletuner.session import Session
 from simpletuner.system.files.late_files import wait_for_files
 from simpletuner.system.files.locks import lock_file
 from simpletuner.training.validation.requested_samples import check_references
-from simpletuner.training.validation.validator import BASE, PlannedImage
-from simpletuner.training.validation.whole_denoiser import build_denoiser, encode_pair, sample_pixels
+from simpletuner.training.validation.validator import BASE, PlannedImage, group_by_denoiser_calls
+from simpletuner.training.validation.whole_denoiser import (
+    build_denoiser,
+    build_sharded_denoiser,
+    encode_pair,
+    sample_pixels,
+)
 
 # Lock file of a folder while a run makes images there.
 LOCK = ".class-images.lock"
@@ -189,36 +196,67 @@ def what_changed(image: ClassImage) -> str:
 
 
 def make_images(images: Sequence[ClassImage], session: Session, family: ModelFamily) -> None:
-    """Make images, those of all ranks from one queue. Collective."""
+    """Make images, those of all ranks from one queue, or in step where they share the weights. Collective."""
     world, report, stop = session.world, session.report, session.stop.check
+    parallel = session.settings.parallel
+    is_sharded = parallel.fsdp_enable or parallel.zero_stage == 3
     with report.progress("making class images", len(images)) as progress, torch.no_grad():
-        first = world.next_chunk(PLACE)
-        if first < len(images):  # else there are fewer than ranks
-            make_share(images, first, session, family, progress.update)
+        own = in_step(images, session) if is_sharded else from_queue(len(images), session)
+        if (first := next(own, None)) is not None:  # else there are fewer than ranks
+            make_share(images, chain([first], own), session, family, is_sharded, progress.update)
         world.activity.begin("making class images")
         world.wait_for_count(PLACE, len(images), stop, progress.update)
     return_memory(world.device)
 
 
+def from_queue(count: int, session: Session) -> Iterator[tuple[int, bool]]:
+    """Yield the numbers of images that this rank makes, and True."""
+    while (number := session.world.next_chunk(PLACE)) < count:
+        session.stop.check()
+        yield number, True
+
+
+def in_step(images: Sequence[ClassImage], session: Session) -> Iterator[tuple[int, bool]]:
+    """Yield the numbers of images that this rank samples, and whether it writes them. Collective.
+
+    All ranks call the denoiser equally often, since each gathers its shards from the others; one without an image left
+    samples the last one as well.
+    """
+    world, numbers = session.world, {id(each.planned): number for number, each in enumerate(images)}
+    for group in group_by_denoiser_calls([each.planned for each in images]):
+        for first in range(0, len(group), world.size):
+            if any(world.gather_texts("stop" * bool(session.stop.signal_number))):  # ranks are asked one by one
+                raise session.stop.stopped("before training; the class images that are made are kept")
+            index = first + world.rank
+            yield numbers[id(group[min(index, len(group) - 1)])], index < len(group)
+
+
 def make_share(
-    images: Sequence[ClassImage], first: int, session: Session, family: ModelFamily, show: Callable[[int], object]
+    images: Sequence[ClassImage],
+    numbers: Iterable[tuple[int, bool]],
+    session: Session,
+    family: ModelFamily,
+    is_sharded: bool,
+    show: Callable[[int], object],
 ) -> None:
-    """Make this rank's images, from the first that it has taken."""
-    world, stop = session.world, session.stop.check
-    device, dtype = world.device, compute_dtype(session.settings)
+    """Make this rank's images. Collective where the denoiser is sharded."""
+    world, device, dtype = session.world, session.world.device, compute_dtype(session.settings)
     world.activity.begin("loading the base model", watched=False)
     encoded = encode_prompts(images, family, device, dtype)
-    model, vae, number = build_denoiser(family, None, device, dtype), family.vae(device), first
+    if is_sharded:
+        model = build_sharded_denoiser(family, session.settings, session.mesh)
+    else:
+        model = build_denoiser(family, None, device, dtype)
+    vae = family.vae(device)
     world.activity.begin("making class images")
-    while number < len(images):
-        stop()
+    for number, is_own in numbers:
         image = images[number]
         prompt = image.planned.prompt
         planned = replace(image.planned, prompt=prompt.encoded(**encoded[prompt.prompt.prompt, prompt.negative_prompt]))
         pixels, _ = sample_pixels(family, model, vae, planned, device, dtype)
-        write_sample(image.path, pixels, image.info)
-        show(world.add_progress(PLACE, 1))
-        number = world.next_chunk(PLACE)
+        if is_own:
+            write_sample(image.path, pixels, image.info)
+            show(world.add_progress(PLACE, 1))
 
 
 def encode_prompts(

@@ -154,12 +154,11 @@ HINT = "`simpletuner sample --help` says what is taken"
 
 def check_references(family: ModelFamily, count: int) -> None:
     """Raise ValueError for more references than the pipeline takes, and for none where it samples from some."""
-    most = max(family.most_references, int(family.image_to_video != "never"))
+    least, most = family.images_of_sample
     if count > most:
         takes = f"at most {most}" if most else "none"
         raise ValueError(f"{count_noun(count, 'reference image')}, and {family.pipeline_name} takes {takes}")
-    needs_one = family.least_references or family.image_to_video == "always" or family.reads_references
-    if count < max(family.least_references, int(bool(needs_one))):
+    if count < least:
         raise ValueError(f"{family.pipeline_name} samples from an image, and none is given")
 
 

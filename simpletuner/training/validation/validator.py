@@ -65,7 +65,13 @@ class PlannedImage:
             variant,
             params.shape.frames,
             params.fps if params.shape.frames > 1 else 0.0,
+            given=self.digest_of_references(),
         )
+
+    def digest_of_references(self) -> str:
+        """Return a hash of the images that it is made from; empty where there are none."""
+        made = b"".join(repr(each.size).encode() + each.tobytes() for each in self.sampling.references)
+        return xxhash.xxh3_128_hexdigest(made) if made else ""
 
     def digest(self, model: str) -> str:
         """Return a hash of all that a sample of a model that does not change depends on."""

@@ -1,4 +1,4 @@
-"""Sample with a denoiser that is whole on one device, beside no training engine."""
+"""Sample with a denoiser beside no training engine: whole on one device, or in shards of all ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from simpletuner.caches.sources import without_caption
 from simpletuner.caches.texts import without_padding
+from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.models.family.adapter import (
     adapter_parameters,
     allocate_on_cpu,
@@ -19,8 +20,15 @@ from simpletuner.models.family.adapter import (
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae
+from simpletuner.models.folder.weights import weights_files
 from simpletuner.models.opening.stored_weights import denoiser_weights
+from simpletuner.parallel.engine import compute_dtype
+from simpletuner.parallel.fsdp2 import shard
+from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.model.blocks import recommended_blocks
+from simpletuner.parallel.precision.precision import allocate
 from simpletuner.preparation.sampled_prompts import Images
+from simpletuner.settings import Settings
 from simpletuner.training.validation.validator import PlannedImage
 
 if TYPE_CHECKING:
@@ -59,6 +67,24 @@ def build_denoiser(family: ModelFamily, read: Read | None, device: torch.device,
         for name, parameter in adapter_parameters(model).items():
             parameter.data.copy_(read(name))
     return model.to(device).eval()
+
+
+def build_sharded_denoiser(family: ModelFamily, settings: Settings, mesh: Mesh) -> nn.Module:
+    """Build the base model's denoiser with the values of `build_denoiser`, sharded block by block. Collective.
+
+    By FSDP2 for DeepSpeed's stage 3 too, whose engine would need an optimizer.
+    """
+    model, dtype, device = family.denoiser().requires_grad_(False), compute_dtype(settings), mesh.world.device
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if is_kept_in_float32(model, name) else dtype)
+    offloads = settings.parallel.fsdp_offload_params or settings.parallel.offload_param != "none"
+    parallel = settings.parallel.model_copy(update={"fsdp_offload_params": offloads})
+    shard(model, recommended_blocks(model), parallel, torch.float32, mesh)  # float32: gathered as they are
+    allocate(model, device, torch.device("cpu") if offloads else device)
+    folder = family.folder / family.denoiser_name
+    read_tensors(weights_files(folder, settings.model.variant), model.state_dict(), str(folder))
+    return model.eval()
 
 
 def sample_pixels(
