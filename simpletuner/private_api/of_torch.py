@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 META = torch.device("meta")
 
@@ -52,6 +53,21 @@ foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sign_ = torch._foreach_sign_
+
+
+def before_other_hooks(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a hook that is called, once a gradient is accumulated, before those that use it up.
+
+    The public function puts it behind them: DeepSpeed's have reduced the gradient and removed it by then.
+    """
+    others = {**(parameter._post_accumulate_grad_hooks or {})}
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks = parameter._post_accumulate_grad_hooks
+    own = {name: each for name, each in hooks.items() if name not in others}
+    hooks.clear()  # the same object, which autograd holds; it goes through it by insertion
+    hooks.update({**own, **others})
+    return handle
+
 
 # The only product of int8 tensors that torch has, (M, K) and (K, N) to int32.
 int8_matmul = torch._int_mm

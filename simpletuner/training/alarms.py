@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from simpletuner.parallel.gpu import slowed_by
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.preparation.plan import Plan
+from simpletuner.private_api.of_torch import before_other_hooks
 from simpletuner.runs.health.alarms import (
     Alarm,
     GradientNorms,
@@ -87,33 +88,26 @@ WATCHED_STEPS = 5
 class GradientWatch:
     """Find trained weights without gradients, by hooks that go away after WATCHED_STEPS.
 
-    On rank 0 alone, whose shard of each weight is not empty. Norms are computed on the device behind the backward
-    pass, and read a step after their copy to the host was queued.
+    On rank 0 alone, whose shard of each weight is not empty; under ZeRO and DDP a gradient is that of its own samples.
+    Norms are computed on the device behind the backward pass, and read a step after their copy to the host was queued.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], device: torch.device) -> None:
         trained = {name: each for name, each in named if each.requires_grad}
         self.names, self.steps, self.device = [*trained], 0, device
         self.norms: dict[str, Tensor] = {}
-        """Of this step, by name."""
+        """Of this step, by name: the largest of its micro-batches, since ZeRO removes the gradients of each."""
         self.largest: Tensor | None = None
         """Largest norm of each weight, (weights,) float32; on the host once `copied` has passed."""
         self.copied: Timestamp | None = None
-        self.handles = [
-            each.register_post_accumulate_grad_hook(partial(self._measure, name)) for name, each in trained.items()
-        ]
+        self.handles = [before_other_hooks(each, partial(self._measure, name)) for name, each in trained.items()]
 
     @torch.no_grad()
-    def _measure(self, name: str, parameter: nn.Parameter) -> None:
-        # With optimizer_release_gradients it is used and gone by now.
-        gradient = parameter.grad
-        self.norms[name] = (
-            torch.ones((), device=self.device)
-            if gradient is None
-            else torch.linalg.vector_norm(local_tensor(gradient), ord=torch.inf, dtype=torch.float32).to(
-                self.device, non_blocking=True
-            )
-        )
+    def _measure(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = local_tensor(parameter.grad)
+        norm = torch.linalg.vector_norm(gradient, ord=torch.inf, dtype=torch.float32).to(self.device, non_blocking=True)
+        self.norms[name] = torch.maximum(norm, self.norms[name]) if name in self.norms else norm
 
     def next_step(self) -> list[str] | None:
         """Take a step whose backward pass is queued; return the weights without gradients once they are known."""

@@ -72,6 +72,14 @@ def test_small_shared_and_frozen_parameters_and_buffers_are_those_of_the_other_e
             assert torch.allclose(value, expected["trained"][key], rtol=1e-4 if dtype == "no" else 0.1, atol=1e-2 * rel)
 
 
+@needs_deepspeed
+def test_weights_whose_gradient_is_0_are_found_on_any_engine(starter, tmp_path):
+    names = ["fsdp2", "fsdp2 released", "zero1", "zero2", "zero2-cpu", "zero3", "zero3-cpu"]
+    run = starter.start(row_shard_ranks.silent_weights, 2, names, str(tmp_path / "silent"))
+    assert run.wait() == [0] * 2, run.said
+    assert json.loads((tmp_path / "silent.0").read_text()) == dict.fromkeys(names, ["silent", "unused"])
+
+
 def test_the_engine_is_described_in_a_few_words():
     offloaded = Parallel(zero_stage=3, offload_optimizer="cpu", offload_param="nvme", offload_param_path=Path("x"))
     told = format_engine(Settings(parallel=offloaded), 2)

@@ -17,6 +17,7 @@ from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.mesh import Mesh, build_mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings.declared.sections import Ema, Optimizer, Parallel, Settings, Training
+from simpletuner.training.alarms import WATCHED_STEPS, GradientWatch
 from simpletuner.training.build import build_engine
 from simpletuner.training.ema import EMA
 from simpletuner.training.optimizers import make_optimizer
@@ -76,15 +77,33 @@ class Odd(nn.Module):
         return y
 
 
-def opened(name: str, world: World, dtype: str) -> Engine:
+class Silent(Odd):
+    """An Odd with a weight whose gradient is exactly 0, and one that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.silent = nn.Parameter(torch.randn(4, 2))
+        self.unused = nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (0 * self.silent).sum()
+
+
+def opened(
+    name: str,
+    world: World,
+    dtype: str,
+    of: type[Odd] = Odd,
+    chosen: Optimizer = Optimizer(),  # noqa: B008
+) -> Engine:
     """Build an engine for an Odd with the weights of seed 1."""
     torch.manual_seed(0)
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        model = Odd()
+        model = of()
     torch.manual_seed(1)
-    weights = Odd().state_dict()
+    weights = of().state_dict()
 
     def load(tensors: dict[str, Tensor]) -> None:
         for each, tensor in tensors.items():
@@ -95,7 +114,8 @@ def opened(name: str, world: World, dtype: str) -> Engine:
     settings = Settings(
         parallel=Parallel(**ENGINES[name]), training=Training(mixed_precision=dtype, gradient_checkpointing=False)
     )
-    optimizer = partial(make_optimizer, settings=Optimizer())
+    settings = settings.model_copy(update={"optimizer": chosen})
+    optimizer = partial(make_optimizer, settings=chosen)
     return build_engine(model, ("Sequential",), settings, build_mesh(settings, world), load, optimizer)
 
 
@@ -133,16 +153,32 @@ def odd_shapes(names: list[str], dtype: str, report: str) -> None:
         Path(report).write_text(json.dumps(found))
 
 
+def silent_weights(names: list[str], report: str) -> None:
+    """Write, for each engine, the weights in which rank 0 has seen no gradient; `released` in a name frees them."""
+    with joined_world() as world:
+        found = {}
+        for name in names:
+            engine_name, _, way = name.partition(" ")
+            chosen = Optimizer(optimizer_release_gradients=way == "released", max_grad_norm=0)
+            with closing(opened(engine_name, world, "no", Silent, chosen)) as engine:
+                watched = engine.module.named_parameters() if world.is_first else ()
+                watch = GradientWatch(watched, world.device)
+                for _ in range(WATCHED_STEPS + 2):
+                    step(engine, world, 0.0)
+                    found[name] = watch.next_step() if world.is_first else None
+        Path(f"{report}.{world.rank}").write_text(json.dumps(found))
+
+
 def to_checkpoint(engine: Engine) -> dict[str, Tensor]:
     """Return every weight whole."""
     return {name: whole(engine.to_checkpoint(name, part)).clone() for name, part in engine.local_shards()}
 
 
-def step(engine: Engine, world: World) -> float:
+def step(engine: Engine, world: World, max_grad_norm: float = 1.0) -> float:
     """Take a step on data that differs by rank."""
     loss = forward(engine, world)
     engine.set_learning_rate(1e-2)
-    engine.step(1.0)
+    engine.step(max_grad_norm)
     return loss
 
 
