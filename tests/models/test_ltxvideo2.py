@@ -95,6 +95,20 @@ def test_a_first_frame_is_given_as_the_pipeline_gives_it_where_it_isolates_the_v
         same(ours.get(name), theirs[name], name)
     assert (ours["timestep"] == 0).sum() == CLIP.in_cells(family.cell).area
 
+    # The same call with both, of a family that trains sound.
+    both, of_image = with_sound(pipelines("ltxvideo2")), {"image": image, "image_crf": 0}
+    arguments = both.pipeline_kwargs({}, {}, params) | of_image
+    theirs = recorded_call(pipeline.transformer, lambda: pipeline(prompt=PROMPT, **arguments), 2)
+    noised = family.unpack_latents(theirs["hidden_states"].clone(), CLIP.in_cells(family.cell))
+    noised[:, :, 0] = 7
+    streams = {"latents": noised, "sound": theirs["audio_hidden_states"]}
+    ours = recorded_call(
+        pipeline.transformer, lambda: both.predict_streams(pipeline.transformer, streams, times, conditioning)
+    )
+    assert ours.keys() == theirs.keys() and not ours["isolate_modalities"] and theirs["audio_hidden_states"].std() > 0.5
+    for name, value in theirs.items():
+        same(ours[name], value, name)
+
 
 def with_sound(folder: Path, weight: float = 0.5) -> LTXVideo2:
     objective = ObjectiveSettings(sound_loss_weight=weight)

@@ -272,7 +272,18 @@ CHECKS: dict[Callable[[Settings], None], tuple[str, ...]] = {
     check_base: ("pretrained_model_name_or_path", "single_file_config"),
 }
 """Checks that opening the model makes, too, each with the settings whose places its sentence names."""
+
+
+def sound_is_trained_by_a_class(settings: Settings) -> Iterator[BrokenRule]:
+    if settings.model.model_family == AUTO and settings.objective.sound_loss_weight:
+        able = " or ".join(name for name, each in presets().items() if each.generates_sound)
+        message = "sound_loss_weight: model_family=auto trains the video of clips alone"
+        hint = f"leave it out, or set model_family={able} for a pipeline of it"
+        yield broken(message, "sound_loss_weight", "model_family", hint=hint)
+
+
 MODEL_RULES = (
+    sound_is_trained_by_a_class,
     lora_can_be_loaded,
     lora_format_is_of_the_family,
     lora_files_are_there,

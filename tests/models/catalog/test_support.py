@@ -77,6 +77,12 @@ def test_a_denoiser_that_cannot_be_split_is_refused_with_the_reason():
             checked(family, **GROUP)
 
 
+def test_sound_by_auto_is_refused_before_anything_is_opened(tmp_path):
+    with pytest.raises(SettingsError, match="model_family=auto trains the video of clips alone") as refused:
+        checked("auto", sound_loss_weight="1", pretrained_model_name_or_path=str(tmp_path))
+    assert "or set model_family=ltxvideo2" in refused.value.mistakes[0].hint
+
+
 def test_heads_that_alltoall_cannot_share_out_are_refused_with_the_sizes_that_would_do(pipelines, tmp_path):
     assert checked("wan", model_flavour="t2v-480p-14b-2.1", **ULYSSES)  # 40 heads
     with pytest.raises(SettingsError) as refused:
