@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperOption
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.sections import setting_fields
-from simpletuner.system.files.paths import expand_path
+from simpletuner.system.files.paths import expand_path, is_address
 
 OWN = "Options"
 DEBUG = ("--debug", "Show the whole traceback of an error.")
@@ -132,6 +132,9 @@ def parse_path(text: str) -> Path:
     """Return the path that was typed. Raises SettingsError for an empty one and for an unknown user."""
     # Typer would take an empty path for the current folder, and a shell expands no `~` after `=`.
     try:
-        return expand_path(text)
+        path = expand_path(text)
+        if is_address(path):
+            raise ValueError("is an address: name a path of this machine")
+        return path
     except ValueError as error:
         raise SettingsError(f"'{text}': {error}", "`--help` after any command explains it") from None

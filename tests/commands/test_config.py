@@ -147,6 +147,7 @@ def test_init_writes_a_file_that_loads_and_validates(run, family, count, flavour
     assert (settings.model.model_family, settings.model.model_flavour) == (family, flavour)
     assert (settings.launch.num_processes, settings.parallel.fsdp_enable) == (count, count > 1)
     Path("pictures").mkdir()
+    Path("pictures", "a.png").touch()
     assert run("config", "validate", "config/config.toml")[0] == 0
     named = re.findall(r"^(?:# )?(\w+) = ", text, re.MULTILINE)
     assert len(named) == len(set(named)) >= 20
@@ -179,6 +180,7 @@ def test_validate_accepts_what_train_would_and_leaves_other_sources_out(run, mon
     write("config/config.env", "SEED=wrong\n")
     monkeypatch.setenv("SIMPLETUNER_SEED", "wrong, too")
     Path("pictures").mkdir()
+    Path("pictures", "a.png").touch()
     code, out, err = run("config", "validate", "good.json")
     assert (code, out) == (0, "")
     assert "a.yaml:3: tpu_name = 'x' is not used: TPUs are not supported" in err
@@ -283,6 +285,7 @@ print("imported", [name for name in sys.argv[1].split(",") if name in sys.module
 )
 def test_nothing_heavy_is_imported(arguments):
     Path("pictures").mkdir()
+    Path("pictures", "a.png").touch()
     write("c.yaml", "model_family: sdxl\ninstance_data_dir: pictures\n")
     write("a.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 2\n")
     environment = {**os.environ, "SIMPLETUNER_ACCELERATE_CONFIG": "none" if "deepspeed" in str(arguments) else "a.yaml"}

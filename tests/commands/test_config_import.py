@@ -62,6 +62,7 @@ def write_example(family: str, pictures: Path | str = "pictures", **changes: Any
     del datasets[1]  # which this version cannot train on
     write(DATASETS, datasets)
     Path("pictures").mkdir(exist_ok=True)
+    Path("pictures", "a.png").touch()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

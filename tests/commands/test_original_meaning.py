@@ -35,6 +35,7 @@ LORA = {"model_type": "lora"}
 def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("pictures").mkdir()
+    Path("pictures", "a.png").touch()
 
 
 @pytest.fixture

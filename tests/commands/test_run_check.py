@@ -44,6 +44,7 @@ def said(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("SIMPLETUNER_ACCELERATE_CONFIG")
     monkeypatch.setenv("HOME", str(tmp_path))
     Path("pictures").mkdir()
+    Path("pictures", "a.png").touch()
     Path("file").touch()
     Path("sd3").mkdir()
     Path("sd3/model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')

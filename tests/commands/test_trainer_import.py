@@ -87,6 +87,8 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("pictures").mkdir()
     Path("more/pictures").mkdir(parents=True)
+    for folder in ("pictures", "more/pictures"):
+        Path(folder, "list").touch()  # an empty folder is refused
 
 
 @pytest.fixture

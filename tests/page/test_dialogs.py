@@ -37,6 +37,7 @@ validation_prompt = ["it's <b>bold</b>"]
 @pytest.fixture
 def config(folder: Path) -> Path:
     (folder / "pictures").mkdir(exist_ok=True)
+    (folder / "pictures" / "a.png").touch()
     path = folder / "run.toml"
     path.write_text(CONFIG)
     return path

@@ -27,6 +27,7 @@ EVIL = "</script><img src=x onerror=alert(1)>{{ 7 * 7 }}"
 @pytest.fixture
 def config(folder: Path) -> Path:
     (folder / "pictures").mkdir(exist_ok=True)
+    (folder / "pictures" / "a.png").touch()
     (folder / "config").mkdir(exist_ok=True)
     path = folder / "config" / "run.toml"
     path.write_text(CONFIG)

@@ -72,6 +72,7 @@ def test_a_lora_at_the_rate_of_a_full_run_is_said(tmp_path):
 def test_settings_that_are_typed_are_written_into_the_file_and_checked_as_train_would(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my photos").mkdir()
+    Path("my photos", "a.png").touch()
 
     def written(recipe: str = "", **given: object) -> dict[str, object]:
         return tomllib.loads(new_config(given, recipe, "a.toml").text)
@@ -99,6 +100,9 @@ def test_settings_that_are_typed_are_written_into_the_file_and_checked_as_train_
     ("given", "error", "message"),
     [
         ({"instance_data_dir": "nope"}, DataError, "there is no folder .nope."),
+        ({"instance_data_dir": "empty"}, DataError, "empty. is empty"),
+        ({"instance_data_dir": "s3://b/x"}, SettingsError, "a dataset file takes type aws"),
+        ({"logging_dir": "s3://b/x"}, SettingsError, "is an address"),
         ({"data_backend_config": "nope.json"}, SettingsError, "cannot read nope.json"),
         ({"--lerning_rate": "1"}, SettingsError, "did you mean `learning_rate`"),
         ({"zero_stage": "2", "fsdp_enable": "true"}, SettingsError, "FSDP and DeepSpeed cannot"),
@@ -113,6 +117,7 @@ def test_settings_that_are_typed_are_written_into_the_file_and_checked_as_train_
 )
 def test_what_train_would_refuse_is_no_file(given, error, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
     with pytest.raises(error, match=message):
         new_config({"model_family": "sdxl", **given})
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.data.config.places import ONLY_LISTS
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.declared.errors import shown_value
 from simpletuner.settings.files.config_files import (
@@ -29,6 +28,7 @@ from simpletuner.settings.files.formats import parse_entries as parse_settings
 from simpletuner.settings.foreign.key_table import Ignores, Refuses, Rule, inner_entries
 from simpletuner.settings.foreign.recognition import import_hint, is_dataset_file, trainer_of
 from simpletuner.settings.resolving.loading import canonical_name, plain_name
+from simpletuner.settings.values.parsed import ONLY_LISTS
 from simpletuner.system.files.paths import shown_path
 
 OTHER_NAMES = {

@@ -27,9 +27,10 @@ from simpletuner.data.config.dataset_parts import (
     check_table,
 )
 from simpletuner.data.config.embeds import BucketImageEmbeds, ImageEmbeds
-from simpletuner.data.config.places import AzurePlace, BucketPlace, GcsPlace, S3Place, check_id, no_address
+from simpletuner.data.config.places import AzurePlace, BucketPlace, GcsPlace, S3Place, check_id
 from simpletuner.errors import Mistake
 from simpletuner.settings.declared.errors import did_you_mean
+from simpletuner.settings.values.parsed import no_address
 from simpletuner.settings.values.spelling import OF_A_DATASET, fill, only_placeholders
 
 LARGEST_PIXELS = 1 << 28

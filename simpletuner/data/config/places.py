@@ -267,20 +267,6 @@ MACHINE_KEYS = frozenset(
 MIRROR = "mirror_output"
 """The `id` of the folder that a run's results go to, which is the name of a setting."""
 PLACES_BY_SCHEME: dict[str, type[BucketPlace]] = {"s3": S3Place, "gs": GcsPlace, "az": AzurePlace}
-ADDRESSES = {"s3": "aws", "gs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-"""`type` of a dataset by the scheme of an address."""
-ONLY_LISTS = "a web server lists no files: write the addresses of its images into a table, and use type csv"
-
-
-def no_address(folder: Path) -> Path:
-    """Return a folder. Raises ValueError for an address, with what to write instead."""
-    scheme = re.match(r"([a-z0-9]+):/", str(folder))
-    if scheme and scheme[1] in ("http", "https"):
-        raise ValueError(ONLY_LISTS)
-    if scheme and (kind := ADDRESSES.get(scheme[1])):
-        bucket = "container" if kind == "azure" else "bucket"
-        raise ValueError(f"is no folder: use type {kind}, {kind}_{bucket}_name and {kind}_data_prefix")
-    return folder
 
 
 def mirror_place(address: str) -> BucketPlace:

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from simpletuner.settings.values.spelling import choices_of
-from simpletuner.system.files.paths import expand_path
+from simpletuner.system.files.paths import expand_path, is_address
 
 NUMBERS = (int, float, int | None, float | None)
 
@@ -105,6 +105,7 @@ class Section(BaseModel):
         refuse_unwritable_text(value)
         refuse_bool_as_number(value, annotation)
         checked = handler(with_expanded_path(value, annotation))
+        refuse_addresses(checked)
         if isinstance(checked, int) and checked >= 1 << 63:
             raise ValueError("use a whole number below 2^63")
         return checked
@@ -129,6 +130,12 @@ def with_expanded_path(value: Any, annotation: object) -> object:
     if annotation == list[Path] and isinstance(value, list):
         return [expand_path(each) if isinstance(each, str | Path) else each for each in value]
     return expand_path(value) if kind_of(annotation) is Path and isinstance(value, str | Path) else value
+
+
+def refuse_addresses(checked: object) -> None:
+    # pathlib makes the relative folder `s3:/BUCKET` of s3://BUCKET. Settings that take addresses have replaced theirs.
+    if any(isinstance(leaf, Path) and is_address(leaf) for leaf in leaves(checked)):
+        raise ValueError("is an address: name a path of this machine")
 
 
 UNWRITABLE = re.compile("[\0\ud800-\udfff]")

@@ -18,6 +18,7 @@ from simpletuner.settings.values.parsed import (
     check_host,
     check_kernel,
     check_repository,
+    no_address,
     no_url,
     normalize_formats,
     normalize_step_range,
@@ -138,7 +139,7 @@ class DatasetSettings(Section):
 class Data(DatasetSettings):
     """Data"""
 
-    instance_data_dir: Path | None = knob(None, "Folder of images, including subfolders.", aliases=("instance_dir",))
+    instance_data_dir: Annotated[Path | None, AfterValidator(no_address)] = knob(None, "Folder of images, including subfolders.", aliases=("instance_dir",))
     data_backend_config: Path | None = knob(None, "JSON file with several datasets (multidatabackend.json).")
     aspect_bucket_alignment: int = knob(64, "Multiple for both sides of a bucket.", unit="px", ge=8, le=256)
     reference_dropout_probability: float = knob(0.0, "Fraction of steps trained without reference images.", when="references", ge=0, le=1)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.extras import install_command
 from simpletuner.settings.values.spelling import normalize_name
+from simpletuner.system.files.paths import is_address
 
 DIFFUSERS = "diffusers"
 PROGRAMS = (DIFFUSERS, "comfyui", "kohya")
@@ -175,8 +176,24 @@ def parse_bucket(address: str) -> BucketAddress | None:
 
 def no_url(folder: Path) -> Path:
     """Folder as it came. Raises ValueError for an address that is none of a bucket, such as `s3:/BUCKET`."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
+    if is_address(folder):
         raise ValueError("is no folder: use a path, or s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://CONTAINER/FOLDER")
+    return folder
+
+
+ADDRESSES = {"s3": "aws", "gs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+"""`type` of a dataset by the scheme of an address."""
+ONLY_LISTS = "a web server lists no files: write the addresses of its images into a table, and use type csv"
+
+
+def no_address(folder: Path | None) -> Path | None:
+    """Folder of images as it came. Raises ValueError for an address, with what to write instead."""
+    scheme = re.match(r"([a-z0-9]+):/", str(folder))
+    if scheme and scheme[1] in ("http", "https"):
+        raise ValueError(ONLY_LISTS)
+    if scheme and (kind := ADDRESSES.get(scheme[1])):
+        bucket = "container" if kind == "azure" else "bucket"
+        raise ValueError(f"is no folder: a dataset file takes type {kind}, {kind}_{bucket}_name and {kind}_data_prefix")
     return folder
 
 

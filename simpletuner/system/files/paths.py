@@ -52,6 +52,11 @@ def expand_path(text: str | Path) -> Path:
         raise ValueError(f"there is no home folder {user}; a file of this name is ./{user}") from None
 
 
+def is_address(path: str | Path) -> bool:
+    """True for s3://BUCKET/NAME and the like, also after pathlib has made `s3:/BUCKET/NAME` of it."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
+
+
 def check_typed(text: str) -> None:
     """Raise ValueError for a variable that only a shell would replace.
 

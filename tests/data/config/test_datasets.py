@@ -294,8 +294,15 @@ def test_every_value_of_the_original_is_answered_with_a_reason(tmp_path, key, va
             {"type": "locl"},
             "type = 'locl' (d, dataset `one`): use one of local, aws, gcs, azure, csv, huggingface; did you mean `loc",
         ),
-        ({"instance_data_dir": "gs://b/x"}, "is no folder: use type gcs, gcs_bucket_name and gcs_data_prefix"),
-        ({"instance_data_dir": "az://b/x"}, "is no folder: use type azure, azure_container_name and azure_data_prefix"),
+        (
+            {"instance_data_dir": "gs://b/x"},
+            "a dataset file takes type gcs, gcs_bucket_name and gcs_data_prefix",
+        ),
+        (
+            {"instance_data_dir": "az://b/x"},
+            "a dataset file takes type azure, azure_container_name and azure_data_prefix",
+        ),
+        ({"cache_dir_vae": "s3://b/x"}, "cache_dir_vae = 's3://b/x' (d, dataset `one`): is an address: name a path of"),
         ({"instance_data_dir": "https://b/x"}, "a web server lists no files: write the addresses of its images into"),
         (
             {"type": "https"},
