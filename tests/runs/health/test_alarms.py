@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,22 @@ def test_twenty_healthy_runs_set_off_no_alarm():
     for seed in range(20):
         for check in (StepTimes(), GradientNorms()):
             assert alarms_of(check, rows(seed)) == [], seed
+
+
+def test_real_runs_set_off_no_alarm():
+    """Rows of seven runs of one shape, 350 to 600 steps each, taken on 2026-11-28 on two cores beside other work."""
+    lines = (Path(__file__).parents[2] / "fixtures" / "healthy_runs.jsonl").read_text().splitlines()
+    assert len(lines) == 7
+    for run in map(json.loads, lines):
+        columns = [run[name] for name in ("seconds", "data_seconds", "grad_norm")]
+        taken = [
+            {"step": step, "seconds": seconds, "data_seconds": waited, "grad_norm": norm}
+            for step, (seconds, waited, norm) in enumerate(zip(*columns, strict=True), start=1)
+        ]
+        for check in (StepTimes(), GradientNorms()):
+            assert alarms_of(check, ((row, ()) for row in taken)) == [], run["run"]
+        slower = [row | {"seconds": 2 * row["seconds"]} if row["step"] > 200 else row for row in taken]
+        assert alarms_of(StepTimes(), ((row, ()) for row in slower)), "the same run on half a machine"
 
 
 @pytest.mark.parametrize("seed", range(6))
