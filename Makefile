@@ -24,8 +24,8 @@ demo: install demo/pictures
 # Completion is tested in the real shells, launching in network namespaces (ip) and by MPI, offloading to files with what
 # DeepSpeed compiles; file systems are mounted through FUSE. Root, as in CI, gets what is missing.
 TOOLS := zsh:zsh fish:fish ip:iproute2 mpirun:openmpi-bin c++:g++ ccache:ccache /usr/include/libaio.h:libaio-dev \
-  /usr/share/fonts-droid-fallback:fonts-droid-fallback /usr/share/fonts/truetype/noto/NotoColorEmoji.ttf:fonts-noto-color-emoji chromium:chromium \
-  bindfs:bindfs sshfs:sshfs /usr/lib/openssh/sftp-server:openssh-sftp-server
+  /usr/share/fonts-droid-fallback:fonts-droid-fallback /usr/share/fonts/truetype/noto/NotoColorEmoji.ttf:fonts-noto-color-emoji \
+  chromium-headless-shell:chromium-headless-shell bindfs:bindfs sshfs:sshfs /usr/lib/openssh/sftp-server:openssh-sftp-server
 tools:
 	@is_there() { command -v $$1 >/dev/null || test -e $$1; }; \
 	missing=$$(for tool in $(TOOLS); do is_there $${tool%%:*} || echo $${tool##*:}; done); \
@@ -53,7 +53,8 @@ goldens: completions
 
 # Two workers more than cores: a test often waits, for a process, a timeout or a page. Where no bytecode is written, as in
 # many containers, each process that a test starts compiles the package again: 0.16 CPU seconds of a command, 0.8 of a rank.
-RUN_TESTS := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist worksteal --durations=20
+RUN_TESTS := $(BIN)/python -m compileall -q -j 0 simpletuner tests/support && \
+  env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist worksteal --durations=20
 
 # Kernels are compiled for GPUs and interpreted here. Apart from the others: torch would load it, and its CUDA build
 # brings a version of its own.

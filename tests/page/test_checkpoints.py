@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from axe_playwright_python.sync_playwright import Axe
+from browser import expect_axe_finds_nothing
 from conftest import SMALL
 from forked_launcher import HELD
 from page_server import PageServer, page_server
@@ -78,9 +78,7 @@ def test_going_on_from_a_checkpoint_comparing_two_and_deleting_one(page: Page, s
         page.locator("tr", has=page.get_by_role("rowheader", name="Loss", exact=True)).locator("td").all_inner_texts()
     )
     assert len(set(loss)) == 2 and all(float(each) > 0 for each in loss)
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        assert Axe().run(page).violations_count == 0
+    expect_axe_finds_nothing(page)
     page.set_viewport_size({"width": 390, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.set_viewport_size({"width": 1280, "height": 900})
@@ -121,10 +119,7 @@ def test_going_on_from_a_checkpoint_comparing_two_and_deleting_one(page: Page, s
     trained, average = ((folder / "out" / f"pipeline{kind}-000006" / WEIGHTS).read_bytes() for kind in ("", "-ema"))
     assert trained != average
     assert average == (folder / "out" / "pipeline-ema" / WEIGHTS).read_bytes()
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        found = Axe().run(page)
-        assert found.violations_count == 0, found.generate_report()
+    expect_axe_finds_nothing(page)
 
     # One that lacks bytes cannot be gone on from.
     checkpoints = folder / "out" / "checkpoints"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import ranks
-from axe_playwright_python.sync_playwright import Axe
+from browser import expect_axe_finds_nothing
 from conftest import Starter
 from page_server import PageServer, page_server
 from patience import PATIENCE
@@ -78,10 +78,7 @@ def test_what_is_typed_is_planned_and_what_would_fit_is_taken_over(
         "each => each.map(one => parseFloat(one.getAttribute('width')))"
     )
     assert sum(bar[1:]) == pytest.approx(100 * wanted["gpu_bytes"] / wanted["gpu_memory_bytes"], abs=0.1)
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-        found = Axe().run(page)
-        assert found.violations_count == 0, found.generate_report()
+    expect_axe_finds_nothing(page)
 
     # A mistake needs no process, and what the command refuses is its own sentence.
     page.locator("#f-train_batch_size").fill("many")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
+from browser import expect_axe_finds_nothing
 from conftest import SMALL
 from page_server import PageServer, page_server
 from patience import PATIENCE
@@ -170,10 +170,7 @@ def test_a_busy_machine_offers_the_queue_which_goes_on_after_a_restart_and_past_
         assert waiting(work) == ["third", "first", "second"]
         page.get_by_role("button", name="Remove: second.toml").click()
         expect(rows).to_have_count(2)
-        for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-            found = Axe().run(page)
-            assert found.violations_count == 0, found.generate_report()
+        expect_axe_finds_nothing(page)
         page.set_viewport_size({"width": 390, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         headers = {**server.script_headers(), "X-CSRF-Token": "no"}
