@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import threading
@@ -90,8 +91,15 @@ def anonymous_bytes() -> int:
     raise AssertionError("no RssAnon")
 
 
+def use_small_pages() -> None:
+    """Count what is used: a huge page (tests/conftest.py) is held whole from its first byte on. By prctl.h."""
+    pr_set_thp_disable = 41
+    assert ctypes.CDLL(None).prctl(pr_set_thp_disable, 1, 0, 0, 0) == 0
+
+
 def peak_of_loading(family: str, folder: str, report: str) -> None:
     """Build and load a sharded model, and write by how much this rank's memory rose at most, and its share."""
+    use_small_pages()
     with joined_world() as world:
         peaks = [anonymous_bytes()]
         with watching(lambda: peaks.append(anonymous_bytes())):
@@ -134,6 +142,7 @@ def memory_of_zero3(family: str, folder: str, report: str) -> None:
     """Build and load at stage 3, and train a step; write how many bytes more were allocated at most while it was built
     and were held afterwards, how many are this rank's share of the weights and all weights, and how many bytes of
     weights were whole here at most."""
+    use_small_pages()
     with joined_world() as world:
         from simpletuner.deepspeed.startup import import_deepspeed
 
