@@ -1,4 +1,4 @@
-"""Lengths of clips that a VAE brings back, found by encoding and decoding fake tensors."""
+"""Lengths of clips that a VAE brings back, found by encoding and decoding on the meta device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from simpletuner.counting.step_trace import new_mode, with_fake_parameters
 from simpletuner.models.automatic.pipeline_run import FOREIGN_ERRORS
 from simpletuner.models.family.vae import cell_of_model, has_alpha
 from simpletuner.models.folder.diffusers_io import build_on_meta
@@ -28,15 +27,13 @@ def frame_step_of(config: Mapping[str, Any]) -> int:
 @torch.no_grad()
 def comes_back(config: Mapping[str, Any], frames: int) -> bool:
     """True if a VAE decodes a clip of `frames` frames to the same number; False if it cannot encode it."""
-    mode, vae = new_mode(), build_on_meta(config, include_buffers=True)
+    vae = build_on_meta(config, include_buffers=True)
     side = SIDE_CELLS * cell_of_model(vae, patch=1).width
-    vae = with_fake_parameters(vae, mode)
     # The decoder of LTX-Video 0.9.5 also denoises, and takes the noise level of its latents.
     is_timed = bool(config.get("timestep_conditioning"))
     try:
-        with mode:
-            clip = torch.empty(1, 4 if has_alpha(config) else 3, frames, side, side)
-            latents = vae.encode(clip).latent_dist.mode()
+        with torch.device("meta"):
+            latents = vae.encode(torch.empty(1, 4 if has_alpha(config) else 3, frames, side, side)).latent_dist.mode()
             decoded = vae.decode(latents, **({"temb": torch.zeros(1)} if is_timed else {})).sample
     except FOREIGN_ERRORS:  # Allegro encodes tiles alone: the proof says so in a sentence
         return False

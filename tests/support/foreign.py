@@ -11,7 +11,7 @@ from torch import nn
 
 from simpletuner.models.catalog.registry import presets
 from simpletuner.models.tiny.build import build_component, build_preset, fixed_seed
-from simpletuner.models.tiny.encoders import QWEN_TEXT, spread_embeddings
+from simpletuner.models.tiny.encoders import QWEN_TEXT, build_qwen3_vl_causal, build_qwen_processor, spread_embeddings
 from simpletuner.models.tiny.tokenizers import WORDS, build_qwen_tokenizer
 
 FLOW = {"class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
@@ -30,7 +30,40 @@ VAE_8PX = {
 }
 DIT = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2}
 
+VIDEO_VAE = {"pretrained": "video_vae"}
+
 FOREIGN: dict[str, dict[str, Any]] = {
+    "JoyImageEditPipeline": {
+        "text_encoder": None,
+        "vae": VIDEO_VAE,
+        "transformer": {
+            "class_name": "JoyImageEditTransformer3DModel",
+            "in_channels": 8,
+            "hidden_size": 64,
+            "num_attention_heads": 2,
+            "text_dim": 64,
+            "num_layers": 2,
+            "rope_dim_list": [8, 12, 12],
+        },
+        "scheduler": FLOW,
+    },
+    "Cosmos2VideoToWorldPipeline": {
+        "text_encoder": T5,
+        "vae": VIDEO_VAE,
+        "transformer": {
+            "class_name": "CosmosTransformer3DModel",
+            "in_channels": 9,
+            "out_channels": 8,
+            "num_attention_heads": 2,
+            "attention_head_dim": 32,
+            "num_layers": 2,
+            "text_embed_dim": 64,
+            "adaln_lora_dim": 8,
+            "max_size": [8, 32, 32],
+            "extra_pos_embed_type": None,
+        },
+        "scheduler": FLOW | {"use_karras_sigmas": True},
+    },
     "HunyuanVideoPipeline": {
         "text_encoder": None,
         "text_encoder_2": {"encoder": "clip", "width": 32},
@@ -278,6 +311,12 @@ def build_chatglm(folder: Path) -> dict[str, Any]:
     return {"text_encoder": encoder, "tokenizer": tokenizer}
 
 
+def build_qwen3_vl_reader(_: Path) -> dict[str, Any]:
+    reader = build_qwen_processor()
+    return {"text_encoder": build_qwen3_vl_causal(reader), "tokenizer": reader.tokenizer, "processor": reader}
+
+
+FOREIGN["JoyImageEditPipeline"]["text_encoder"] = build_qwen3_vl_reader
 FOREIGN["KolorsPipeline"]["text_encoder"] = build_chatglm
 FOREIGN["HunyuanVideoPipeline"]["text_encoder"] = build_llama
 FOREIGN["HunyuanDiTPipeline"]["text_encoder"] = build_bert

@@ -29,6 +29,7 @@ from simpletuner.models.automatic.components import (
     load_shared,
     open_pipeline,
     pipeline_class_of,
+    remember_encodings,
 )
 from simpletuner.models.automatic.findings import Check, Findings
 from simpletuner.models.automatic.hooks import FRAMES, IMAGE, image_argument
@@ -157,6 +158,7 @@ class AutomaticFamily(ModelFamily):
             samples += [SampleShape(each.target) for each in samples if each.references]
         (first, *others), settings = smallest_of(samples), self.settings
         vae = AutomaticVae(self, device, lambda model: None)
+        remember_encodings(vae.model)
         hooked = open_pipeline(self, device, compute_dtype(settings), vae.model)
         self.frame_rate = hooked.frame_rate
         module = load_shared(self, device).requires_grad_(False)

@@ -232,11 +232,13 @@ class Proof:
             return predictor.predict(denoise, noised, times.roll(seed), [text, other], given)
 
         with torch.no_grad():
-            # The second is of what the denoiser may have written into.
-            found = [predictions(replayed, seed) for seed in (3, 4)]
-            if not any(replayed.replays.values()) or (self.found.joins and len(calls) > 1):
-                return float("inf")
-            return max(distance(each, predictions(plain, seed)) for each, seed in zip(found, (3, 4), strict=True))
+            # The second replay is compared: it is given other values than the trace was made with, and the constants
+            # that the denoiser may have written into in the first.
+            for seed in (3, 4):
+                found = predictions(replayed, seed)
+                if not any(replayed.replays.values()) or (self.found.joins and len(calls) > 1):
+                    return float("inf")
+            return distance(found, predictions(plain, 4))
 
     def unused_parameters(self, named: Callable[[], object]) -> tuple[str, ...]:
         noised = random(self.axes, 4).to(self.device)
@@ -287,7 +289,8 @@ class Proof:
     def check_training(self, predictor: Predictor) -> None:
         """Compare the denoiser's inputs with those of training, where no VAE is loaded."""
         if self.study.images:
-            with_vae, without = (self.replayed(each) for each in (self.predictor, predictor))
+            with_vae = self._predictor(replace(self.found, replays=False))
+            with_vae, without = (self.replayed(each) for each in (with_vae, predictor))
             if inputs := differing(with_vae, without):
                 raise self.study.refused(f"{', '.join(inputs)} of its denoiser depends on weights of its VAE")
 

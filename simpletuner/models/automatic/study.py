@@ -33,6 +33,7 @@ CAPTIONS = (
     " ".join(["a small yellow star beside a large purple heart"] * 64),
 )
 
+TWICE = "times in one step"
 NO_CLIPS = f"its call has none of {', '.join(FRAMES)}, so it makes no clips"
 
 
@@ -106,7 +107,8 @@ class Study:
             self.checks.append(Check("inputs", describe_inputs(found)))
             found = self.find_batches(self.find_embedded_guidance(found))
             return find_guided_text(self.hooked, self.shape, found, CAPTIONS[:3], (self.images, self.others))
-        raise SettingsError(reasons[0], self.refused("").hint)
+        # Two calls in one step are guidance that the other scale turns off.
+        raise SettingsError(min(reasons, key=lambda why: TWICE in why), self.refused("").hint)
 
     def probe(self, schedule: NoiseSchedule, arguments: Mapping[str, object]) -> Findings:
         """Study the pipeline with arguments that may turn guidance off."""
@@ -124,7 +126,7 @@ class Study:
 
         run = self.run(first, noise, time, arguments, denoise=predict)
         if len(run.calls) != 1:
-            raise self.refused(f"it calls its denoiser {len(run.calls)} times in one step")
+            raise self.refused(f"it calls its denoiser {len(run.calls)} {TWICE}")
         changed = self.run(first, noise + 1, time, arguments).calls[0]
         others = [self.run(each, noise, time, arguments).calls[0] for each in self.encoded[1:]]
         given = tensors_of(run.calls[0])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxKontextPipeline, QwenImageEditPipeline, WanImageToVideoPipeline
+from diffusers.pipelines.cosmos import pipeline_cosmos2_video2world
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from foreign import build_foreign
 from models.automatic.test_parity import SAME, automatic
@@ -19,6 +20,7 @@ from models.test_image_to_video import given_by as first_frame_of
 from models.test_image_to_video import save_ltx, save_wan
 from models.test_inputs import CPU, PROMPT, diffusers_denoiser, diffusers_pipeline, opened, recorded_call, same
 from models.test_references import FAMILIES, folders, images  # noqa: F401 (a fixture)
+from modular import as_modular
 from PIL.Image import Image
 from torch import Tensor
 
@@ -154,6 +156,18 @@ def auto_step(key: str) -> int:
     return 8 if key == "ltxvideo" else 4
 
 
+@pytest.mark.parametrize("key", ["kontext", "ltx-0.9.0"])
+def test_blocks_are_given_images_as_the_class_is(key, folders, pipelines, tmp_path):  # noqa: F811
+    if key == "kontext":
+        plain, name, family, sample, shape = folders[key], "FluxKontext", "flux", of_references(key), SHAPE
+    else:
+        plain, name, family, shape = save_ltx(pipelines("ltxvideo"), tmp_path / "plain", key), "LTX", "ltxvideo", CLIP
+        sample = SampleShape(Shape(9, 64, 64), (), True)
+    auto = automatic(as_modular(plain, tmp_path / "modular", f"{name}ModularPipeline"), proven=False)
+    auto.prove([sample], CPU)
+    expect_parity(opened(family, plain), auto, images([(64, 96) if sample.references else (96, 64)]), shape)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
@@ -226,14 +240,15 @@ def test_a_fault_that_only_first_frames_show_is_refused(old, new, sentence, pipe
     assert sentence in refusal.value.message and refusal.value.hint == ADVICE
 
 
-def test_what_a_call_does_not_take_is_said(flux, folders, pipelines, tmp_path):  # noqa: F811
+def test_what_a_call_does_not_take_is_said(flux, folders, pipelines, tmp_path, monkeypatch):  # noqa: F811
     kandinsky = build_foreign("Kandinsky5T2VPipeline", tmp_path / "base")
     index = json.loads((kandinsky / "model_index.json").read_text())
     (kandinsky / "model_index.json").write_text(json.dumps(index | {"_class_name": "Kandinsky5I2VPipeline"}))
     with pytest.raises(SettingsError, match="takes the place of noise whose first axis is not of channels"):
         automatic(kandinsky, proven=False).prove([SampleShape(Shape(5, 64, 64), (), True)], CPU)
-    with pytest.raises(SettingsError, match="no input of its denoiser depends on the image that it is given: its call"):
-        automatic(flux, proven=False).prove([of_references("kontext")], CPU)
+    for folder in (flux, pipelines("krea2")):
+        with pytest.raises(SettingsError, match="no input of its denoiser depends on the image that it is given: its"):
+            automatic(folder, proven=False).prove([of_references("kontext")], CPU)
     two = SampleShape(SHAPE, (SMALLEST, SMALLEST))
     with pytest.raises(SettingsError, match="its VAE encodes 2 images at once, so they could not be cached"):
         automatic(folders["kontext"], proven=False).prove([two], CPU)
@@ -241,6 +256,13 @@ def test_what_a_call_does_not_take_is_said(flux, folders, pipelines, tmp_path): 
         automatic(folders["edit"], proven=False).prove([SMALLEST], CPU)
     with pytest.raises(SettingsError, match="it draws noise twice before the denoiser is called"):
         automatic(pipelines("ltxvideo"), proven=False).prove([SampleShape(CLIP, (), True)], CPU)
+    with pytest.raises(SettingsError, match="it does not keep to the size it is asked for: it draws noise of shape"):
+        automatic(build_foreign("JoyImageEditPipeline", tmp_path / "joy"), proven=False).prove([SMALLEST], CPU)
+    # Its own checker, which diffusers wants, is a package that is not installed.
+    monkeypatch.setattr(pipeline_cosmos2_video2world, "CosmosSafetyChecker", torch.nn.Identity)
+    world = automatic(build_foreign("Cosmos2VideoToWorldPipeline", tmp_path / "cosmos"), proven=False)
+    with pytest.raises(SettingsError, match="FlowMatchEulerDiscreteScheduler is for EDM, which is not trained here"):
+        world.prove([SampleShape(Shape(5, 64, 64), (), True)], CPU)
     small = opened_as(planted(QwenImageEditPipeline, "1024 * 1024", AREA), folders["edit"])
     # A plan knows no data: its reference has the size to which the call brings it.
     assert flops_per_sample(small, of_references("edit")) > 0
