@@ -1,4 +1,4 @@
-"""Muon over ZeRO's flat buffers of the weights: each whole matrix is gathered on one rank for its step.
+"""Muon over ZeRO's flat buffers of the weights: each matrix is gathered whole on one rank for its step.
 
 DeepSpeed 0.19.8 has a Muon of its own (runtime/zero/muon), which scales updates and clips otherwise. This one
 takes the steps of `parallel/optimizers/muon.py`, so that a run may change from one engine to another.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from simpletuner.deepspeed.partitions import ElementRange, OptimizerPartitions
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
-from simpletuner.parallel.optimizers.muon import Muon, nesterov, orthogonalize_shared, update_scale
+from simpletuner.parallel.optimizers.muon import Muon, batches, nesterov, orthogonalize_shared, update_scale
 from simpletuner.parallel.torch_engine import whole_shape
 
 
@@ -62,7 +62,7 @@ class PartitionedMuon(ShardOptimizer):
             part = MatrixPart(offset, whole_shape(parameter), [each.numel for each in ranges[name]])
             self.matrices.setdefault(flat, []).append(part)
         for parts in self.matrices.values():
-            # By size, as in parallel/optimizers/muon.py: a batch takes as long as its largest matrix.
+            # By size, as in parallel/optimizers/muon.py: ranks have equally much to do.
             parts.sort(key=lambda part: part.shape.numel(), reverse=True)
 
     @torch.no_grad()
@@ -82,8 +82,8 @@ class PartitionedMuon(ShardOptimizer):
         update, matrices, ranks = nesterov(self.state[flat], gradient), self.matrices[flat], dist.group.WORLD
         assert ranks is not None
         flat.mul_(1 - group["lr"] * group["weight_decay"])
-        for start in range(0, len(matrices), ranks.size()):
-            batch = matrices[start : start + ranks.size()]
+        for cut in batches([part.shape.numel() for part in matrices], ranks.size()):
+            batch = matrices[cut]
             shapes, counts = [part.shape for part in batch], [part.counts for part in batch]
             found = orthogonalize_shared([part.of(update) for part in batch], shapes, counts, ranks)
             for part, own in zip(batch, found, strict=True):
