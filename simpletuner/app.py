@@ -135,8 +135,6 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
     if "--debug" in given:
         os.environ[DEBUG] = "1"  # the ranks that this process starts inherit it
     debug = bool(os.environ.get(DEBUG))
-    # pydantic reads the entry points of all that is installed, for plugins, of which settings need none.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     silence_torchao()
     open_standard_streams()
     with lasting("stderr"):  # messages; results on stdout may end a command, as `| head` does

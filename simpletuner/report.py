@@ -154,6 +154,12 @@ class Report:
 
     def checklist(self, rows: Iterable[tuple[str, str, str, Sequence[str]]], styles: Mapping[str, str]) -> None:
         """Print name, status, sentence and fixes of each row to stdout; fixes stay whole, to be copied."""
+        if is_plain(sys.stdout):
+            for name, status, sentence, fixes in rows:
+                self.line(f"  {name:<10}{status:<6}{sentence}")
+                for fix in fixes:
+                    self.line(f"      fix: {fix}")
+            return
         from rich.text import Text
 
         for name, status, sentence, fixes in rows:

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.settings.declared.table import GROUPS, setting_table
 from simpletuner.system.files.paths import expand_path, is_address
 
 OWN = "Options"
@@ -23,7 +23,7 @@ ALL = "simpletuner.all_settings"
 MAKE_OPTIONS = "make_options"
 FLAGS = "simpletuner.flags"
 """Key of a context with the values of settings' flags."""
-HELP_ALL = ("--help-all", f"Show all {len(setting_fields())} settings.")
+HELP_ALL = ("--help-all", f"Show all {len(setting_table())} settings.")
 SHORT = ("train", "init")
 EXAMPLE = (
     "Example: simpletuner config init --recipe=sdxl-style --instance_data_dir=photos --output=photos.toml, then "
@@ -54,7 +54,7 @@ class TakesSettings(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse with the options that are named, or with all: for help, and to suggest one for what is none."""
         given = {argument.partition("=")[0] for argument in args if argument.startswith("-")}
-        settings = [name for name in setting_fields() if f"--{name}" in given]
+        settings = [name for name in setting_table() if f"--{name}" in given]
         known = {*(f"--{name}" for name in settings), *(flag for each in self.own for flag in each.opts)}
         if not given <= known - {HELP_ALL[0]}:
             return super().parse_args(ctx, args)
@@ -66,7 +66,7 @@ class TakesSettings(TyperCommand):
 
     def invoke(self, ctx: Any) -> object:
         """Run the command: its function finds the settings in the context's `meta`."""
-        ctx.meta[FLAGS] = {name: ctx.params.pop(name) for name in setting_fields() if name in ctx.params}
+        ctx.meta[FLAGS] = {name: ctx.params.pop(name) for name in setting_table() if name in ctx.params}
         return super().invoke(ctx)
 
 
@@ -75,10 +75,10 @@ class SettingsCommand(TakesSettings):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         is_short = self.name in SHORT and not ctx.meta.get(ALL)
-        few = essential_settings() if is_short else setting_fields()
+        few = essential_settings() if is_short else setting_table()
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], OWN: []}
         for parameter in self.get_params(ctx):
-            if parameter.name in setting_fields() and parameter.name not in few:
+            if parameter.name in setting_table() and parameter.name not in few:
                 continue
             if (record := parameter.get_help_record(ctx)) is not None:
                 name = "Arguments" if parameter.param_type_name == "argument" else section_of(parameter)
@@ -95,8 +95,6 @@ class SettingsCommand(TakesSettings):
 
 def essential_settings() -> set[str]:
     """Return the settings that a file of `config init` has."""
-    from simpletuner.settings.showing.scaffold import GROUPS
-
     return {name for names in GROUPS.values() for name in names} | {"data_backend_config"}
 
 

@@ -63,6 +63,9 @@ class Listed:
     takes_settings: bool = False
 
     def add(self, app: typer.Typer, name: str) -> None:
+        from simpletuner.private_api.of_pydantic import leave_out_plugins
+
+        leave_out_plugins()
         module_name, _, function = self.place.partition(":")
         module = import_module(f"simpletuner.commands.{module_name}")
         command = getattr(module, function)

@@ -13,12 +13,12 @@ from simpletuner.commands.help import SettingsCommand, path_option
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
 from simpletuner.report import Report
-from simpletuner.settings import Settings, load
 from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun
 from simpletuner.tools.nfs.results import CHECKS, Finding, Status, format_ranks
 
 if TYPE_CHECKING:
+    from simpletuner.settings import Settings
     from simpletuner.tools.nfs.check import CheckOutcome
     from simpletuner.tools.nfs.rendezvous import Node
 
@@ -64,6 +64,7 @@ def nfs_check(
 
     Ends with 0 when all is well or there are warnings, with 3 when a check fails on any node.
     """
+    from simpletuner.settings import load
     from simpletuner.system.processes.signals import handle_stop_signals
     from simpletuner.tools.nfs.check import check
 

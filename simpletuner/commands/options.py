@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import typer
 from typer.main import get_command
@@ -14,14 +14,9 @@ from typer.models import OptionInfo
 
 from simpletuner.commands.help import FLAGS, MAKE_OPTIONS, help_all, parse_path
 from simpletuner.errors import SettingsError
-from simpletuner.settings.declared.errors import closest, shown_value
-from simpletuner.settings.declared.knob import extra_of, shown_default, type_name
-from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
-from simpletuner.settings.files.raw_values import parse_arguments
-from simpletuner.settings.foreign.recognition import original_hint
-from simpletuner.settings.resolving.loading import canonical_name
-from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG
-from simpletuner.settings.values.spelling import SWITCH_WORDS, SWITCHES, choices_of, normalize_name
+from simpletuner.settings.declared.table import canonical_name, setting_table
+from simpletuner.settings.files.config_files import ACCELERATE_CONFIG
+from simpletuner.settings.values.spelling import SWITCH_WORDS, normalize_name
 
 # For Typer: unknown flags go on to the settings layer, which suggests the nearest setting.
 UNKNOWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -42,6 +37,8 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
     ]
 
     def run(context: typer.Context, config: Path | None = None, **extra: object) -> None:
+        from simpletuner.settings.files.raw_values import parse_arguments
+
         extra.pop("help_all", None)  # its callback has answered it
         flags = {name: value for name, value in context.meta[FLAGS].items() if value not in (None, ())}
         flags = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}
@@ -56,7 +53,7 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
     files = file_parameters() if "config" in signature else ()
     parameters = [context, *files, *own, keyword("help_all", help_all(hidden=shown is None), bool)]
     with_signature(run, parameters)
-    setattr(run, MAKE_OPTIONS, partial(setting_options, frozenset(setting_fields() if shown is None else shown)))
+    setattr(run, MAKE_OPTIONS, partial(setting_options, frozenset(setting_table() if shown is None else shown)))
     run.__doc__, run.__name__ = command.__doc__, command.__name__
     return run
 
@@ -72,7 +69,7 @@ def setting_options(shown: Collection[str], names: Collection[str] | None = None
 
     def command() -> None: ...
 
-    made = setting_fields() if names is None else names
+    made = setting_table() if names is None else names
     with_signature(command, [parameter_of(name, hidden=name not in shown) for name in made])
     app = typer.Typer(add_completion=False)
     app.command()(command)
@@ -88,11 +85,14 @@ def as_typed(ctx: object, value: Any) -> object:
 
 def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:
     """Raise SettingsError for what is nearest to an option of the command; the settings layer suggests settings."""
+    from simpletuner.settings.declared.errors import closest
+    from simpletuner.settings.foreign.recognition import original_hint
+
     flags = {normalize_name(flag.lstrip("-")): flag for flag in own}
     for flag in unknown:
         if original_hint(normalize_name(flag.lstrip("-"))):  # a setting of the original, which has its own answer
             continue
-        if meant := flags.get(closest(flag, [*flags, *setting_fields()])):
+        if meant := flags.get(closest(flag, [*flags, *setting_table()])):
             raise SettingsError(f"unknown option `{flag}`; did you mean `{meant}`?", "`--help` lists every option")
 
 
@@ -100,7 +100,7 @@ def own_flags(parameter: inspect.Parameter) -> list[str]:
     options = [option for option in (parameter.default, *get_args(parameter.annotation)) if type(option) is OptionInfo]
     # Within Annotated, typer.Option stores its first flag as the default.
     flags = [flag for option in options for flag in (option.default, *(option.param_decls or ()))]
-    return [flag for flag in flags if isinstance(flag, str) and parameter.name not in setting_fields()]
+    return [flag for flag in flags if isinstance(flag, str) and parameter.name not in setting_table()]
 
 
 def file_parameters() -> list[inspect.Parameter]:
@@ -116,28 +116,21 @@ def file_parameters() -> list[inspect.Parameter]:
 
 def parameter_of(name: str, hidden: bool = False) -> inspect.Parameter:
     """The option of a setting: text to Typer, so that flags and files meet the same spelling and validation."""
-    field = setting_fields()[name]
-    unit, default = extra_of(field, "unit"), shown_default(field)
-    is_list = get_origin(field.annotation) is list
+    row = setting_table()[name]
     option = typer.Option(
         None,
         f"--{name}",
-        help=f"{field.description}{f' [{unit}]' if unit else ''}{f' [default: {default}]' if default else ''}",
-        metavar=metavar(field.annotation),
+        help=row.sentence + f" [{row.unit}]" * bool(row.unit) + f" [default: {row.default}]" * bool(row.default),
+        metavar=row.metavar,
         show_default=False,
         hidden=hidden,
-        rich_help_panel=SECTIONS[SECTION_OF[name]].__doc__,
+        rich_help_panel=row.section,
     )
-    return keyword(name, option, list[str] | None if is_list else str | None)
+    return keyword(name, option, list[str] | None if row.kind == "list" else str | None)
 
 
 def keyword(name: str, option: object, annotation: object) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
-
-
-def metavar(annotation: object) -> str:
-    """Return the type as help shows it: its choices, or its name."""
-    return "|".join(map(str, choices_of(annotation))) or type_name(annotation)
 
 
 def as_arguments(flags: Mapping[str, object], config: Path | None) -> list[str]:
@@ -165,15 +158,17 @@ def outranked_flags(arguments: Sequence[str]) -> Iterator[str]:
     for index, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")
         name = canonical_name(key) or normalize_name(key.lstrip("-"))
-        if not key.startswith("--") or not (name in setting_fields() or name in ("config", ACCELERATE_CONFIG)):
+        if not key.startswith("--") or not (name in setting_table() or name in ("config", ACCELERATE_CONFIG)):
             continue
-        if name in setting_fields() and get_origin(setting_fields()[name].annotation) is list:
+        if name in setting_table() and setting_table()[name].kind == "list":
             continue
         if not equals:
             following = arguments[index + 1] if index + 1 < len(arguments) else ""
-            is_bool = name in setting_fields() and setting_fields()[name].annotation in SWITCHES
+            is_bool = name in setting_table() and setting_table()[name].kind == "switch"
             value = "true" if is_bool and normalize_name(following) not in SWITCH_WORDS else following
         if given.setdefault(name, value) != value:
+            from simpletuner.settings.declared.errors import shown_value
+
             yield f"--{name} is given twice: {shown_value(name, value)} counts, not {shown_value(name, given[name])}"
         given[name] = value
 
@@ -187,7 +182,7 @@ def normalize_argument(arguments: Sequence[str], index: int) -> list[str]:
     name = canonical_name(key)
     if name is None:
         return [argument]
-    if equals or setting_fields()[name].annotation not in SWITCHES:
+    if equals or setting_table()[name].kind != "switch":
         return [f"--{name}{equals}{value}"]
     following = normalize_name(arguments[index + 1]) if index + 1 < len(arguments) else ""
     return [f"--{name}"] if following in SWITCH_WORDS else [f"--{name}=true"]

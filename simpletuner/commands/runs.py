@@ -13,10 +13,9 @@ import typer
 from typer.models import OptionInfo
 
 from simpletuner.commands.help import path_argument, path_option
-from simpletuner.commands.options import metavar
 from simpletuner.errors import ExitCode, SettingsError
 from simpletuner.report import Report
-from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.settings.declared.table import setting_table
 from simpletuner.status_line import format_seconds
 from simpletuner.system.files.atomic import save
 from simpletuner.system.importing import no_collection
@@ -56,8 +55,8 @@ def compare(
 
 def setting_option(name: str, sentence: str = "") -> OptionInfo:
     """The option of a setting, as text: a boolean of Typer would not take the `=true` of `normalize_argv`."""
-    text = sentence or setting_fields()[name].description
-    return typer.Option(f"--{name}", help=text, metavar=metavar(setting_fields()[name].annotation), show_default=False)
+    row = setting_table()[name]
+    return typer.Option(f"--{name}", help=sentence or row.sentence, metavar=row.metavar, show_default=False)
 
 
 def export(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,12 +13,13 @@ from simpletuner.commands.options import as_arguments
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.run_log import start_run_log
-from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.declared.errors import mask_arguments
-from simpletuner.settings.declared.sections import Launch
 from simpletuner.system.files.paths import descriptor_of
 from simpletuner.system.importing import no_collection
 from simpletuner.system.processes.console import lasting
+
+if TYPE_CHECKING:
+    from simpletuner.settings import Loaded, Settings
+    from simpletuner.settings.declared.sections import Launch
 
 DRY_RUN = typer.Option(False, "--dry_run", "--dry-run", help="Show what each machine would start, without starting it.")
 AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scripts.")
@@ -126,6 +128,7 @@ def check_deepspeed(settings: Settings) -> None:
 def show_plan(loaded: Loaded, flags: Mapping[str, object], config: Path | None, as_json: bool) -> None:
     """Print the command of each machine, and the processes that it starts."""
     from simpletuner.launch.plan import as_text, describe_plans
+    from simpletuner.settings.declared.errors import mask_arguments
 
     # Every machine gets its own --machine_rank.
     shared = {name: value for name, value in flags.items() if name != "machine_rank"}

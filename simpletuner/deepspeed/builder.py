@@ -28,11 +28,12 @@ from simpletuner.parallel.devices import MemoryBudget, MemoryEstimate
 from simpletuner.report import Report
 from simpletuner.settings.declared.errors import nearest
 from simpletuner.settings.declared.sections import Parallel
+from simpletuner.settings.declared.table import canonical_name
 from simpletuner.settings.files.formats import toml_line
 from simpletuner.settings.files.raw_values import RawValue, Source
 from simpletuner.settings.foreign.deepspeed_config import deepspeed_config, with_auto
 from simpletuner.settings.resolving.deepspeed_source import NAME, as_source
-from simpletuner.settings.resolving.loading import Loaded, canonical_name, resolve, settings_as_json
+from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_json
 from simpletuner.settings.resolving.sources import RANKS, collect_from_file, collect_sources, from_flags
 from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.files.cache_files import user_home

@@ -10,13 +10,14 @@ from typing import Any, Literal
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.declared.errors import shown_value
 from simpletuner.settings.declared.sections import SECTION_OF
+from simpletuner.settings.declared.table import canonical_name, plain_name
+from simpletuner.settings.files.config_files import ACCELERATE_CONFIG
 from simpletuner.settings.files.formats import read_entries, suffix_of
 from simpletuner.settings.files.raw_values import EXTRA_ARGS, RawValue, raw_value, split_arguments
 from simpletuner.settings.foreign.key_table import inner_entries
 from simpletuner.settings.foreign.original_names import map_name
 from simpletuner.settings.foreign.original_tables import RENAMED
-from simpletuner.settings.resolving.loading import canonical_name, plain_name
-from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG, is_variable
+from simpletuner.settings.resolving.sources import is_variable
 from simpletuner.settings.values.spelling import normalize_name
 
 FILES = ("config.json", "config.toml", "config.env")

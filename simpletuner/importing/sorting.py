@@ -33,11 +33,13 @@ from simpletuner.importing.translation import (
 from simpletuner.settings.declared.errors import did_you_mean, is_secret, shorten, to_mistake
 from simpletuner.settings.declared.knob import kind_of
 from simpletuner.settings.declared.sections import SECTION_OF, setting_fields
+from simpletuner.settings.declared.table import canonical_name, plain_name
+from simpletuner.settings.files.config_files import ACCELERATE_CONFIG
 from simpletuner.settings.files.raw_values import Origin, RawValue, Source
 from simpletuner.settings.foreign.key_table import Maps, Refuses
 from simpletuner.settings.foreign.original_names import DECIDES, TABLE, is_off, map_name
-from simpletuner.settings.resolving.loading import canonical_name, plain_name, read_table
-from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG, NOT_SETTINGS, to_setting_type, validate_value
+from simpletuner.settings.resolving.loading import read_table
+from simpletuner.settings.resolving.sources import NOT_SETTINGS, to_setting_type, validate_value
 from simpletuner.settings.values.spelling import is_equal
 from simpletuner.system.files.paths import expand_path
 

@@ -11,11 +11,12 @@ from simpletuner.importing.original import Effect, Original, defaults_there, rem
 from simpletuner.importing.sorting import same_value
 from simpletuner.report import printable
 from simpletuner.settings.declared.errors import shorten
+from simpletuner.settings.declared.table import canonical_name, plain_name
+from simpletuner.settings.files.config_files import ACCELERATE_CONFIG
 from simpletuner.settings.files.formats import toml_line
 from simpletuner.settings.files.raw_values import RawValue, Source
 from simpletuner.settings.foreign.original_names import OPTIMIZERS
-from simpletuner.settings.resolving.loading import Loaded, canonical_name, plain_name, settings_as_json
-from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG
+from simpletuner.settings.resolving.loading import Loaded, settings_as_json
 from simpletuner.settings.values.spelling import normalize_name
 
 MARK = "Written by `simpletuner config import`"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import ipaddress
 import os
 import platform
@@ -103,12 +102,14 @@ def is_address(text: str) -> bool:
 @cache  # 6 ms: each package's metadata is a mail of a thousand lines, and a start asks three times
 def versions() -> dict[str, str]:
     """Return the versions of what decides the results, without importing the packages."""
+    from importlib.metadata import PackageNotFoundError, version
+
     # Not Python's third number, which decides no result.
     found = {"simpletuner": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+            found[package] = version(package)
+        except PackageNotFoundError:
             found[package] = "not installed"
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata as metadata
 import os
 import re
 import shlex
@@ -109,10 +108,12 @@ def round_no_pinned_memory(environment: MutableMapping[str, str], version: str) 
 
 def prepare_rank(loaded: Loaded, environment: MutableMapping[str, str]) -> None:
     """Prepare this process to be a rank, or the only process of a run. Call it before torch is imported."""
+    from importlib.metadata import version
+
     check_world_size(loaded, environment)
     # Both set variables that CUDA and torch's allocator read once.
     choose_gpus(loaded.settings.launch, environment)
-    round_no_pinned_memory(environment, metadata.version("torch"))
+    round_no_pinned_memory(environment, version("torch"))
     if is_rank(environment):
         # In this order: the kernel reports only deaths after it was asked, so an earlier one is looked for.
         terminate_with_parent()

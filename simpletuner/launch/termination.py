@@ -5,13 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import threading
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from typing import Any
-from urllib.error import HTTPError, URLError
 
 from simpletuner.errors import SIGNAL_CODES, ExitCode, RemoteFailure, without_errno
 from simpletuner.launch.ranks import ProcessExit
@@ -131,9 +129,6 @@ def ask(check: str) -> Answer:
         return ask_address(check) if check.startswith(("http://", "https://")) else ask_command(check)
     except subprocess.TimeoutExpired:
         return Answer(False, f"has not answered within {ANSWER_SECONDS:.0f} s")
-    except URLError as error:
-        reason = error.reason if isinstance(error.reason, OSError) else error
-        return Answer(False, f"cannot be reached: {without_errno(reason)}")
     except (OSError, ValueError) as error:
         return Answer(False, f"cannot be asked: {without_errno(error)}")
 
@@ -147,6 +142,9 @@ def ask_command(command: str) -> Answer:
 
 
 def ask_address(url: str) -> Answer:
+    import urllib.request
+    from urllib.error import HTTPError, URLError
+
     # Without the proxy of the environment, which has another machine's metadata or none.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -155,6 +153,9 @@ def ask_address(url: str) -> Answer:
     except HTTPError as error:
         error.close()  # it holds the connection
         return Answer(False, "" if error.code in NO_NOTICE else f"answers with the status {error.code}")
+    except URLError as error:
+        reason = error.reason if isinstance(error.reason, OSError) else error
+        return Answer(False, f"cannot be reached: {without_errno(reason)}")
 
 
 def check_of_machine(launch: Launch, environment: Mapping[str, str]) -> str:

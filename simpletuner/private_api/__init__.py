@@ -1,1 +1,1 @@
-"""Private API of torch, diffusers and peft that nothing public replaces, one module per library."""
+"""Private API of torch, diffusers, peft and pydantic that nothing public replaces, one module per library."""

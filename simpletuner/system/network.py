@@ -7,11 +7,14 @@ import errno
 import ipaddress
 import socket
 import struct
-import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit, urlunsplit
+
+if TYPE_CHECKING:
+    from urllib.request import Request
 
 # Linux: list every IPv4 address with the name of its interface; see `man 7 netdevice`.
 SIOCGIFCONF = 0x8912
@@ -78,17 +81,17 @@ def listen_on_all_addresses(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def http_request(
-    url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
-) -> urllib.request.Request:
+def http_request(url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> Request:
     """Make a request; `user:password@` of the address is sent as Basic authentication, and not to where it
     redirects.
 
     Raises ValueError for what is no address.
     """
+    from urllib.request import Request
+
     parts = urlsplit(url)
     credentials, has_credentials, host = parts.netloc.rpartition("@")
-    request = urllib.request.Request(urlunsplit(parts._replace(netloc=host)), body, dict(headers or {}))
+    request = Request(urlunsplit(parts._replace(netloc=host)), body, dict(headers or {}))
     if has_credentials:
         token = b64encode(unquote(credentials).encode()).decode()
         request.add_unredirected_header("Authorization", f"Basic {token}")

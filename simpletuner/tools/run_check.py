@@ -68,7 +68,6 @@ def check_run(loaded: Loaded) -> Loaded:
 def examine_run(loaded: Loaded) -> tuple[Loaded, list[SimpleTunerError]]:
     """Return the settings with all warnings about them, and all that stops the run."""
     from simpletuner.data.config.datasets import load_datasets
-    from simpletuner.deepspeed.requirements import check_settings
     from simpletuner.launch.plan import visible_gpus
     from simpletuner.models.catalog.architecture import parameters_of
     from simpletuner.models.catalog.support import check_clips, check_runnable
@@ -87,8 +86,12 @@ def examine_run(loaded: Loaded) -> tuple[Loaded, list[SimpleTunerError]]:
     collect_named_files(settings, loaded.origins, errors)
     with collect_error(errors), naming_places(loaded.origins, "offload_param_path"):
         about_data = () if errors else warnings_about_data(loaded, datasets)  # it reads the dataset file again
-        warnings = (*about_data, *check_settings(settings, counted and counted[0]))
-        loaded = replace(loaded, warnings=(*loaded.warnings, *warnings))
+        loaded = replace(loaded, warnings=(*loaded.warnings, *about_data))
+        if settings.parallel.zero_stage is not None:
+            from simpletuner.deepspeed.requirements import check_settings
+
+            of_deepspeed = check_settings(settings, counted and counted[0])
+            loaded = replace(loaded, warnings=(*loaded.warnings, *of_deepspeed))
     file = settings.data.data_backend_config
     for check in (
         lambda: check_clips(settings, datasets),

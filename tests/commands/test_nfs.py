@@ -99,7 +99,9 @@ def test_a_failure_ends_with_3_and_says_on_lines_of_their_own_what_to_type(tmp_p
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_sentences_are_wrapped_to_the_terminal_and_what_is_to_be_typed_is_not(capsys, columns):
+def test_sentences_are_wrapped_to_the_terminal_and_what_is_to_be_typed_is_not(capsys, monkeypatch, columns):
+    monkeypatch.setenv("TERM", "dumb")  # without colours
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     report, fix = Report(), "sudo " + "x" * 150
     report.data.width = columns
     show(CheckOutcome(Node(Path("/x")), (failed("rename", "a sentence of many words " * 9, fix),)), report)

@@ -15,12 +15,12 @@ from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import (
     UNKNOWN_FLAGS,
     as_arguments,
-    metavar,
     normalize_argv,
     outranked_flags,
     with_settings,
 )
 from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.settings.declared.table import setting_table
 
 CANONICAL = ["--fsdp_enable=true"]
 
@@ -82,7 +82,7 @@ def test_a_command_gets_one_flag_per_setting_and_only_what_was_typed():
 
 
 def test_help_shows_choices_or_the_kind_of_value():
-    shown = {name: metavar(field.annotation) for name, field in setting_fields().items()}
+    shown = {name: row.metavar for name, row in setting_table().items()}
     assert shown["mixed_precision"] == "no|bf16"
     assert shown["fsdp_version"] == "1|2"
     assert shown["prediction_type"] == "epsilon|v_prediction"

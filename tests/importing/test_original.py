@@ -22,11 +22,13 @@ from simpletuner.importing.sorting import CannotMap, take_value
 from simpletuner.launch.ranks import inherited_environment
 from simpletuner.settings import Loaded, load, settings_as_json
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
+from simpletuner.settings.declared.table import canonical_name
+from simpletuner.settings.files.config_files import ACCELERATE_CONFIG
 from simpletuner.settings.files.raw_values import RawValue
 from simpletuner.settings.foreign.original_names import OPTIMIZERS, REFUSED, TABLE, map_name, names_of
 from simpletuner.settings.foreign.original_tables import ASKS_FOR_NOTHING, RENAMED
-from simpletuner.settings.resolving.loading import canonical_name, without_point
-from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG, to_setting_type
+from simpletuner.settings.resolving.loading import without_point
+from simpletuner.settings.resolving.sources import to_setting_type
 from simpletuner.settings.values.spelling import normalize_value
 
 CORPUS = Path(__file__).with_name("original_corpus.txt")

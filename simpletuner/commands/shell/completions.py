@@ -20,11 +20,9 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from simpletuner.commands.shell.scripts import INSTALL, PROGRAMS, script_for
-from simpletuner.models.catalog.registry import AUTO, TINY, flavours_of, has_tiny, load_preset, presets
 from simpletuner.report import Report
-from simpletuner.settings.declared.sections import setting_fields
-from simpletuner.settings.resolving.loading import canonical_name
-from simpletuner.settings.values.spelling import SWITCH_WORDS, SWITCHES, SYNONYMS, choices_of, normalize_name
+from simpletuner.settings.declared.table import canonical_name, setting_table
+from simpletuner.settings.values.spelling import SWITCH_WORDS, normalize_name
 
 
 @dataclass
@@ -76,7 +74,7 @@ class ParseState:
 
 def is_switch(option: TyperOption) -> bool:
     """True for a flag that may come without a value."""
-    return option.name in setting_fields() and setting_fields()[option.name].annotation in SWITCHES
+    return option.name in setting_table() and setting_table()[option.name].kind == "switch"
 
 
 def may_follow(option: TyperOption, word: str) -> bool:
@@ -190,7 +188,7 @@ def spelled_like(word: str, flag: str) -> str:
 
 def values(state: ParseState, parameter: TyperOption | TyperArgument, word: str) -> list[Completion]:
     """Values that a parameter accepts; none where it takes any text, or a path (shells complete these)."""
-    if parameter.name in setting_fields():
+    if parameter.name in setting_table():
         return values_of_setting(parameter.name, state.given.get("model_family", ""))
     items = parameter.shell_complete(typer.Context(state.command), word)
     return [Completion(item.value, item.help or "") for item in items if item.type == "plain"]
@@ -198,21 +196,26 @@ def values(state: ParseState, parameter: TyperOption | TyperArgument, word: str)
 
 def values_of_setting(name: str, family: str) -> list[Completion]:
     """Choices of a setting; flavours are those of the family, or of all if none is typed yet."""
-    if name == "model_family":
-        hubs = {key: [flavour.hub for flavour in preset.flavours.values()] for key, preset in presets().items()}
-        return [*(Completion(key, next(iter(hubs[key]), "")) for key in hubs), Completion(AUTO, "any other pipeline")]
-    if name == "model_flavour":
-        known = [normalize_name(family)] if load_preset(normalize_name(family)) else presets()
-        published = {name: flavour.hub for key in known for name, flavour in flavours_of(key).items()}
-        tiny = {TINY: "small, with random weights"} if any(map(has_tiny, known)) else {}
-        return [Completion(*item) for item in (published | tiny).items()]
-    # A setting of free text may still have well-known values: those that its synonyms stand for.
-    field = setting_fields()[name]
-    accepted = (True, False, "auto") if field.annotation == bool | None else choices_of(field.annotation)
-    accepted = (True, False) if field.annotation is bool else accepted
-    accepted = accepted or tuple(dict.fromkeys(SYNONYMS.get(name, {}).values()))
-    words = {value: str(value).lower() if isinstance(value, bool) else str(value) for value in accepted}
-    return [Completion(word, "default" if value == field.default else "") for value, word in words.items()]
+    if name in ("model_family", "model_flavour"):
+        return families() if name == "model_family" else flavours(normalize_name(family))
+    row = setting_table()[name]
+    return [Completion(word, "default" if word == row.default else "") for word in row.words]
+
+
+def families() -> list[Completion]:
+    from simpletuner.models.catalog.registry import AUTO, presets
+
+    hubs = {key: [flavour.hub for flavour in preset.flavours.values()] for key, preset in presets().items()}
+    return [*(Completion(key, next(iter(hubs[key]), "")) for key in hubs), Completion(AUTO, "any other pipeline")]
+
+
+def flavours(family: str) -> list[Completion]:
+    from simpletuner.models.catalog.registry import TINY, flavours_of, has_tiny, load_preset, presets
+
+    known = [family] if load_preset(family) else presets()
+    published = {name: flavour.hub for key in known for name, flavour in flavours_of(key).items()}
+    tiny = {TINY: "small, with random weights"} if any(map(has_tiny, known)) else {}
+    return [Completion(*item) for item in (published | tiny).items()]
 
 
 def matching(word: str, found: Sequence[Completion]) -> list[Completion]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.declared.errors import shown_value
+from simpletuner.settings.declared.table import canonical_name, plain_name
 from simpletuner.settings.files.config_files import (
     FileEntry,
     NotParsed,
@@ -27,7 +28,6 @@ from simpletuner.settings.files.formats import json_lines, read_text
 from simpletuner.settings.files.formats import parse_entries as parse_settings
 from simpletuner.settings.foreign.key_table import Ignores, Refuses, Rule, inner_entries
 from simpletuner.settings.foreign.recognition import import_hint, is_dataset_file, trainer_of
-from simpletuner.settings.resolving.loading import canonical_name, plain_name
 from simpletuner.settings.values.parsed import ONLY_LISTS
 from simpletuner.system.files.paths import shown_path
 

@@ -20,17 +20,14 @@ from simpletuner.settings import Loaded
 from simpletuner.settings.declared.errors import is_secret, shorten
 from simpletuner.settings.declared.knob import kind_of
 from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.settings.declared.table import canonical_name
 from simpletuner.settings.editors.editing import change_text, setting_of, text_of
 from simpletuner.settings.editors.text_editors import REMOVED
+from simpletuner.settings.files.config_files import ACCELERATE_CONFIG
 from simpletuner.settings.files.formats import parse_entries
 from simpletuner.settings.files.raw_values import RawValue, Source, file_of_reference
-from simpletuner.settings.resolving.loading import canonical_name, parse_json, resolve, without_point
-from simpletuner.settings.resolving.sources import (
-    ACCELERATE_CONFIG,
-    collect_sources,
-    is_accelerate_config,
-    validate_value,
-)
+from simpletuner.settings.resolving.loading import parse_json, resolve, without_point
+from simpletuner.settings.resolving.sources import collect_sources, is_accelerate_config, validate_value
 from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, choices_of, normalize_name, parse_list
 from simpletuner.system.files.checksums import value_checksum
 from simpletuner.system.files.paths import shown_path

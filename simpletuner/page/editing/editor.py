@@ -17,8 +17,8 @@ from simpletuner.page.editing.hardware import accelerate_groups
 from simpletuner.page.rendering import field, fields_of, folders_of, render, respond, toast
 from simpletuner.parallel.devices import DEVICES
 from simpletuner.settings.declared.sections import SECTIONS, setting_fields
+from simpletuner.settings.declared.table import GROUPS
 from simpletuner.settings.editors.editing import write
-from simpletuner.settings.showing.scaffold import GROUPS
 from simpletuner.system.numbers import count_noun
 
 FIRST, ALL = "essential", "all"

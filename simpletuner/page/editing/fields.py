@@ -15,8 +15,9 @@ from simpletuner.settings import Loaded, Origin, Settings
 from simpletuner.settings.declared.errors import InvalidSettings, is_secret
 from simpletuner.settings.declared.knob import bounds_of, extra_of, kind_of, own_defaults, shown_default, type_name
 from simpletuner.settings.declared.sections import Model, setting_fields
+from simpletuner.settings.declared.table import canonical_name
 from simpletuner.settings.files.raw_values import Source
-from simpletuner.settings.resolving.loading import NO_ORIGIN, canonical_name, resolve
+from simpletuner.settings.resolving.loading import NO_ORIGIN, resolve
 from simpletuner.settings.rules.engine_rules import WRAP_POLICIES
 from simpletuner.settings.showing.export import because, field_value
 from simpletuner.settings.values.spelling import SWITCHES, choices_of, normalize_value

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from simpletuner.errors import SettingsError
+from simpletuner.settings.declared.table import canonical_name
 from simpletuner.settings.editors.text_editors import REMOVED, Edit, edit_env, edit_json, edit_toml
 from simpletuner.settings.files.config_files import PREFIX, FileEntry
 from simpletuner.settings.files.formats import FORMATS, parse_entries, read_entries, suffix_of, toml_value
-from simpletuner.settings.resolving.loading import canonical_name
 from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.files.atomic import replace_file
 from simpletuner.system.files.regular_files import read_file

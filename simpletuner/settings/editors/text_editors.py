@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from simpletuner.settings.declared.table import canonical_name
 from simpletuner.settings.files.config_files import PREFIX
 from simpletuner.settings.files.env_format import assignments
 from simpletuner.settings.files.formats import JSON_TOKEN, TOML_NAME, TOML_TOKEN, toml_line, toml_name, toml_text
-from simpletuner.settings.resolving.loading import canonical_name
 
 # In place of a value: the setting is taken out of the file.
 REMOVED: Final = object()

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from simpletuner.settings.declared.table import canonical_name
 from simpletuner.settings.editors.text_editors import Edit, insert_line, line_end, line_start, newline_of, replace_span
-from simpletuner.settings.resolving.loading import canonical_name
 
 
 def edit_yaml(text: str, edit: Edit) -> Iterator[str]:

@@ -14,6 +14,8 @@ from simpletuner.errors import SettingsError
 from simpletuner.system.files.paths import expand_path, shown_path
 
 PREFIX = "SIMPLETUNER_"
+# Names a source rather than a setting; may stand wherever settings do. `none` turns the default file off.
+ACCELERATE_CONFIG = "accelerate_config"
 CONFIG_ENV = "config/config.env"
 CONFIG_CANDIDATES = ("config/config.json", "config/config.toml", "config/config.yaml")
 CONFIG_FOLDER = ("SIMPLETUNER_ENVIRONMENT", "SIMPLETUNER_ENV", "ENV")

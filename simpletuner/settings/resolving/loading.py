@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -20,8 +19,8 @@ from pydantic import ValidationError
 from simpletuner.errors import MAX_MISTAKES, Mistake, SettingsError
 from simpletuner.run_log import LOG
 from simpletuner.settings.declared.errors import UNKNOWN, InvalidSettings, did_you_mean, is_secret, shorten, to_mistake
-from simpletuner.settings.declared.knob import extra_of
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, Settings, setting_fields
+from simpletuner.settings.declared.table import canonical_name, plain_name
 from simpletuner.settings.files.config_files import TOO_DEEP, check_depth, reason_of
 from simpletuner.settings.files.formats import FORMATS, read_text
 from simpletuner.settings.files.raw_values import Origin, RawValue, Source
@@ -269,21 +268,6 @@ def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def is_table(annotation: object) -> bool:
     return get_origin(annotation) is dict
-
-
-def canonical_name(key: str) -> str | None:
-    """Return the setting that a key means: leading dashes, dashes for underscores, any case, older names."""
-    name = plain_name(key)
-    return name if name in SECTION_OF else older_names().get(name)
-
-
-@cache
-def older_names() -> Mapping[str, str]:
-    return {alias: name for name, field in setting_fields().items() for alias in extra_of(field, "aliases") or []}
-
-
-def plain_name(key: str) -> str:
-    return normalize_name(key.lstrip("-"))
 
 
 def validate(

@@ -19,6 +19,7 @@ from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.declared.errors import is_secret, shorten
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
 from simpletuner.settings.files.config_files import (
+    ACCELERATE_CONFIG,
     CONFIG_CANDIDATES,
     CONFIG_ENV,
     CONFIG_FOLDER,
@@ -111,8 +112,6 @@ def is_list(name: str) -> bool:
 
 
 RANKS = "num_processes"
-# Names a source rather than a setting; may stand wherever settings do. `none` turns the default file off.
-ACCELERATE_CONFIG = "accelerate_config"
 
 
 @dataclass

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic.fields import FieldInfo
 
 from simpletuner.settings.declared.knob import bounds_of, extra_of, shown_default, type_name
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, Settings, setting_fields
-from simpletuner.settings.files.config_files import PREFIX
+from simpletuner.settings.declared.table import GROUPS, Row
+from simpletuner.settings.files.config_files import ACCELERATE_CONFIG, PREFIX
 from simpletuner.settings.files.formats import toml_line
-from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG
-from simpletuner.settings.values.spelling import choices_of
+from simpletuner.settings.values.spelling import SWITCHES, SYNONYMS, choices_of
 
 
 def json_schema(families: Iterable[str]) -> dict[str, object]:
@@ -85,6 +85,32 @@ def table_of(title: str, section: Any) -> Iterator[str]:
         yield (f"| `{name}` | {f'`{default}`' if default else ''} | {values_of(field)} | {field.description}{also} |\n")
 
 
+def settings_table() -> str:
+    """Return the text of `declared/table.json`: a line per setting."""
+    lines = []
+    for name, field in setting_fields().items():
+        said = {key: value for key, value in row_of(name, field)._asdict().items() if value}
+        lines.append(f'"{name}": {json.dumps(said, ensure_ascii=False)}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def row_of(name: str, field: FieldInfo) -> Row:
+    choices = choices_of(field.annotation)
+    is_switch = field.annotation in SWITCHES
+    words = ["true", "false", *["auto"] * (field.annotation == bool | None)] if is_switch else list(map(str, choices))
+    return Row(
+        section=SECTIONS[SECTION_OF[name]].__doc__ or "",
+        sentence=field.description or "",
+        unit=extra_of(field, "unit"),
+        default=shown_default(field),
+        metavar="|".join(map(str, choices)) or type_name(field.annotation),
+        kind="list" if get_origin(field.annotation) is list else "switch" if is_switch else "",
+        # A setting of free text may still have well-known values: those that its synonyms stand for.
+        words=words or list(dict.fromkeys(SYNONYMS.get(name, {}).values())),
+        aliases=extra_of(field, "aliases"),
+    )
+
+
 def values_of(field: FieldInfo) -> str:
     """Format a setting's type or choices, its bounds and its unit."""
     choices = choices_of(field.annotation)
@@ -94,24 +120,6 @@ def values_of(field: FieldInfo) -> str:
     return ", ".join([kind, *bounds]) + (f" [{unit}]" if unit else "")
 
 
-GROUPS: dict[str, tuple[str, ...]] = {
-    "What to train": ("model_type", "lora_rank", "model_family", "model_flavour", "pretrained_model_name_or_path"),
-    "On what": ("instance_data_dir", "caption_strategy", "resolution", "output_dir"),
-    "How long, how large, how fast": (
-        "max_train_steps",
-        "train_batch_size",
-        "gradient_accumulation_steps",
-        "global_batch_size",
-        "learning_rate",
-        "lr_scheduler",
-        "lr_warmup_steps",
-        "mixed_precision",
-        "gradient_checkpointing",
-        "use_ema",
-    ),
-    "On how many GPUs": ("num_processes", "fsdp_enable", "fsdp_reshard_after_forward"),
-    "What to save and to look at": ("checkpoint_step_interval", "validation_step_interval", "validation_prompt"),
-}
 # Groups of settings not listed by name; other sections are about how long and how fast.
 GROUP_OF_SECTION = {
     **dict.fromkeys(("model", "lora"), "What to train"),

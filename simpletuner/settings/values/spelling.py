@@ -12,9 +12,10 @@ import re
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
-from pydantic.fields import FieldInfo
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 WORDS_FOR_TRUE = ("true", "yes", "on", "1", "y", "t")
 WORDS_FOR_FALSE = ("false", "no", "off", "0", "n", "f")

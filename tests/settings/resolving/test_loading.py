@@ -11,8 +11,8 @@ from simpletuner.errors import ExitCode, SettingsError
 from simpletuner.settings import load, provenance, settings_as_json
 from simpletuner.settings.declared.errors import nearest
 from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.settings.declared.table import canonical_name
 from simpletuner.settings.files.config_files import CONFIG_CANDIDATES
-from simpletuner.settings.resolving.loading import canonical_name
 
 ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures"}
 

@@ -12,8 +12,8 @@ from simpletuner.errors import BrokenRule, SettingsError
 from simpletuner.models.catalog.support import SCOPES
 from simpletuner.settings import load
 from simpletuner.settings.declared.sections import SECTION_OF, setting_fields
+from simpletuner.settings.declared.table import canonical_name
 from simpletuner.settings.foreign.recognition import ANSWERS, RENAMED
-from simpletuner.settings.resolving.loading import canonical_name
 from simpletuner.settings.rules.effects import FACTS, condition_of
 from simpletuner.tools.run_check import warnings_about_data
 
