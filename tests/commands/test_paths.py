@@ -91,6 +91,7 @@ def test_a_name_that_begins_like_home_can_be_written(run, tmp_path):
 
 def test_a_dataset_file_knows_home_too(run, tmp_path):
     (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "a.png").touch()
     entry = {"id": "a", "type": "local", "instance_data_dir": "~/p", "cache_dir_vae": "~/v"}
     (tmp_path / "d.json").write_text("\ufeff" + json.dumps([entry]))
     (tmp_path / "c.toml").write_text("model_family = 'sdxl'\ndata_backend_config = '~/d.json'\n")
@@ -139,6 +140,7 @@ def test_a_mistake_in_a_pipe_is_a_mistake(run, pipe):
 
 
 def test_a_dry_run_shows_a_pipe_as_it_was_typed(run, pipe):
+    Path("a.png").touch()
     enough = ("--model_family=sdxl", "--instance_data_dir=.")
     code, out, _ = run("train", "--dry_run", *enough, "--config", pipe("seed: 5"))
     assert code == 0 and "simpletuner train '--config=<(...)' --model_family=sdxl" in out and "/dev/fd" not in out
