@@ -91,8 +91,8 @@ def test_an_image_is_given_where_the_model_takes_one_and_nothing_else_is(server:
     header = image[12:16] + struct.pack(">II", 60_000, 60_000) + image[24:29]
     bomb = image[:12] + header + struct.pack(">I", zlib.crc32(header)) + image[33:]
     attacks: dict[str, list[str]] = {
-        "0 images are given, and the model of edits takes 1 to 2": [],
-        "3 images are given": [as_sent(image)] * 3,
+        "0 images given, and the model of edits takes 1 to 2": [],
+        "3 images given": [as_sent(image)] * 3,
         "image 1 cannot be read: Only base64 data is allowed": ["../../etc/passwd"],
         "image 2 cannot be read: is not an image": [as_sent(image), as_sent(noise(3000))],
         "image 1 cannot be read": [as_sent(image[:20])],

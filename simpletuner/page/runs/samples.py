@@ -27,6 +27,7 @@ from simpletuner.runs.gallery import WEIGHTS
 from simpletuner.runs.images import MP4, ImageInfo, read_info
 from simpletuner.runs.settings_record import HISTORY, images_of_sample
 from simpletuner.settings.declared.errors import shorten
+from simpletuner.system.numbers import count_noun
 from simpletuner.training.validation.sample_requests import SAMPLES
 
 FILE = re.compile(
@@ -114,9 +115,8 @@ def given_images(request: Request, run: RunFolder) -> list[bytes]:
     texts, (least, most) = fields(request, "image"), images_taken(run)
     if not least <= len(texts) <= most:
         takes = f"{least} to {most}" if least < most else str(most) if most else "none"
-        raise SettingsError(
-            f"{len(texts)} images are given, and the model of {run.name} takes {takes}", "choose others"
-        )
+        given = count_noun(len(texts), "image")
+        raise SettingsError(f"{given} given, and the model of {run.name} takes {takes}", "choose others")
     if sum(map(len, texts)) * 3 // 4 > MOST_IMAGE_BYTES:
         raise SettingsError(f"more than {MOST_IMAGE_BYTES >> 20} MiB of images", "make them smaller")
     images = []
