@@ -68,7 +68,7 @@ class RunAlarms:
 
     def tell_with_causes(self, alarm: Alarm) -> None:
         causes = [*self.machine_causes(), *slowed_by(self.session.world.device, os.getpid())]
-        on_gpu = "no other process on the GPU, " if self.session.world.device.type == "cuda" else ""
+        on_gpu = "no other process on the GPU, " if self.session.world.device.type != "cpu" else ""
         load = f"a load of {os.getloadavg()[0]:.1f} on {os.cpu_count() or 1} CPUs"
         why = "; ".join(causes) or f"no swapping, {on_gpu}{load}"
         self.tell(Alarm(alarm.name, f"{alarm.sentence}; {why}", alarm.hint))
