@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import SMALL, base
 from PIL import Image
 
+from simpletuner.caches.store.shards import ShardReader
 from simpletuner.runs.images import read_rgb
 
 COUNT = 8
@@ -160,3 +162,34 @@ def test_missing_broken_and_unwanted_references_are_named(folders, kontext, pipe
     flags = (*base("flux", pipelines("flux"), Path("unused"))[:2], *FLAGS, file, "--train_batch_size=1")
     said = train(tmp_path / "plain", *flags, code=2).said
     assert "dataset `images`: 1 reference image, and FluxPipeline takes none" in said
+
+
+def test_two_runs_by_auto_over_the_same_caches_lose_nothing_where_one_is_killed_as_it_writes(
+    folders, kontext, starter, train, tmp_path
+):
+    data = dataset_file(tmp_path / "pairs.json", folders["images"], (folders["alike"], "reference_strict"))
+    flags = ("--model_family=auto", f"--pretrained_model_name_or_path={kontext}", *FLAGS, data)
+    own, shared = (
+        {kind: tmp_path / name / kind for kind in ("vae", "text")} for name in ("own caches", "shared caches")
+    )
+    apart, together = (
+        (*flags, *(f"--cache_dir_{kind}={place}" for kind, place in each.items())) for each in (own, shared)
+    )
+    wanted = train(tmp_path / "alone", *apart).losses
+    killed, other = (starter.train(1, f"--output_dir={tmp_path / name}", *SMALL, *together) for name in ("a", "b"))
+    while not [*shared["vae"].rglob("*.shard")] and killed.processes[0].is_alive():
+        time.sleep(0.001)
+    killed.kill()
+    assert killed.wait() != [0] and other.wait() == [0], other.said
+    assert train(tmp_path / "b", *together).losses == train(tmp_path / "a", *together).losses == wanted
+    for kind, place in shared.items():
+        found, expected = records(place), records(own[kind])
+        assert found.keys() == expected.keys()
+        for name, record in expected.items():
+            assert all(torch.equal(record[each], found[name][each]) for each in record), name
+
+
+def records(cache: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Return all records of a cache, each of which its checksum was compared with."""
+    readers = [ShardReader(folder) for folder in {path.parent for path in cache.rglob("*.shard")}]
+    return {place.name: reader.read(place) for reader in readers for place in reader.records()}
