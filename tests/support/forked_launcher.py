@@ -27,7 +27,7 @@ from simpletuner.run_log import stop_run_log
 
 MODULE = ["-m", "simpletuner"]
 """How the command of a rank goes on after the interpreter and its flags."""
-FORKED = ("train", "net", "plan", "detect-blocks", "runs")
+FORKED = ("train", "net", "plan", "detect-blocks", "runs", "dataset")
 """Commands that are forked."""
 HELD = "held"
 """A file beside the environments: while it is there, processes stop before they begin, until they are told to go on."""
