@@ -2,7 +2,7 @@
 
 Command lines, parents, sessions, signals, sockets, environments, namespaces and exit codes are those of
 `simpletuner train`; what is left out is the start of interpreters with their imports: 1.5 CPU seconds of each launcher,
-3.7 of each rank. The page forks the runs and plans that it starts in the same way. Launchers that start ranks cold are
+3.7 of each rank. The page forks what it starts in the same way: runs, plans, samples, checks of datasets. Launchers that start ranks cold are
 some in `end_to_end/test_ending.py`, and some in `launch/test_machines.py`; pages that start runs cold are those of
 `test_runs.py`.
 """
@@ -27,7 +27,7 @@ from simpletuner.run_log import stop_run_log
 
 MODULE = ["-m", "simpletuner"]
 """How the command of a rank goes on after the interpreter and its flags."""
-FORKED = ("train", "net", "plan", "detect-blocks", "runs", "dataset")
+FORKED = ("train", "net", "plan", "detect-blocks", "runs", "dataset", "sample")
 """Commands that are forked."""
 HELD = "held"
 """A file beside the environments: while it is there, processes stop before they begin, until they are told to go on."""
