@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
+from simpletuner.settings.values.parsed import checkpoint_name
 from simpletuner.system.files.atomic import (
     is_being_removed,
     is_left_over,
@@ -122,7 +123,7 @@ class Checkpoint:
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
-    return root / f"checkpoint-{step:06d}"
+    return root / checkpoint_name(str(step))
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:

@@ -63,9 +63,7 @@ def export(
     folder: Annotated[Path, path_argument("Output folder of a run.")],
     checkpoint: Annotated[
         str,
-        typer.Option(
-            "--checkpoint", help="Name of the checkpoint; best: by held-out loss; empty: the newest.", metavar="NAME"
-        ),
+        typer.Option("--checkpoint", help="Step, name or best (by held-out loss). Default: the newest.", metavar="N"),
     ] = "",
     output: Annotated[
         Path | None, path_option("--output", "Folder to write; empty: pipeline-STEP or lora-STEP in that of the run.")

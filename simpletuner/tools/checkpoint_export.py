@@ -29,6 +29,7 @@ from simpletuner.parallel.world import World, joined_world
 from simpletuner.report import Report
 from simpletuner.runs.health.best_step import best_saved_of
 from simpletuner.runs.settings_record import recorded_settings
+from simpletuner.settings.values.parsed import checkpoint_name
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.run_folder.resuming import check_fits
 
@@ -38,7 +39,7 @@ def export_checkpoint(
 ) -> Path:
     """Verify a checkpoint of a run, write its pipeline or LoRA, without a model card, and return the folder.
 
-    An empty name means the newest, `best` the one with the best held-out loss; `average` takes the EMA;
+    An empty name means the newest, digits a step, `best` the one with the best held-out loss; `average` takes the EMA;
     `named` as in `recorded_settings`. Raises SettingsError where there is no such checkpoint, or it has no EMA,
     EnvironmentNotReady where it is damaged or not of the base model that its run names.
     """
@@ -84,8 +85,7 @@ def without_card(folder: Path) -> None:
 
 def find_checkpoint(output: Path, name: str) -> Checkpoint:
     folders = list_checkpoints(output / "checkpoints")
-    if name == "best":
-        name = name_of_best(output, folders)
+    name = name_of_best(output, folders) if name == "best" else checkpoint_name(name)
     chosen = [folder for folder in folders if name in ("", folder.name)]
     if not chosen:
         known = ", ".join(folder.name for folder in folders) or "none yet"

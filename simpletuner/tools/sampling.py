@@ -219,9 +219,8 @@ def open_weights(
     """
     if weights == "base":
         return 0, None
-    name = f"checkpoint-{int(checkpoint):06d}" if checkpoint.isdecimal() else checkpoint
-    if name or list_checkpoints(output / "checkpoints"):
-        found = find_checkpoint(output, name)
+    if checkpoint or list_checkpoints(output / "checkpoints"):
+        found = find_checkpoint(output, checkpoint)
         return int(found.step), verified(found, weights, family, world)
     exported = output / (EXPORTS[family.settings.model.model_type] + ("-ema" if weights == "ema" else ""))
     if not exported.is_dir():

@@ -182,7 +182,7 @@ def test_going_back_sets_later_checkpoints_aside_and_keeps_its_own(sdxl_flags, t
     output = tmp_path / "run"
     flags = (*sdxl_flags, "--train_batch_size=4", "--checkpoint_step_interval=1", "--checkpoints_total_limit=3")
     first = train(output, *flags, "--max_train_steps=6")
-    again = train(output, *flags, "--max_train_steps=6", "--resume_from_checkpoint=checkpoint-000004")
+    again = train(output, *flags, "--max_train_steps=6", "--resume_from_checkpoint=4")
     assert "set-aside: checkpoint-000006, checkpoint-000005" in " ".join(again.said.split())
     assert again.losses == first.losses
     anew = train(output, *flags, "--max_train_steps=2", "--resume_from_checkpoint=none", "--learning_rate=1e-4")

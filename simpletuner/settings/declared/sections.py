@@ -18,6 +18,7 @@ from simpletuner.settings.values.parsed import (
     check_host,
     check_kernel,
     check_repository,
+    checkpoint_name,
     no_address,
     no_url,
     normalize_formats,
@@ -311,7 +312,7 @@ class Checkpoints(Section):
     export_single_file: bool = knob(False, "Also export the weights as one .safetensors file in the original layout (Stable Diffusion 1.x, 2.x, XL).")
     export_precision: ExportPrecision | None = knob(None, "Precision of the exported weights; float8: linear layers of the blocks, the rest in bf16. Default: fp32, as they are trained.")
     export_best: bool = knob(False, "Also save a checkpoint at each best held-out loss, and export the best at the end (pipeline-best).", when="eval_split>0 or eval_dataset")
-    resume_from_checkpoint: Annotated[str, AfterValidator(in_home)] = knob("latest", "`latest`, a checkpoint folder, or `none`.")
+    resume_from_checkpoint: Annotated[str, AfterValidator(in_home), AfterValidator(checkpoint_name)] = knob("latest", "`latest`, a step, a checkpoint folder, or `none`.")
     mirror_output: Annotated[str, AfterValidator(check_bucket)] = knob("", "Bucket folder to mirror output_dir to, without caches, and to resume from: s3://BUCKET/FOLDER, gs:// or az://.")
 
 

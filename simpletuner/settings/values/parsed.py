@@ -197,6 +197,14 @@ def no_address(folder: Path | None) -> Path | None:
     return folder
 
 
+def checkpoint_name(text: str) -> str:
+    """Name of a checkpoint's folder; of a step in digits, that of its checkpoint."""
+    return f"checkpoint-{int(text):06d}" if text.isdecimal() and len(text) < LONGEST_STEP else text
+
+
+LONGEST_STEP = 12  # Python converts at most 4,300 digits
+
+
 def check_bucket(address: str) -> str:
     """Return an address without a slash at its end. Raises ValueError for what is none."""
     if address and parse_bucket(address) is None:
