@@ -84,9 +84,7 @@ def test_a_fresh_machine_goes_on_from_the_bucket_alone(sdxl_flags, train, config
     assert "finished already, after 8 steps" in third.said
     shutil.rmtree(third.output)
 
-    back = train(
-        tmp_path / "back", *flags, "--max_train_steps=8", "--resume_from_checkpoint=6", world=2
-    )
+    back = train(tmp_path / "back", *flags, "--max_train_steps=8", "--resume_from_checkpoint=6", world=2)
     assert f"downloading {ADDRESS}/checkpoints/checkpoint-000006" in back.said
     assert back.losses == pytest.approx(whole.losses, rel=1e-5)
     assert f"later checkpoints are set aside in {ADDRESS}: checkpoints/checkpoint-000008" in back.said
