@@ -14,7 +14,6 @@ import torch
 from simpletuner.checkpoints.layout import EXPORTS, Checkpoint, list_checkpoints
 from simpletuner.checkpoints.verification import Verification
 from simpletuner.errors import SettingsError
-from simpletuner.models.catalog.registry import AUTO
 from simpletuner.models.catalog.support import unfit_shapes
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning
@@ -144,10 +143,6 @@ def ask_run(output: Path, options: SampleOptions, report: Report, is_over: Calla
     SettingsError for what the run refuses.
     """
     settings = settings_of_run(output, options)
-    if settings.model.model_family == AUTO:  # the run would refuse it after the prompt is encoded, which takes a proof
-        raise SettingsError(
-            "a run of model_family=auto samples no prompt while it trains", "name a checkpoint: --checkpoint=N or best"
-        )
     with libraries_silenced(), joined_world({}, use_cpu=True) as world:
         family = open_run_family(settings, options, world)
         request = request_of(family.settings, family, options)

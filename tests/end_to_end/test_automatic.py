@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import base
+from conftest import SMALL, base
 from end_to_end.test_image_to_video import clips, clips_file  # noqa: F401 (a fixture)
 from end_to_end.test_references import dataset_file as pairs_file
 from end_to_end.test_references import folders as edited  # noqa: F401 (a fixture)
@@ -65,7 +66,7 @@ def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipeli
     assert "StableDiffusion3Pipeline" in state["proven"]["pipeline"]
 
 
-def test_auto_edits_images_as_the_class_does(edited, kontext, train, sampled, tmp_path):  # noqa: F811
+def test_auto_edits_images_as_the_class_does(edited, kontext, train, starter, sampled, tmp_path):  # noqa: F811
     from diffusers import FluxKontextPipeline
 
     def flags(key: str, model: Path = kontext) -> tuple[str, ...]:
@@ -86,6 +87,19 @@ def test_auto_edits_images_as_the_class_does(edited, kontext, train, sampled, tm
     )
     [[by_hand], [own]] = (sampled(run.output, *given)[0] for run in (by_class, auto))
     check_same_images(by_hand, own)
+    # A run that trains samples what its start proved. Its weights stay as they are, to be compared with.
+    asked = tmp_path / "asked"
+    endless = ("--max_train_steps=100000", "--checkpoint_step_interval=1", "--learning_rate=1e-30")
+    started = starter.train(1, f"--output_dir={asked}", *SMALL, *flags("auto"), *whole, *endless)
+    while started.processes[0].is_alive() and not (asked / "checkpoints" / "checkpoint-000001").is_dir():
+        time.sleep(0.1)
+    [answered], said = sampled(asked, *given)
+    assert "sampled at step" in said
+    assert "32x64 px from 1 image was not proven" in sampled(asked, *given, "--size=32x64", code=2)[1]
+    started.kill()
+    started.wait()
+    [here], _ = sampled(asked, *given)
+    check_same_images(answered, here)
     sharded = (*flags("auto"), "--train_batch_size=2", "--eval_split=0.1", "--fsdp_enable")
     train(tmp_path / "sharded", *sharded, "--max_train_steps=2", world=2)
     again = train(tmp_path / "sharded", *sharded, world=2)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -49,6 +50,7 @@ from simpletuner.parallel.engine import compute_dtype
 from simpletuner.private_api.of_torch import FakeTensor
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import SampleShape, Shape
+from simpletuner.system.numbers import count_noun
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -72,6 +74,8 @@ class AutomaticFamily(ModelFamily):
         self.max_length = settings.data.tokenizer_max_length
         self._found: Findings | None = None
         self.checks: list[Check] = []
+        self.proven = frozenset[tuple[Shape, int]]()
+        """Shapes in px and numbers of given images of which samples may be."""
         self._predictors: dict[torch.device, Predictor] = {}
 
     @classmethod
@@ -189,8 +193,17 @@ class AutomaticFamily(ModelFamily):
         kinds = " and ".join(dict.fromkeys(names))
         kinds = f", proven on {kinds}" if found.layout.frames is not None else ""
         self._found = replace(found, unused=unused, kinds=kinds)
+        counts = {len(each.references) + each.has_first_frame for each in samples}
+        self.proven = frozenset(product({*(each.target for each in samples), *sampled}, counts))
         for name in ("meta_denoiser", "adapter"):  # which weights are trained is known only now
             self.__dict__.pop(name, None)
+
+    def check_proven(self, shape: Shape, references: int) -> None:
+        if (shape, references) not in self.proven:
+            known = sorted(str(own) for own, count in self.proven if count == references)
+            given = f"from {count_noun(references, 'image')} " if references else ""
+            proven = ", ".join(known) or "another number of images"
+            raise ValueError(f"{shape} px {given}was not proven at the start, but {proven}: name a checkpoint")
 
     def facts(self) -> Mapping[str, str]:
         """Results of the proof, for the summary, the model card and checkpoints."""

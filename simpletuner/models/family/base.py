@@ -251,6 +251,9 @@ class ModelFamily(PipelineFolder, ABC):
     def prove_sampling(self, shape: Shape, references: int, device: torch.device) -> None:
         """Check what has to be run to be known before a prompt is sampled in a shape, from so many images."""
 
+    def check_proven(self, shape: Shape, references: int) -> None:
+        """Raise ValueError for a sample that a run cannot take on, since only its start could prove it."""
+
     def facts(self) -> Mapping[str, str]:
         """Return rows for the summary, the model card and checkpoints."""
         commit = commit_of(self.folder)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.errors import reason_of_os
-from simpletuner.models.catalog.registry import AUTO
 from simpletuner.models.catalog.support import unfit_shapes
 from simpletuner.models.family.adapter import ADAPTER, adapted_layers
 from simpletuner.models.family.base import ModelFamily
@@ -94,8 +93,6 @@ class RequestedSamples:
     def check(self, request: SampleRequest, tensors: Mapping[str, Conditioning], references: Images) -> None:
         """Raise ValueError for what the denoiser cannot take: it would fail on all ranks, within a collective."""
         settings, family = self.session.settings, self.family
-        if settings.model.model_family == AUTO:
-            raise ValueError("model_family=auto samples what was proven at the start alone: name a checkpoint")
         if "base" in request.weights and not family.adapter:
             raise ValueError("a run of all weights has no base model at hand: sample it after the run")
         if "ema" in request.weights and self.state.ema is None:
@@ -107,6 +104,7 @@ class RequestedSamples:
         for own in (shape, *(Shape(1, each.height, each.width) for each in references)):
             for mistake in unfit_shapes("the size", str(own), "validation_resolution", settings.model):
                 raise ValueError(mistake.message)
+        family.check_proven(shape, len(references))
         shapes = [each.target for each in samples_by_shape(self.prepared.plan)]
         most = max(each.frames * each.area for each in [*shapes, *(each.shape for each in self.prepared.validation)])
         asked = [shape.frames * shape.area, *(each.width * each.height for each in references)]
