@@ -97,6 +97,7 @@ class Case:
     def write(self) -> None:
         """Write the files into the current folder."""
         Path(PICTURES).mkdir()
+        Path(PICTURES, "a.png").touch()
         for name, content in self.files.items():
             Path(name).parent.mkdir(exist_ok=True)
             Path(name).write_bytes(content)

@@ -43,6 +43,7 @@ FILES = {
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("photos").mkdir()
+    Path("photos", "a.png").touch()
 
 
 @pytest.fixture

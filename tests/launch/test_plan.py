@@ -74,10 +74,11 @@ def planned(folder: Path, *flags: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "3", "NCCL_SOCKET_IFNAME": "mine"}
     pictures = folder / "my pictures"
     pictures.mkdir(exist_ok=True)
+    (pictures / "a.png").touch()
     command = [sys.executable, "-c", IMPORTED, "train", *ENOUGH, *flags]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "[]\n")
-    assert list(folder.rglob("*")) == [pictures]
+    assert list(folder.rglob("*")) == [pictures, pictures / "a.png"]
     return done.stdout.replace(sys.executable, "PYTHON")
 
 

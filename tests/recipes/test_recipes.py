@@ -95,6 +95,7 @@ def test_a_file_of_a_recipe_can_start_a_run_and_says_where_each_value_is_from(ru
     text = Path("config/config.toml").read_text()
     for folder in [each["instance_data_dir"] for each in recipe.datasets] or ["pictures"]:
         Path(folder).mkdir()
+        Path(folder, "a.png").touch()
     code, _, err = run("config", "validate", "config/config.toml")
     assert (code, err.count("warning")) == (0, 0), err
     loaded = load({})
