@@ -35,12 +35,20 @@ class RunAlarms:
     """Look at each row, and tell each fault once: on the terminal, in log and status, and to the hooks."""
 
     def __init__(
-        self, session: Session, hooks: Sequence[RunHook], module: nn.Module, plan: Plan, max_steps: int
+        self,
+        session: Session,
+        hooks: Sequence[RunHook],
+        module: nn.Module,
+        plan: Plan,
+        max_steps: int,
+        zero_gradients: tuple[str, ...] = (),
     ) -> None:
-        """`module` is the denoiser, of which some weights are trained."""
+        """`module` is the denoiser, of which some weights are trained; gradients of those that begin with
+        `zero_gradients` may be zero."""
         self.session, self.hooks, self.told = session, hooks, set[str]()
         self.checks = [StepTimes(), GradientNorms()]
-        self.gradients: GradientWatch | None = GradientWatch(module.named_parameters(), session.world.device)
+        watched = ((name, each) for name, each in module.named_parameters() if not name.startswith(zero_gradients))
+        self.gradients: GradientWatch | None = GradientWatch(watched, session.world.device)
         self.swapped = psutil.swap_memory().sin
         images = sum(bucket.num_samples for bucket in plan.buckets.values())
         if alarm := find_not_drawn(images, session.settings.effective_batch_size, max_steps):

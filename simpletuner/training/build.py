@@ -101,7 +101,7 @@ def build_trainer(
     checkpointer = Checkpointer(session, state, durations, size_bytes, best_chooser(session, prepared.plan))
     asked = RequestWatcher(training.output_dir).is_asked if mesh.world.is_first else bool
     stop_vote, verdict = StopVote(session.stop, lambda: checkpointer.has_failed, asked), Verdict()
-    alarms = cache(partial(open_alarms, session, hooks, state, prepared.plan))
+    alarms = cache(partial(open_alarms, session, hooks, family, state, prepared.plan))
     return Trainer(
         engine=state.engine,
         family=family,
@@ -184,11 +184,14 @@ def open_sample_losses(session: Session, step: int, plan: Plan) -> AbstractConte
     return closing(SampleLossLog(session.mesh, session.settings.training.output_dir, step, plan.samples))
 
 
-def open_alarms(session: Session, hooks: Sequence[RunHook], state: TrainingState, plan: Plan) -> RunAlarms:
+def open_alarms(
+    session: Session, hooks: Sequence[RunHook], family: ModelFamily, state: TrainingState, plan: Plan
+) -> RunAlarms:
     """Open the alarms of a run, on rank 0; they are imported after the first step."""
     from simpletuner.training.alarms import RunAlarms
 
-    return RunAlarms(session, hooks, state.engine.module, plan, state.schedule.max_steps)
+    zeros = family.zero_gradients()
+    return RunAlarms(session, hooks, state.engine.module, plan, state.schedule.max_steps, zeros)
 
 
 def best_chooser(session: Session, plan: Plan) -> ChooseStep:

@@ -182,7 +182,7 @@ class AutomaticFamily(ModelFamily):
         self._predictors.clear()
         proof.check_training(Predictor(open_pipeline(self, device, None, None), found))
         module.requires_grad_(True)
-        unused = proof.unused_parameters(lambda: module.named_parameters(remove_duplicate=False))
+        unused, zeros = proof.without_gradient(lambda: module.named_parameters(remove_duplicate=False))
         for each in samples:
             if why := study.given_images(each).shape_error(each.target, found):
                 raise study.refused(why)
@@ -192,7 +192,7 @@ class AutomaticFamily(ModelFamily):
         names = ("clips" if each.target.frames > 1 else "images" for each in (first, *others))
         kinds = " and ".join(dict.fromkeys(names))
         kinds = f", proven on {kinds}" if found.layout.frames is not None else ""
-        self._found = replace(found, unused=unused, kinds=kinds)
+        self._found = replace(found, unused=unused, zero_gradients=zeros, kinds=kinds)
         counts = {len(each.references) + each.has_first_frame for each in samples}
         self.proven = frozenset(product({*(each.target for each in samples), *sampled}, counts))
         for name in ("meta_denoiser", "adapter"):  # which weights are trained is known only now
@@ -289,6 +289,9 @@ class AutomaticFamily(ModelFamily):
 
     def unused_parameters(self) -> tuple[str, ...]:
         return self._found.unused if self._found is not None else ()
+
+    def zero_gradients(self) -> tuple[str, ...]:
+        return self.found.zero_gradients
 
     # What it overrides.
 

@@ -113,6 +113,8 @@ class Findings:
     """Clips, images or both, as facts say it; empty for a pipeline that makes images alone."""
     unused: tuple[str, ...] = ()
     """Parameters that no prediction depends on."""
+    zero_gradients: tuple[str, ...] = ()
+    """Prefixes of parameters with a gradient of zero for what was proven."""
 
 
 @dataclass(frozen=True)

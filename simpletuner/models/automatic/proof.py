@@ -240,7 +240,8 @@ class Proof:
                     return float("inf")
             return distance(found, predictions(plain, 4))
 
-    def unused_parameters(self, named: Callable[[], object]) -> tuple[str, ...]:
+    def without_gradient(self, named: Callable[[], object]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the parameters that the prediction does not depend on, and prefixes of those with zero gradients."""
         noised = random(self.axes, 4).to(self.device)
         time = self.found.schedule.timesteps(0.5).to(self.device)
         plain = self._predictor(replace(self.found, replays=False))  # shapes that cannot be traced are called
@@ -251,8 +252,10 @@ class Proof:
         prediction.square().mean().backward()
         parameters = dict(named())
         unused = tuple(name for name, parameter in parameters.items() if parameter.grad is None)
+        zeros = (name for name, each in parameters.items() if each.grad is not None and not each.grad.any())
         self.note("gradients", f"reach {len(parameters) - len(unused):,} of {len(parameters):,} parameters")
-        return unused
+        # A LoRA's matrices are named after the module.
+        return unused, tuple(name.removesuffix("weight") for name in zeros)
 
     def note(self, name: str, finding: str, off: float | None = None, limit: float | None = None) -> None:
         shape = self.study.shape

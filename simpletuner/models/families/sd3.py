@@ -59,6 +59,11 @@ class SD3(ModelFamily):
         )
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
+    def zero_gradients(self) -> tuple[str, ...]:
+        # The text leaves no trace in the last block: its queries attend, and what they read is dropped.
+        last = f"transformer_blocks.{self.config['num_layers'] - 1}.attn"
+        return (f"{last}.add_q_proj", f"{last}.norm_added_q")
+
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Call the transformer as StableDiffusion3Pipeline does: it patchifies itself; time is in 0..1000."""
         dtype = noised_BCHW.dtype

@@ -54,6 +54,9 @@ class ZImage(ModelFamily):
             "prompt_embeds_mask": pad_sequence(masks, batch_first=True),
         }
 
+    def zero_gradients(self) -> tuple[str, ...]:
+        return ("x_pad_token", "cap_pad_token")  # of sequences that are no multiple of 32 tokens
+
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Call the transformer as ZImagePipeline does, with a list of samples, each a video of one frame.
 

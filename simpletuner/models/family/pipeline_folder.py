@@ -85,6 +85,10 @@ class PipelineFolder:
         """Prefixes of parameters without an effect on predictions: no gradient, values as published."""
         return ()
 
+    def zero_gradients(self) -> tuple[str, ...]:
+        """Prefixes of trained parameters with gradients of zero in healthy runs: only some samples depend on them."""
+        return ()
+
     def optional_encoders(self) -> tuple[str, ...]:
         """Text encoders without which the pipeline samples, where a folder has none."""
         return ()

@@ -120,6 +120,8 @@ def expect_parity(key: str, pipelines: Callable[[str], Path], folder: Path | Non
     torch.testing.assert_close(losses, expected[1], atol=1e-5, rtol=1e-5)
     assert (grads - expected[2]).norm() < 1e-5 * expected[2].norm()
     assert {*auto.unused_parameters()} == {name for name, each in denoiser.named_parameters() if each.grad is None}
+    zero = [name for name, each in denoiser.named_parameters() if each.grad is not None and not each.grad.any()]
+    assert all(name.startswith(auto.zero_gradients()) for name in zero)
 
     sampling = SamplingParams(shape, 2, 3.0, seed=7)
     samples = [
