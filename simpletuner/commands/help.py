@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperOption
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.table import GROUPS, setting_table
-from simpletuner.system.files.paths import expand_path, is_address
+from simpletuner.system.files.paths import expand_path, refuse_address
 
 OWN = "Options"
 DEBUG = ("--debug", "Show the whole traceback of an error.")
@@ -131,8 +131,7 @@ def parse_path(text: str) -> Path:
     # Typer would take an empty path for the current folder, and a shell expands no `~` after `=`.
     try:
         path = expand_path(text)
-        if is_address(path):
-            raise ValueError("is an address: name a path of this machine")
-        return path
+        refuse_address(path)
     except ValueError as error:
         raise SettingsError(f"'{text}': {error}", "`--help` after any command explains it") from None
+    return path

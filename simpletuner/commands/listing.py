@@ -65,7 +65,7 @@ class Listed:
     def add(self, app: typer.Typer, name: str) -> None:
         from simpletuner.private_api.of_pydantic import leave_out_plugins
 
-        leave_out_plugins()
+        leave_out_plugins()  # before a command imports pydantic; `--help` adds none
         module_name, _, function = self.place.partition(":")
         module = import_module(f"simpletuner.commands.{module_name}")
         command = getattr(module, function)

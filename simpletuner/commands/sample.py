@@ -22,21 +22,16 @@ def sample(
         str | None, typer.Option("--negative_prompt", help="Default: that of the run's validation.", metavar="TEXT")
     ] = None,
     checkpoint: Annotated[
-        str,
-        typer.Option(
-            "--checkpoint", help="Step, name or best. Default: what a run is training, or its newest.", metavar="N"
-        ),
+        str, typer.Option("--checkpoint", help="Step, name or best. Default: the run's, or its newest.", metavar="N")
     ] = "",
     ema: Annotated[bool, typer.Option("--ema", help="Take the averaged weights.")] = False,
     base: Annotated[bool, typer.Option("--base", help="Take the base model, without what was trained.")] = False,
     with_base: Annotated[bool, typer.Option("--with_base", help="Sample the base model as well.")] = False,
     image: Annotated[
-        list[Path] | None,
-        path_option("--image", "Image to edit, or a clip's first frame; may be repeated.", "FILE"),
+        list[Path] | None, path_option("--image", "Image to edit, or a clip's first frame; may be repeated.", "FILE")
     ] = None,
     keep_aspect: Annotated[
-        bool,
-        typer.Option("--keep_aspect", help="Images keep their aspect, as reference_loose does."),
+        bool, typer.Option("--keep_aspect", help="Images keep their aspect, as reference_loose does.")
     ] = False,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Default: that of the run's validation.")] = None,
     size: Annotated[
@@ -62,17 +57,14 @@ def sample(
     from simpletuner.runs.folder import check_run
 
     check_run(folder)
-    if base and (ema or with_base or checkpoint):
-        raise SettingsError("--base takes no --ema, --with_base or --checkpoint", "leave one of them out")
+    weights = weights_to_sample(base, ema, with_base, checkpoint)
     is_over, report = end_of(folder), Report()
     with report.phase("importing torch"), no_collection():
         from simpletuner.runs.settings_record import NAMED
         from simpletuner.tools.sampling import SampleOptions, ask_run, sample_here
 
-    trained = "ema" if ema else "trained"
     options = SampleOptions(
-        prompt, negative_prompt, seed, size, steps, guidance, strength,
-        ("base",) if base else ("base", trained) if with_base else (trained,), checkpoint,
+        prompt, negative_prompt, seed, size, steps, guidance, strength, weights, checkpoint,
         dict(zip(NAMED, (model, config, revision, families), strict=True)) | {"use_cpu": use_cpu},
         tuple(image or ()), keep_aspect,
     )  # fmt: skip
@@ -82,6 +74,14 @@ def sample(
         return
     written = sample_here(folder, options, output or folder / "samples", report)
     report.text("".join(f"{path}\n" for path in written))
+
+
+def weights_to_sample(base: bool, ema: bool, with_base: bool, checkpoint: str) -> tuple[str, ...]:
+    """Return the sets of weights, in the order of their images. Raises SettingsError for flags that exclude others."""
+    if base and (ema or with_base or checkpoint):
+        raise SettingsError("--base takes no --ema, --with_base or --checkpoint", "leave one of them out")
+    trained = "ema" if ema else "trained"
+    return ("base",) if base else ("base", trained) if with_base else (trained,)
 
 
 def end_of(folder: Path) -> Callable[[], bool]:

@@ -15,5 +15,5 @@ def leave_out_plugins() -> None:
     """
     if "PYDANTIC_DISABLE_PLUGINS" not in os.environ:
         loader = ModuleType("pydantic.plugin._loader")
-        vars(loader)["get_plugins"] = tuple[object, ...]
+        vars(loader)["get_plugins"] = lambda: ()
         sys.modules.setdefault(loader.__name__, loader)

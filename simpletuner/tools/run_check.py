@@ -189,7 +189,9 @@ def check_images_of(dataset: ImageDataset, place: str) -> None:
             f"set {'dataset_name' if isinstance(dataset, SnapshotImages) else 'instance_data_dir'} to your images",
         )
     if folder is not None and next(folder.iterdir(), None) is None:
-        raise DataError(f"{place}dataset `{dataset.id}`: {shorten(str(folder))} is empty", "put images into it first")
+        raise DataError(
+            f"{place}dataset `{dataset.id}`: {shorten(str(folder))} is empty", f"put {dataset.noun}s into it first"
+        )
     if dataset.clips:
         check_av(dataset.id)
     table = dataset.csv_file if isinstance(dataset, UrlImages) else dataset.parquet and dataset.parquet.path

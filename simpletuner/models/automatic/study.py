@@ -33,7 +33,11 @@ CAPTIONS = (
     " ".join(["a small yellow star beside a large purple heart"] * 64),
 )
 
-TWICE = "times in one step"
+
+class SeveralCalls(SettingsError):
+    """A step calls the denoiser more than once: guidance, which another scale may turn off."""
+
+
 NO_CLIPS = f"its call has none of {', '.join(FRAMES)}, so it makes no clips"
 
 
@@ -89,9 +93,9 @@ class Study:
         return sample._replace(references=(Shape(1, height, width),) * count)
 
     def find(self) -> Findings:
-        """Raises SettingsError with the first reason why the pipeline cannot be trained."""
+        """Raises SettingsError with the first reason why the pipeline cannot be trained, guidance last."""
         schedule = study_schedule(self.hooked.real_scheduler, self.name)
-        reasons: list[str] = []
+        refusals: list[SettingsError] = []
         # Guidance is off at 1 in most pipelines, at 0 in some (Z-Image), and others have no such argument.
         for scale in (1.0, 0.0, None):
             off = {} if scale is None else {"guidance_scale": scale, "true_cfg_scale": scale}
@@ -100,15 +104,15 @@ class Study:
             try:
                 found = self.probe(schedule, arguments)
             except SettingsError as error:
-                reasons.append(error.message)
+                refusals.append(error)
                 continue
             by = type(self.hooked.real_scheduler).__name__
             self.checks.append(Check("objective", f"{schedule.objective} by {by}"))
             self.checks.append(Check("inputs", describe_inputs(found)))
             found = self.find_batches(self.find_embedded_guidance(found))
             return find_guided_text(self.hooked, self.shape, found, CAPTIONS[:3], (self.images, self.others))
-        # Two calls in one step are guidance that the other scale turns off.
-        raise SettingsError(min(reasons, key=lambda why: TWICE in why), self.refused("").hint)
+        why = min(refusals, key=lambda refusal: isinstance(refusal, SeveralCalls))
+        raise SettingsError(why.message, self.refused("").hint)
 
     def probe(self, schedule: NoiseSchedule, arguments: Mapping[str, object]) -> Findings:
         """Study the pipeline with arguments that may turn guidance off."""
@@ -126,7 +130,7 @@ class Study:
 
         run = self.run(first, noise, time, arguments, denoise=predict)
         if len(run.calls) != 1:
-            raise self.refused(f"it calls its denoiser {len(run.calls)} {TWICE}")
+            raise SeveralCalls(self.refused(f"it calls its denoiser {len(run.calls)} times in one step").message)
         changed = self.run(first, noise + 1, time, arguments).calls[0]
         others = [self.run(each, noise, time, arguments).calls[0] for each in self.encoded[1:]]
         given = tensors_of(run.calls[0])

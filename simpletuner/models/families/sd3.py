@@ -60,7 +60,7 @@ class SD3(ModelFamily):
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def zero_gradients(self) -> tuple[str, ...]:
-        # The text leaves no trace in the last block: its queries attend, and what they read is dropped.
+        # The last block returns no text (context_pre_only): what the text's queries attend to is dropped.
         last = f"transformer_blocks.{self.config['num_layers'] - 1}.attn"
         return (f"{last}.add_q_proj", f"{last}.norm_added_q")
 

@@ -32,6 +32,7 @@ from simpletuner.runs.charts import COMPARED, SMOOTHED, with_mean
 from simpletuner.runs.checkpoints import named_checkpoint
 from simpletuner.runs.folder import RunFolder, open_run
 from simpletuner.runs.gallery import GalleryImage
+from simpletuner.settings.values.parsed import checkpoint_name
 from simpletuner.system.files.lease import Holding
 
 NAME = re.compile(
@@ -249,7 +250,7 @@ def compare(request: Request) -> Response:
     with known.lock:
         known.columns.update()
         metrics, prompts = list(metrics_at(known, steps)), list(prompts_at(known, run, steps))
-    names = [f"checkpoint-{step:06d}" for step in steps]
+    names = [checkpoint_name(str(step)) for step in steps]
     values = {"run": run, "names": names, "metrics": metrics, "prompts": prompts, "version": round(known.started)}
     return respond(request, "runs/two_checkpoints", title=f"{' and '.join(names)} of {run.name}", **values)
 

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from simpletuner.settings.values.spelling import choices_of
-from simpletuner.system.files.paths import expand_path, is_address
+from simpletuner.system.files.paths import expand_path, refuse_address
 
 NUMBERS = (int, float, int | None, float | None)
 
@@ -134,8 +134,9 @@ def with_expanded_path(value: Any, annotation: object) -> object:
 
 def refuse_addresses(checked: object) -> None:
     # pathlib makes the relative folder `s3:/BUCKET` of s3://BUCKET. Settings that take addresses have replaced theirs.
-    if any(isinstance(leaf, Path) and is_address(leaf) for leaf in leaves(checked)):
-        raise ValueError("is an address: name a path of this machine")
+    for leaf in leaves(checked):
+        if isinstance(leaf, Path):
+            refuse_address(leaf)
 
 
 UNWRITABLE = re.compile("[\0\ud800-\udfff]")

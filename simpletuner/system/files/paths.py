@@ -57,6 +57,11 @@ def is_address(path: str | Path) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
 
 
+def refuse_address(path: Path) -> None:
+    if is_address(path):
+        raise ValueError("is an address: name a path of this machine")
+
+
 def check_typed(text: str) -> None:
     """Raise ValueError for a variable that only a shell would replace.
 
