@@ -120,6 +120,8 @@ class GradientWatch:
 
     def next_step(self) -> list[str] | None:
         """Take a step whose backward pass is queued; return the weights without gradients once they are known."""
+        if not self.names:
+            return []
         if self.copied is not None:
             self.copied.wait()
             assert self.largest is not None

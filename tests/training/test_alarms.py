@@ -65,6 +65,8 @@ def test_an_alarm_is_told_on_the_terminal_in_the_status_and_to_the_hooks_once(tm
     plan = SimpleNamespace(buckets={"64x64": SimpleNamespace(num_samples=400)})
     hooks = [SimpleNamespace(alarmed=told.append)]
     alarms = RunAlarms(session, hooks, Branches(), plan, max_steps=100)
+    of_none = RunAlarms(session, (), Branches(), plan, max_steps=200, zero_gradients=("down", "up", "unused", "silent"))
+    assert of_none.gradients.next_step() == []
     undrawn = "at least 200 images of 400 will never be drawn: this run takes 200 samples"
     assert told == [undrawn]
     for step in range(1, 60):

@@ -249,7 +249,8 @@ class Proof:
             prediction = plain.predict(self.denoise, noised, time, [self.text(1)], self.cached(self.study.images))
         if not prediction.requires_grad:
             raise self.study.refused("its call computes no gradients")
-        prediction.square().mean().backward()
+        # Not its mean square, whose gradients are all zero where a last layer begins at zero (ERNIE-Image).
+        (prediction * random(prediction.shape, 5)[0].to(prediction)).mean().backward()
         parameters = dict(named())
         unused = tuple(name for name, parameter in parameters.items() if parameter.grad is None)
         zeros = (name for name, each in parameters.items() if each.grad is not None and not each.grad.any())
