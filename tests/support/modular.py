@@ -19,7 +19,7 @@ TINY: dict[str, dict[str, Any]] = {
             "block_out_channels": [8, 8, 8, 8],
             "layers_per_block": 1,
             "spatial_downsample_factors": [2, 2, 1, 1],
-            "temporal_downsample_factors": [1, 2, 1, 1],
+            "temporal_downsample_factors": [1, 2, 2, 1],
             "norm_num_groups": 4,
             "decoder_num_layers": 1,
             "decoder_num_attention_heads": 2,

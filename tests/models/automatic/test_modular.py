@@ -7,18 +7,24 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from diffusers import AutoencoderKLMiniMaxH3, ModularPipeline
 from models.automatic.test_parity import automatic, expect_parity
 from models.automatic.test_refusals import ADVICE
+from models.test_inputs import CPU
 from models.test_wan import VAE_OF_2_2
 from modular import as_modular, build_modular
 
 from simpletuner.checkpoints.export import copy_other_components
 from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.automatic.components import open_pipeline
 from simpletuner.models.automatic.family import AutomaticFamily
 from simpletuner.models.automatic.pipeline_run import without_package
+from simpletuner.models.automatic.study import Study
 from simpletuner.models.folder.weights import MODULAR_INDEX, read_index
 from simpletuner.models.tiny.build import fixed_seed
 from simpletuner.settings.declared.sections import Hub, Model, Settings
+from simpletuner.settings.values.shape import Shape
 
 MODULAR = {
     "flux": "FluxModularPipeline",
@@ -48,7 +54,6 @@ def with_plain_vae(folder: Path, made: Path) -> Path:
     return made
 
 
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")  # by MiniMax-H3's VAE
 def test_modular_folders_that_cannot_be_trained_are_refused(flux, tmp_path):
     name, publisher = "FluxModularPipeline", {"pretrained_model_name_or_path": "publisher/model"}
     other = ["diffusers", "Ideogram4Transformer2DModel", publisher]
@@ -62,14 +67,37 @@ def test_modular_folders_that_cannot_be_trained_are_refused(flux, tmp_path):
         (as_modular(flux, tmp_path / "c", name, _blocks_class_name="MyBlocks"), "its blocks are MyBlocks, no class of"),
         (as_modular(flux, tmp_path / "d", "Cosmos3OmniModularPipeline"), "none of its blocks encodes text"),
         (as_modular(flux, tmp_path / "e", "ModularPipeline"), "its blocks are None, no class of diffusers"),
-        (
-            build_modular("MiniMaxH3ModularPipeline", tmp_path / "f"),
-            "generates between 5.0 and 15.0 seconds",
-        ),
     ):
         with pytest.raises(SettingsError) as refusal:
             automatic(folder)
         assert sentence in refusal.value.message and refusal.value.hint == ADVICE
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")  # by its VAE
+def test_minimax_h3_is_refused_for_its_lengths_and_makes_no_video_without_its_sound(tmp_path):
+    """It has three reasons, and who mends one finds the next: lengths, two draws of noise, one sequence of both."""
+    folder, clip = build_modular("MiniMaxH3ModularPipeline", tmp_path / "base"), Shape(124, 32, 32)
+    with pytest.raises(SettingsError, match="MiniMaxH3ModularPipeline cannot .* between 5.0 and 15.0 seconds"):
+        automatic(folder)
+    vae = AutoencoderKLMiniMaxH3.from_pretrained(folder / "vae")
+    hooked = open_pipeline(automatic(folder, proven=False), CPU, torch.float32, vae)
+    study = Study(hooked, torch.nn.Identity(), clip, encoded=[hooked.encode(["a"], clip)])
+    draws = r"draws noise of shape \(1, 4, 37, 8, 8\) for 124 frames, and \(1, 4, 42, 8, 8\) for 128"
+    with pytest.raises(SettingsError, match=f"does not keep to the frames it is asked for: it {draws}"):
+        study.find_layout({})
+    noise = torch.randn(1, 4, 37, 8, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(SettingsError, match="it draws noise twice before the denoiser is called"):
+        study.run(study.encoded[0], noise, torch.zeros(1), {})
+
+    blocks = ModularPipeline.from_pretrained(folder).blocks
+    del blocks.sub_blocks["decode"]
+    pipeline = blocks.init_pipeline(folder)
+    pipeline.load_components()
+    pipeline.set_progress_bar_config(disable=True)
+    given = {"height": 32, "width": 32, "num_frames": 124, "num_inference_steps": 2, "latents": noise}
+    sounds = (torch.zeros(2, 4, 207), torch.ones(2, 4, 207))
+    silent, loud = (pipeline(prompt="a", **given, audio_latents=each, output="latents") for each in sounds)
+    assert abs(silent - loud).max() > 1e-4 * abs(silent).max()
 
 
 def test_a_component_that_is_elsewhere_is_named(flux, tmp_path):
