@@ -290,14 +290,18 @@ def test_clips_train_and_resume_alike_and_validation_generates_clips(pipelines, 
 
 
 def test_clips_with_sound_train_resume_and_are_sampled_with_it_on_one_rank_and_two(pipelines, train, tmp_path):
+    """Some begin with a given first frame, others do not, and some have no sound."""
     (films := tmp_path / "films").mkdir()
-    for number in range(4):
+    (begun := tmp_path / "begun").mkdir()
+    for number in range(3):
         write_film(films / f"tone {number}.mov", tone(200 + 100 * number, 1), frames=12)
+        write_film(begun / f"tone {number}.mov", tone(500 + 100 * number, 1), frames=12)
     for number in range(2):
         write_video(films / f"silent {number}.mp4", frames=9, rate=24)
-    entry = {"id": "films", "type": "local", "dataset_type": "video", "instance_data_dir": str(films)}
-    entry |= {"caption_strategy": "filename", "resolution": 64, "video": {"num_frames": 9}}
-    (tmp_path / "data.json").write_text(json.dumps([entry]))
+    entry = {"type": "local", "dataset_type": "video", "caption_strategy": "filename", "resolution": 64}
+    own = {"id": "films", "instance_data_dir": str(films), "video": {"num_frames": 9}}
+    given = {"id": "begun", "instance_data_dir": str(begun), "video": {"num_frames": 9, "is_i2v": True}}
+    (tmp_path / "data.json").write_text(json.dumps([entry | own, entry | given]))
     flags = (
         *base("ltxvideo2", pipelines("ltxvideo2"), films)[:2],
         *("--tokenizer_max_length=24", "--aspect_bucket_alignment=32", "--sound_loss_weight=0.5", "--eval_split=0.3"),
@@ -306,9 +310,10 @@ def test_clips_with_sound_train_resume_and_are_sampled_with_it_on_one_rank_and_t
         *("--log_sample_losses", "--max_train_steps=4"),
     )
     sampled = ("--validation_prompt=tone 0", "--validation_num_inference_steps=2", "--validation_resolution=64x32@9")
+    sampled += ("--validation_pairs=1",)
     whole = train(tmp_path / "whole", *flags, "--train_batch_size=2", *sampled)
     rows = [json.loads(line) for line in (whole.output / "sample_losses.jsonl").read_text().splitlines()]
-    assert {row["bucket"] for row in rows} == {"64x64@9", "64x64@9+sound"}
+    assert {row["bucket"] for row in rows} == {"64x64@9", "64x64@9+sound", "64x64@9+first_frame+sound"}
     for steps in (2, 4):
         halves = train(tmp_path / "halves", *flags, "--train_batch_size=2", f"--max_train_steps={steps}")
     assert halves.losses == whole.losses and len({*whole.losses}) == 4
@@ -322,12 +327,15 @@ def test_clips_with_sound_train_resume_and_are_sampled_with_it_on_one_rank_and_t
     for row in measured:
         assert row["eval_loss"] == pytest.approx(row["eval_loss_video"] + 0.5 * row["eval_loss_sound"])
     assert measured[-1]["eval_loss_sound"] < measured[0]["eval_loss_sound"]
-    with av.open(whole.output / "validation" / "step-000004" / "trained-00.mp4") as container:
-        assert sum(frame.samples for frame in container.decode(audio=0)) / 16000 == pytest.approx(9 / 24, abs=0.07)
+    drawn = whole.output / "validation" / "step-000004"
+    assert (drawn / "reference-01.png").is_file()
+    for name in ("trained-00.mp4", "trained-01.mp4"):  # the second goes on from a held-out first frame
+        with av.open(drawn / name) as container:
+            assert sum(each.samples for each in container.decode(audio=0)) / 16000 == pytest.approx(9 / 24, abs=0.07)
 
     from diffusers import LTX2Pipeline
 
-    exported = LTX2Pipeline.from_pretrained(whole.output / "pipeline").transformer.state_dict()
+    exported = LTX2ImageToVideoPipeline.from_pretrained(whole.output / "pipeline").transformer.state_dict()
     for name, each in LTX2Pipeline.from_pretrained(pipelines("ltxvideo2")).transformer.state_dict().items():
         assert not torch.equal(each, exported[name]), name
     again = (
