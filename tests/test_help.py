@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import typer
+from typer.core import TyperGroup
 
 from simpletuner.app import LISTS, command_of, main
 
@@ -64,6 +68,19 @@ def test_what_is_listed_without_its_module_is_what_the_command_says():
 
 def test_help_is_the_reviewed_one():
     assert render_all() == GOLDEN.read_text(encoding="utf-8")
+
+
+def commands_of(group) -> Iterator:
+    for each in group.commands.values():
+        yield from commands_of(each) if isinstance(each, TyperGroup) else [each]
+
+
+def test_all_commands_name_the_types_of_values_alike():
+    for command in commands_of(command_of("simpletuner")):
+        with typer.Context(command, info_name=command.name) as context:
+            records = [each.get_help_record(context) for each in command.get_params(context)]
+        names = [record[0] for record in records if record is not None]
+        assert not [each for each in names if "<" in each], command.name
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import typer
 from rich.filesize import decimal
 
 from simpletuner.commands.help import SettingsCommand
-from simpletuner.commands.listing import AsJson
+from simpletuner.commands.listing import AsJson, CommandGroup
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
@@ -33,7 +33,7 @@ SHOWN = (
 
 
 def build_cache() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List and clear what runs cache.")
+    app = CommandGroup("List and clear what runs cache.")
     app.command("list", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(show, SHOWN))
     app.command("clear", cls=SettingsCommand)(with_settings(clear, SHOWN))
     return app

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from simpletuner.commands.help import SettingsCommand, path_argument, path_option
-from simpletuner.commands.listing import AsJson
+from simpletuner.commands.listing import AsJson, CommandGroup
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.shell.completions import complete_recipe
 from simpletuner.errors import SettingsError, SimpleTunerError
@@ -66,7 +66,7 @@ Output = Annotated[Path | None, path_option("--output", "Write to this file inst
 
 
 def build_config() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show, check, start and export settings.")
+    app = CommandGroup("Show, check, start and export settings.")
     app.command("show", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(show))
     app.command("validate")(validate)
     app.command("schema")(schema)

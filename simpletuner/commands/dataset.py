@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.commands.help import TakesSettings, path_argument, path_option
+from simpletuner.commands.listing import CommandGroup
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
 from simpletuner.report import Report
@@ -109,7 +110,7 @@ MAX_BUCKETS = 20
 
 
 def build_dataset() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at images and captions.")
+    app = CommandGroup("Look at images and captions.")
     app.command("check", cls=TakesSettings, context_settings=UNKNOWN_FLAGS)(with_settings(dataset_check, SHOWN))
     app.command("diff")(dataset_diff)
     return app

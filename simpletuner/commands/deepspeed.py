@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from simpletuner.commands.help import SettingsCommand, parse_path, path_argument, path_option
-from simpletuner.commands.listing import AsJson
+from simpletuner.commands.listing import AsJson, CommandGroup
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.counting.zero_memory import stage_candidates
 from simpletuner.deepspeed.builder import OFFLOAD_FOLDER, QUESTIONS, DeepSpeedBuilder, Question
@@ -41,7 +41,7 @@ class StageOption(StrEnum):
 
 def build_deepspeed() -> typer.Typer:
     help_text = "Build and check configurations of DeepSpeed ZeRO."
-    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help_text)
+    app = CommandGroup(help_text)
     app.command("build", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(build))
     app.command("validate")(validate)
     app.command("templates")(list_templates)

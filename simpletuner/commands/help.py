@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from simpletuner.commands.listing import NamedValues
 from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.table import GROUPS, setting_table
 from simpletuner.system.files.paths import expand_path, refuse_address
@@ -31,7 +32,7 @@ EXAMPLE = (
 )
 
 
-class TakesSettings(TyperCommand):
+class TakesSettings(NamedValues, TyperCommand):
     """A command that takes a flag for each setting, besides its own options.
 
     These are made when they are asked for, which `--help` of the program never does: Typer takes 10 ms for those of
@@ -50,6 +51,9 @@ class TakesSettings(TyperCommand):
     @params.setter
     def params(self, own: list[Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.own, self.made = own, None
+
+    def own_parameters(self) -> list[Any]:
+        return self.own
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse with the options that are named, or with all: for help, and to suggest one for what is none."""
@@ -118,7 +122,7 @@ def help_all(hidden: bool) -> object:
     return typer.Option(False, "--help-all", is_eager=True, callback=show_all, hidden=hidden, help=text)
 
 
-def path_option(flag: str, sentence: str, metavar: str = "<path>") -> object:
+def path_option(flag: str, sentence: str, metavar: str = "PATH") -> object:
     return typer.Option(flag, help=sentence, metavar=metavar, parser=parse_path)
 
 

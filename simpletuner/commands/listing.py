@@ -6,19 +6,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from simpletuner.settings.declared.table import TYPE_NAMES
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
-class UntypedDefaults:
-    """Of a command: empty defaults stay as they are. To convert one, Typer imports pydantic, 0.07 CPU s."""
+class NamedValues:
+    """Of a command: its help names the types of values as it names those of settings."""
 
     params: list[Any]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for each in self.own_parameters():
+            each.display_type = partial(value_name, each)
+
+    def own_parameters(self) -> list[Any]:
+        """Return the parameters that are no settings, which have names of their own."""
+        return self.params
+
+
+class UntypedDefaults(NamedValues):
+    """Of a command: empty defaults stay as they are. To convert one, Typer imports pydantic, 0.07 CPU s."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -44,12 +60,32 @@ def keep_default(parameter: Any) -> None:
     parameter.process_value = process_value
 
 
+def value_name(parameter: Any, ctx: object) -> str:
+    """Return what stands for a value in help; nothing for an argument, whose name says it."""
+    if parameter.param_type_name == "argument":
+        return ""
+    values = parameter.type_descriptor
+    if values.choices:
+        return "|".join(str(getattr(each, "value", each)) for each in values.choices)
+    return TYPE_NAMES[next(iter(get_args(values.annotation)), values.annotation)]
+
+
 class LightCommand(UntypedDefaults, TyperCommand):
     """A command without settings."""
 
 
 class LightGroup(UntypedDefaults, TyperGroup):
     """The program, or a group of its commands."""
+
+
+class CommandGroup(typer.Typer):
+    """A group of commands, whose help is that of the group without one."""
+
+    def __init__(self, summary: str) -> None:
+        super().__init__(no_args_is_help=True, rich_markup_mode=None, help=summary)
+
+    def command(self, name: str | None = None, *, cls: type[TyperCommand] | None = LightCommand, **options: Any) -> Any:
+        return super().command(name, cls=cls, **options)
 
 
 @dataclass(frozen=True)

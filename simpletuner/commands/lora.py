@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from simpletuner.commands.help import path_argument, path_option
+from simpletuner.commands.listing import CommandGroup
 from simpletuner.commands.runs import setting_option
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
@@ -240,9 +241,7 @@ def parse_weights(text: str) -> list[float]:
 
 
 def build_lora() -> typer.Typer:
-    app = typer.Typer(
-        no_args_is_help=True, rich_markup_mode=None, help="Merge, extract, resize and average LoRAs. Needs no GPU."
-    )
+    app = CommandGroup("Merge, extract, resize and average LoRAs. Needs no GPU.")
     for command in (merge, extract, resize, average):
         app.command(command.__name__)(command)
     return app

@@ -11,6 +11,7 @@ import typer
 from rich.filesize import decimal
 
 from simpletuner.commands.help import SettingsCommand
+from simpletuner.commands.listing import CommandGroup
 from simpletuner.commands.options import UNKNOWN_FLAGS, as_arguments, with_settings
 from simpletuner.errors import EnvironmentNotReady, ExitCode, SettingsError, SimpleTunerError
 from simpletuner.parallel.devices import DEVICES, device_by_name
@@ -35,7 +36,7 @@ MOST_COLUMNS, MOST_ROWS = 8, 12
 
 
 def build_net() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look after the network between the ranks.")
+    app = CommandGroup("Look after the network between the ranks.")
     app.command("check", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(net_check, SHOWN))
     return app
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from simpletuner.commands.help import SettingsCommand, path_option
+from simpletuner.commands.listing import CommandGroup
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
 from simpletuner.report import Report
@@ -34,7 +35,7 @@ STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red", "-": "dim"}
 
 
 def build_nfs() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look after the folder that all nodes share.")
+    app = CommandGroup("Look after the folder that all nodes share.")
     app.command("check", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(nfs_check, SHOWN))
     return app
 

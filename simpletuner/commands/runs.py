@@ -13,6 +13,7 @@ import typer
 from typer.models import OptionInfo
 
 from simpletuner.commands.help import path_argument, path_option
+from simpletuner.commands.listing import CommandGroup
 from simpletuner.errors import ExitCode, SettingsError
 from simpletuner.report import Report
 from simpletuner.settings.declared.table import setting_table
@@ -236,7 +237,7 @@ def rows_of(
 
 
 def build_runs() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Learn from runs, and export from them.")
+    app = CommandGroup("Learn from runs, and export from them.")
     app.command("compare")(compare)
     app.command("export")(export)
     app.command("losses")(losses)

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from simpletuner.settings.declared.table import TYPE_NAMES
 from simpletuner.settings.values.spelling import choices_of
 from simpletuner.system.files.paths import expand_path, refuse_address
 
@@ -75,16 +76,7 @@ def bounds_of(field: FieldInfo, words: Mapping[str, str]) -> list[str]:
 def type_name(annotation: object) -> str:
     if annotation == bool | None:
         return "true|false|auto"
-    names = {
-        bool: "true|false",
-        int: "INTEGER",
-        float: "NUMBER",
-        str: "TEXT",
-        SecretStr: "TEXT",
-        Path: "PATH",
-        list: "TEXT",
-        dict: "JSON",
-    }
+    names = {**TYPE_NAMES, SecretStr: "TEXT", list: "TEXT", dict: "JSON"}
     return names[kind_of(annotation)]
 
 

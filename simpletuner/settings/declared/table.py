@@ -14,6 +14,8 @@ from typing import Literal, NamedTuple
 from simpletuner.settings.values.spelling import normalize_name
 
 TABLE = Path(__file__).with_name("table.json")
+# What stands for a value in help, of settings and of other options.
+TYPE_NAMES: Mapping[object, str] = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 class Row(NamedTuple):
