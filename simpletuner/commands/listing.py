@@ -13,8 +13,6 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from simpletuner.settings.declared.table import TYPE_NAMES
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
@@ -67,6 +65,8 @@ def value_name(parameter: Any, ctx: object) -> str:
     values = parameter.type_descriptor
     if values.choices:
         return "|".join(str(getattr(each, "value", each)) for each in values.choices)
+    from simpletuner.settings.declared.table import TYPE_NAMES
+
     return TYPE_NAMES[next(iter(get_args(values.annotation)), values.annotation)]
 
 
