@@ -23,7 +23,7 @@ pytestmark = [
 CASES = (
     "plain", "ddp", "fsdp2", "hsdp", "accumulated", "all-gather", "all-to-all", "muon",
     "schedule-free", "split", "unused", "stays-gathered", "released", "offloaded", "activations", "lora",
-    "sharded-lora", "int8", "float8",
+    "sharded-lora", "int8", "float8", "sound",
 )  # fmt: skip
 SEQUENCES = ("all-gather", "all-to-all")
 """Cases that communicate parts of sequences, too."""

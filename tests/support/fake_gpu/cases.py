@@ -26,6 +26,7 @@ from simpletuner.models.catalog.registry import load_preset
 from simpletuner.models.tiny.build import build_preset
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.model.blocks import recommended_blocks
+from simpletuner.settings.values.shape import SampleShape, Shape
 
 Flags = dict[str, Any]
 TINY: Flags = {
@@ -63,24 +64,28 @@ CASES: dict[str, tuple[int, Flags]] = {
     "sharded-lora": (RANKS, FSDP2 | LORA),
     "int8": (1, LORA | {"base_model_precision": "int8"}),
     "float8": (1, {"float8": True}),
+    "sound": (1, {"sound_loss_weight": 1, "tokenizer_max_length": 24}),
 }
 NEEDS_TORCHAO = ("int8", "float8")
 SAVED, EVALUATED = ("plain", "lora", "offloaded"), ("fsdp2",)
 UNUSED = "unused"
 """A case of Qwen-Image, some of whose weights are frozen, since its output does not depend on them."""
+WITH_SOUND, FILM = "sound", SampleShape(Shape(17, 256, 256), has_first_frame=True, has_sound=True)
+"""A case of LTX-2 on clips that have a first frame and sound."""
 WHOLE = ("fsdp2", "all-gather", "all-to-all")
 """Cases with blocks of both kinds. The others have two of one kind, since their time is that of their operators."""
-OTHER_OPTIMIZERS = ("accumulated", "all-gather", "muon", "schedule-free", "split")
-"""Cases whose optimizers use no stream of their own, so that nothing of the order of streams is new in them."""
+SAME_STREAMS = ("accumulated", "all-gather", "muon", "schedule-free", "split", "sound")
+"""Cases that use no stream which "plain" does not, so that nothing of the order of streams is new in them."""
 
 
 def rehearse_case(name: str, model: Flags, known: Known) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what a step after a resume did, with saving and evaluations before it in some cases; then what it did with
     each defect planted."""
     world_size, flags = CASES[name]
-    with rehearsed(model | flags, world_size, known=known, checks_order=name not in OTHER_OPTIMIZERS) as run:
+    sample, checks_order = FILM if name == WITH_SOUND else None, name not in SAME_STREAMS
+    with rehearsed(model | flags, world_size, known=known, checks_order=checks_order, sample=sample) as run:
         found = {}
-        if name == UNUSED or "activation_memory_budget" in flags:
+        if name in (UNUSED, WITH_SOUND) or "activation_memory_budget" in flags:
             run.step()  # which copies tables of positions and keeps them, and shows what blocks could keep
         if name in SAVED:
             run.step()
@@ -210,15 +215,20 @@ def refuse_page_locking(model: Flags, known: Known) -> dict[str, Any]:
 def rehearse_all(names: list[str], calls: cProfile.Profile) -> Iterator[tuple[str, dict[str, Any]]]:
     known = Known()
     skipped = NEEDS_TORCHAO if importlib.util.find_spec("torchao") is None else ()
-    with tiny_pipeline(num_layers=0) as small, tiny_pipeline() as whole, tiny_pipeline("qwen_image") as unused:
+    with (
+        tiny_pipeline(num_layers=0) as small,
+        tiny_pipeline() as whole,
+        tiny_pipeline("qwen_image") as unused,
+        tiny_pipeline("ltxvideo2", num_layers=1) as sounding,
+    ):
+        others = {UNUSED: unused, WITH_SOUND: sounding} | dict.fromkeys(WHOLE, whole)
         # What was imported is half a million objects, over which each collection would go.
         gc.collect()
         gc.freeze()
         for name in names or CASES:
             if name not in skipped:
                 calls.enable() if name in PROFILED else calls.disable()
-                model = unused if name == UNUSED else whole if name in WHOLE else small
-                yield from rehearse_case(name, model, known)
+                yield from rehearse_case(name, others.get(name, small), known)
         if not names:
             yield "defect: shards", rehearse_wrong_shards(small, known)
             calls.enable()

@@ -34,7 +34,7 @@ from simpletuner.counting.step_memory import CONTEXT_BYTES, Workload, estimate_t
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.data.images.geometry import Geometry
-from simpletuner.data.prefetch import RankSlice, SampleReader, StepBatch, collate
+from simpletuner.data.prefetch import FIRST_FRAME, LATENTS, SOUND, RankSlice, SampleReader, StepBatch, collate
 from simpletuner.data.sampler.batch_sampler import GlobalBatch, SamplerState
 from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.samples import Sample
@@ -50,7 +50,7 @@ from simpletuner.preparation.sampled_prompts import sampled_prompts
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings, load
-from simpletuner.settings.values.shape import SampleShape, Shape
+from simpletuner.settings.values.shape import SampleShape
 from simpletuner.system.processes import threads
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.plan.estimate import count_shapes, opened_family
@@ -163,16 +163,17 @@ def rehearsed(
     checks_order: bool = True,
     plans: bool = True,
     known: Known | None = None,
+    sample: SampleShape | None = None,
 ) -> Iterator[Rehearsal]:
     """Yield the first rank of a run of these settings; `resumes` starts it as from a checkpoint.
 
-    `known` has the models, traces and FLOPs of rehearsals before.
+    `known` has the models, traces and FLOPs of rehearsals before. `sample` is a shape in place of the data's.
     """
     machines = {"num_machines": world_size // RANKS_PER_MACHINE} if world_size > RANKS_PER_MACHINE else {}
     recomputes = {"gradient_checkpointing": True}  # unless said otherwise: `auto` asks what a card has left
     loaded = load({**recomputes, **flags, "num_processes": world_size, **machines}, complete=False, environment={})
     with ExitStack() as stack:
-        family, largest = stack.enter_context(opened(loaded))
+        family, largest = stack.enter_context(opened(loaded, sample))
         known = known or Known()
         planned = planned_bytes(loaded, family, largest, known) if plans else {}
         world = stack.enter_context(fake_world(world_size))
@@ -184,21 +185,21 @@ def rehearsed(
 
 
 @contextmanager
-def opened(loaded: Loaded) -> Iterator[tuple[ModelFamily, Shape]]:
+def opened(loaded: Loaded, sample: SampleShape | None) -> Iterator[tuple[ModelFamily, SampleShape]]:
     report = Report(quiet=True)
     with opened_family(loaded.settings, report) as family:
-        yield family, count_shapes(loaded, report).largest.target
+        yield family, sample or count_shapes(loaded, report).largest
 
 
-def planned_bytes(loaded: Loaded, family: ModelFamily, largest: Shape, known: Known) -> dict[str, int]:
+def planned_bytes(loaded: Loaded, family: ModelFamily, largest: SampleShape, known: Known) -> dict[str, int]:
     """Return the bytes that `plan` says a GPU holds, by row."""
     settings = loaded.settings
-    workload = known.workloads.setdefault(key_of(settings, largest), Workload(family, SampleShape(largest)))
+    workload = known.workloads.setdefault(key_of(settings, largest), Workload(family, largest))
     rows = estimate_training(settings, workload).rows
     return {row.name: round(row.gpu) for row in rows if row.gpu and row.gpu != CONTEXT_BYTES}
 
 
-def key_of(settings: Settings, largest: Shape) -> tuple[Any, ...]:
+def key_of(settings: Settings, largest: SampleShape) -> tuple[Any, ...]:
     return settings.model.model_dump_json(), settings.lora.model_dump_json(), largest
 
 
@@ -224,7 +225,7 @@ def started(
     stack: ExitStack,
     session: Session,
     family: ModelFamily,
-    largest: Shape,
+    largest: SampleShape,
     planned: dict[str, int],
     resumes: bool,
     checks_order: bool,
@@ -328,17 +329,18 @@ def state_of(session: Session, family: ModelFamily, engine: Engine) -> TrainingS
     )
 
 
-def prepared_samples(session: Session, family: ModelFamily, largest: Shape) -> Any:
+def prepared_samples(session: Session, family: ModelFamily, largest: SampleShape) -> Any:
     """Return what batches are made of, with as many samples as a global batch has, of zeros."""
-    shapes = dict(family.input_shapes(largest))
-    latents = torch.zeros(shapes.pop("latents"))
+    shapes, target = dict(family.input_shapes(*largest)), largest.target
+    latents = torch.zeros(shapes.pop(LATENTS))
+    streams, image = ({name: torch.zeros(shapes.pop(name))} if name in shapes else {} for name in (SOUND, FIRST_FRAME))
     text = {
         name: (torch.ones if "mask" in name else torch.zeros)(shape, dtype=dtype_of(name))
         for name, shape in shapes.items()
     }
     dataset: Any = ImageDataset.model_construct(id="", caption_dropout_probability=0.0, is_regularisation_data=False)
     storage: Any = None
-    geometry = Geometry(largest, largest, (0, 0), largest)
+    geometry = Geometry(target, target, (0, 0), target)
     samples = [
         Sample(str(i), "", storage, "", "", geometry, ("",)) for i in range(session.settings.effective_batch_size)
     ]
@@ -346,9 +348,10 @@ def prepared_samples(session: Session, family: ModelFamily, largest: Shape) -> A
         samples,
         lambda index: dataset,
         lambda sample: latents,
-        lambda sample: {},
+        lambda sample: image,
         lambda sample, caption: text,
         lambda sample: text,
+        streams=lambda sample: streams,
     )
     held_out = np.arange(min(HELD_OUT, len(samples)))
     buckets = {str(largest): Bucket({1: np.arange(len(samples))})}
