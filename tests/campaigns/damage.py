@@ -48,6 +48,7 @@ from kills import (  # noqa: E402
     first_frame_model,
     fixtures,
     left_half,
+    sound_fixtures,
     tensors,
 )
 from results import add_result, read_results  # noqa: E402
@@ -240,6 +241,9 @@ def make(folder: Path, starter: Starter, family: str) -> tuple[Path, Path]:
     if family == "wan":
         clip_fixtures(folder, starter)
         return folder / "wan", folder / "films"
+    if family == "ltxvideo2":
+        sound_fixtures(folder, starter)
+        return folder / "ltx", folder / "sounds"
     fixtures(folder / family, starter, family)
     return folder / family / "base", folder / family / "shapes"
 
@@ -326,6 +330,16 @@ def first_frames(damage: Damage, folder: Path, base: Path) -> dict[str, str]:
     return own | shown | {"tokenizer_max_length": str(tokens_of("wan"))} | parsed(HELD_OUT)
 
 
+def with_sound(_: Damage, folder: Path, base: Path) -> dict[str, str]:
+    """An LTX-2 that continues first frames of films with their sound, where they have one."""
+    shutil.copytree(base, folder / "base")
+    entry = json.loads((base.parent / "sounds.json").read_text())[0]
+    (folder / "data.json").write_text(json.dumps([entry | {"instance_data_dir": "shapes"}], indent=1))
+    own = {"model_family": "ltxvideo2", "pretrained_model_name_or_path": "base", "train_batch_size": "2"}
+    own |= {"sound_loss_weight": "1", "tokenizer_max_length": "24", "aspect_bucket_alignment": "32"}
+    return own | parsed(HELD_OUT)
+
+
 def of_home(_: Damage, folder: Path, base: Path) -> dict[str, str]:
     """A whole model without a class of ours: SIMPLETUNER_HOME keeps its blocks, and the bytes of what is recomputed."""
     shutil.copytree(base, folder / "base")
@@ -349,9 +363,16 @@ SCENES: dict[str, Callable[[Damage, Path, Path], dict[str, str]]] = {
     "pairs": pairs,
     "pairs by auto": automatic_pairs,
     "first frames by auto": first_frames,
+    "sound": with_sound,
     "home": of_home,
 }
-FAMILIES = {"clips": "wan", "pairs": "flux", "pairs by auto": "flux", "first frames by auto": "wan"}
+FAMILIES = {
+    "clips": "wan",
+    "pairs": "flux",
+    "pairs by auto": "flux",
+    "first frames by auto": "wan",
+    "sound": "ltxvideo2",
+}
 """Of the base model, where it is not SDXL."""
 
 

@@ -45,7 +45,7 @@ from conftest import SMALL, Starter, base, fork_server_context  # noqa: E402
 from flags import last_wins, tokens_of  # noqa: E402
 from page_server import page_server  # noqa: E402
 from results import add_result, read_results  # noqa: E402
-from video_files import film_entry, write_films  # noqa: E402
+from video_files import film_entry, tone, write_film, write_films  # noqa: E402
 
 from simpletuner.caches.store.shards import ShardReader  # noqa: E402
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint, parse_step  # noqa: E402
@@ -101,6 +101,7 @@ KINDS = {
     "pairs by auto": Kind(("--fsdp_enable", *HELD_OUT), media="pairs by auto"),
     # A text is embedded with its first frame, so that both caches are of the data.
     "first frames by auto": Kind(("--fsdp_enable", "--use_ema", *HELD_OUT), media="first frames by auto"),
+    "sound": Kind(("--fsdp_enable", *HELD_OUT), media="sound"),
     # Each run goes on from what went on from what went on; a stop saves where it is, so each step is one to save at.
     "resumes": Kind(
         ("--use_ema", "--checkpoint_step_interval=1", *HELD_OUT), ranks=1, victims={"stop": 0.7, "group": 0.3}, least=3
@@ -468,6 +469,20 @@ def first_frame_fixtures(folder: Path, starter: Starter) -> tuple[str, ...]:
     return tuple(each.replace(str(own / "wan"), str(model)) for each in flags)
 
 
+def sound_fixtures(folder: Path, starter: Starter) -> tuple[str, ...]:
+    """Return the flags of an LTX-2 that continues first frames of films with their sound, where they have one."""
+    (films := folder / "sounds").mkdir(parents=True)
+    for number in range(18):
+        tracks = [tone(200 + 50 * number, 1)] if number % 3 else []
+        write_film(films / f"tone {number}.mov", *tracks, frames=12)
+    video = {"num_frames": 9, "is_i2v": True}
+    entry = {"id": "films", "dataset_type": "video", "instance_data_dir": str(films), "video": video, "resolution": 64}
+    (folder / "sounds.json").write_text(json.dumps([entry | {"caption_strategy": "filename"}]))
+    (model, named, *_) = base("ltxvideo2", built(starter, "ltxvideo2", folder / "ltx"), films)
+    own = ("--sound_loss_weight=1", "--tokenizer_max_length=24", "--aspect_bucket_alignment=32")
+    return (model, named, *own, f"--data_backend_config={folder / 'sounds.json'}")
+
+
 def first_frame_model(starter: Starter, base: Path, folder: Path) -> Path:
     """Make a tiny Wan 2.1 that continues a first frame out of one that is given texts alone."""
     from models.test_image_to_video import save_wan
@@ -503,6 +518,7 @@ FIXTURES = {
     "pairs": pair_fixtures,
     "pairs by auto": automatic_pair_fixtures,
     "first frames by auto": first_frame_fixtures,
+    "sound": sound_fixtures,
 }
 
 

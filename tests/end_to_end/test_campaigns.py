@@ -70,9 +70,12 @@ def test_of_two_writers_on_two_machines_one_writes_and_the_other_is_told(ground,
     assert [*kinds] == (["refused", "stopped"] if ground == "disk" else ["clocks", "cut"])
 
 
-@pytest.mark.long
 # The files of `int8` are those of `lora`, and of `pairs` those of `pairs by auto`; clips are damaged in `clips`.
-@pytest.mark.parametrize("scene", [each for each in SCENES if each not in ("int8", "pairs", "first frames by auto")])
+SHOWN_BY_OTHERS = ("int8", "pairs", "first frames by auto", "sound")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scene", [each for each in SCENES if each not in SHOWN_BY_OTHERS])
 def test_damaged_files_are_answered_rightly_or_by_a_sentence(scene, starter, shapes, pipelines, tmp_path):
     damage, undisturbed = Damage(starter, tmp_path), 2 if scene == "whole" else 1
     if scene == "clips":

@@ -128,6 +128,8 @@ def data_facts(datasets: Iterable[ImageDataset]) -> dict[str, bool]:
     conditioning = [each for dataset in datasets for each in dataset.conditioning]
     return {
         "references": any(each.are_references for each in conditioning),
+        # Where a dataset does not say, the model decides.
+        "first_frames": any(each.clips is not None and each.clips.is_i2v is not False for each in datasets),
         "masks": any(each.are_masks for each in conditioning),
         "eval_dataset": any(each.dataset_type == "eval" for each in datasets),
     }

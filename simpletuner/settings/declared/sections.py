@@ -322,7 +322,7 @@ class Validation(Section):
     validation_prompt: list[str] = knob([], "Prompt of a validation image; may be repeated.")
     validation_prompt_file: Path | None = knob(None, "JSON lines of further prompts, with seed, resolution, guidance, negative prompt (docs/validation.md).")
     validation_images: list[Path] = knob([], "Reference image for prompts of editing models; may be repeated. Default: from a held-out or training pair.", when="validation_prompt or validation_prompt_file")
-    validation_pairs: int = knob(0, "Dataset pairs to edit in validation, by their own captions: held-out pairs, or else training pairs.", when="references", ge=0)
+    validation_pairs: int = knob(0, "Dataset pairs to edit in validation, by their own captions: held-out pairs, or else training pairs.", when="references or first_frames", ge=0)
     validation_negative_prompt: str = knob("", "Negative prompt. Default: the family's unconditional input.", when="validation_prompt or validation_prompt_file or validation_pairs")
     validation_step_interval: int = knob(100, "Optimizer steps between validations; 0: only before the first step and after the last.", when="validation_prompt or validation_prompt_file or validation_pairs", ge=0, aliases=("validation_steps",))  # fmt: skip
     validation_num_inference_steps: int = knob(30, "Denoising steps per image.", when="validation_prompt or validation_prompt_file or validation_pairs", ge=1)

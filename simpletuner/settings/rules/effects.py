@@ -19,6 +19,7 @@ TERM = re.compile(r"(?P<no>not )?(?P<name>\w+)(?:(?P<operator>!=|>=|=|>)(?P<valu
 COMPARE: Mapping[str, Callable[[Any, float], bool]] = {">": operator.gt, ">=": operator.ge}
 FACTS = {
     "references": "a dataset of references",
+    "first_frames": "clips that continue their first frame",
     "masks": "a dataset of masks",
     "eval_dataset": "a dataset of dataset_type eval",
 }

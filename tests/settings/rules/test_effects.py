@@ -136,6 +136,17 @@ def test_a_dataset_file_decides_for_its_datasets(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("asked", [True, None, False])
+def test_pairs_of_validation_are_first_frames_of_clips_too(asked, tmp_path):
+    clips = {"id": "a", "instance_data_dir": "a", "dataset_type": "video", "video": {"is_i2v": asked}}
+    (tmp_path / "d.json").write_text(json.dumps([clips]))
+    flags = {"model_family": "wan", "data_backend_config": str(tmp_path / "d.json"), "validation_pairs": 1}
+    loaded = load(flags, environment={})
+    said = "without a dataset of references or clips that continue their first frame"
+    expected = [f"validation_pairs = 1 has no effect {said}"] if asked is False else []  # None: the model decides
+    assert [*warnings_about_data(loaded, load_datasets(loaded.settings.data)[0])] == expected
+
+
 ELSEWHERE = {
     "class_data_dir": "is_regularisation_data and prior_images",
     "validation_epochs": "set validation_step_interval",
