@@ -43,6 +43,7 @@ def check_same_images(*paths: Path) -> None:
     assert off.max() <= 1 and np.count_nonzero(off) < off.size / 1000
 
 
+@pytest.mark.long
 def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipelines, few_shapes, train, tmp_path):
     steps = ("--train_batch_size=2", "--max_train_steps=3", "--flow_schedule_shift=3")
     caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
@@ -66,6 +67,7 @@ def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipeli
     assert "StableDiffusion3Pipeline" in state["proven"]["pipeline"]
 
 
+@pytest.mark.long
 def test_auto_edits_images_as_the_class_does(edited, kontext, train, starter, sampled, tmp_path):  # noqa: F811
     from diffusers import FluxKontextPipeline
 

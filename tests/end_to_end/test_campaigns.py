@@ -122,5 +122,6 @@ def test_a_pipeline_without_a_class_learns_its_captions(tmp_path):
     assert learned.own < 0.8 * learned.other and learned.own < 0.8 * learned.before
 
 
+@pytest.mark.long
 def test_a_recipe_trains_in_miniature_with_all_of_its_values(tmp_path):
     assert train("sd15-subject", tmp_path) == []

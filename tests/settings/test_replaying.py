@@ -181,6 +181,7 @@ LAUNCH_ITSELF = {"num_machines", "machine_rank", "main_process_ip", "main_proces
 """What accelerate does with these, it does not tell its ranks."""
 
 
+@pytest.mark.long
 def test_accelerate_launch_starts_the_worker_with_the_exported_settings(tmp_path, sdxl_flags, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in sdxl_flags)
