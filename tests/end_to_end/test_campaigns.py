@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "campaigns"))
 
 from bucket import BUCKET_KINDS, BucketCampaign
 from buckets_here import bucket_server
+from combinations import base_flags, drawn, fault_of
 from conditions import Conditions
 from damage import FAMILIES, SCENES, Damage
 from fuzz import Fuzz
@@ -125,3 +126,10 @@ def test_a_pipeline_without_a_class_learns_its_captions(tmp_path):
 @pytest.mark.long
 def test_a_recipe_trains_in_miniature_with_all_of_its_values(tmp_path):
     assert train("sd15-subject", tmp_path) == []
+
+
+def test_a_combination_of_settings_trains_the_same_in_halves(pipelines, few_shapes, starter, tmp_path):
+    (family, *flags), world = drawn(8, seed=4)
+    base = tmp_path / family
+    base.symlink_to(pipelines(family))  # caches are made beside it
+    assert fault_of(starter, tmp_path, [*base_flags(base, few_shapes), *flags], world) == ("", "trained")
