@@ -254,7 +254,7 @@ def test_names_inside_a_value_have_their_lines(tmp_path, name, text):
 @pytest.mark.parametrize("suffix", [".json", ".yaml", ".toml", ".env"])
 def test_a_file_of_very_many_names_is_refused_before_each_is_looked_up(suffix: str):
     lines = {".json": '"n{0}": 1', ".yaml": "n{0}: 1", ".toml": "n{0} = 1", ".env": "N{0}=1"}[suffix]
-    rows = [lines.format(number) for number in range(100_000)]
+    rows = [lines.format(number) for number in range(20_000)]
     text = "{" + ",\n".join(rows) + "}" if suffix == ".json" else "\n".join(rows)
     with pytest.raises(SettingsError, match="a file of settings has at most 2,000 names"):
         parse_entries(Path(f"run{suffix}"), text)
