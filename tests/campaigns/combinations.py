@@ -44,6 +44,9 @@ ENGINES = (
 )
 TYPES = (
     (),
+    (),
+    (),
+    (),
     ("--model_type=lora", "--lora_rank=4"),
     ("--model_type=lora", "--lora_rank=4", "--lora_type=dora"),
     ("--model_type=lora", "--lora_type=lokr"),
