@@ -27,7 +27,7 @@ from simpletuner.models.opening.completeness import warn_of_eight_bits, warn_of_
 from simpletuner.models.opening.lora_config import check_formats
 from simpletuner.models.opening.lora_file import check_lora_init, load_lora, lora_file
 from simpletuner.parallel.context.context_parallel import SequencePlan
-from simpletuner.parallel.engine import Engine, compute_dtype
+from simpletuner.parallel.engine import Engine, compute_dtype, warn_of_slow_dtype
 from simpletuner.parallel.fsdp2 import fsdp2_engine, units_of
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.model.blocks import block_paths, recommended_blocks
@@ -239,7 +239,8 @@ def open_evaluations(
 def check_engine(session: Session, family: ModelFamily) -> None:
     """Raise for what would stop the engine, before encoding: weights, LoRA, sharding units, DeepSpeed."""
     settings = session.settings
-    for remark in filter(None, (warn_of_unread(family), warn_of_eight_bits(family))):
+    slow = warn_of_slow_dtype(settings, session.world.device)
+    for remark in filter(None, (slow, warn_of_unread(family), warn_of_eight_bits(family))):
         session.report.warn(remark)
     if family.adapter is not None:
         if begun := check_lora_init(family):

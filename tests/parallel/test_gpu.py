@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from simpletuner.errors import ExitCode, TrainingError
+from simpletuner.parallel.engine import warn_of_slow_dtype
 from simpletuner.parallel.gpu import describe_device, explain_out_of_memory, next_to_try, set_float32_precision
 from simpletuner.settings.declared.sections import Compile, Ema, Launch, Model, Parallel, Settings, Training
 
@@ -91,3 +92,11 @@ def test_the_switches_of_older_programs_can_be_read():
             assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == allowed
     finally:
         set_float32_precision(False)
+
+
+@pytest.mark.parametrize(("capability", "is_slow"), [("AVX2", True), ("AVX512", False), ("SVE256", False)])
+def test_bf16_on_a_cpu_without_instructions_for_it_is_said(capability, is_slow, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    settings = [Settings(training=Training(mixed_precision=each)) for each in ("bf16", "no")]
+    warnings = [warn_of_slow_dtype(each, torch.device(kind)) for each in settings for kind in ("cpu", "cuda")]
+    assert [bool(each) for each in warnings] == [is_slow, False, False, False]
