@@ -120,6 +120,11 @@ def leave_out_what_counts_need_not(loaded: Loaded, measure: bool) -> None:
     from simpletuner.models.opening.unused_packages import leave_out_unused
 
     leave_out_unused(loaded.settings, only_counts=True)
+    import torch
+
+    torch.set_num_threads(
+        1
+    )  # the few real numbers are tables of positions, and threads that wait for work take 1 CPU s
 
 
 def device_of_this_machine(loaded: Loaded) -> Device | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from simpletuner.counting.step_counter import Execution, StepCounter, Work
+from simpletuner.counting.step_counter import Execution, HeldBytes, StepCounter, Work
 from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.private_api.of_torch import FakeTensor, outside_modes, run_backward, tree_flatten, tree_unflatten
 
@@ -90,8 +90,8 @@ class TensorLayouts:
         return any(each.has_gradient for each in self.tensors)
 
 
-def new_storage(like: Tensor, num_bytes: int, device: str | None = None) -> Tensor:
-    return like.new_empty(num_bytes, dtype=torch.uint8, device=device)
+def new_storage(like: Tensor, num_bytes: int) -> Tensor:
+    return like.new_empty(num_bytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ class Recorder:
         self.recording, self.base = Recording(), 0
 
     def learn(self) -> None:
-        """Run the call uncounted, which shows a SelectiveRecomputation what there is to keep."""
-        with self.counter.casts(), self.counter.forward():
+        """Run the call, which shows a SelectiveRecomputation what there is to keep."""
+        with self.counter.counting(), self.counter.forward():
             self.call.call(self.new_inputs(), self.constants)
 
     def record(self) -> Recording | None:
@@ -317,11 +317,11 @@ class Replay(Function):
         memory.peak = max(memory.peak, memory.live + recording.forward_peak)
         memory.work.add(recording.forward)
         outputs = recording.outputs.made_in(ctx, anchor)
-        blocks.counter.cast_weights.append(new_storage(anchor, recording.cast_bytes))
+        blocks.counter.cast_weights.append(HeldBytes(memory, recording.cast_bytes))
         ctx.storages = [ctx.storages[number] for number in recording.held_storages]
         ctx.held = [inputs[number] for number in recording.held_inputs]
         ctx.held += [constants[number] for number in recording.held_constants]
-        ctx.held += [new_storage(anchor, recording.kept_bytes), new_storage(anchor, recording.kept_on_host, "meta")]
+        ctx.held += [HeldBytes(memory, recording.kept_bytes), HeldBytes(memory, recording.kept_on_host, True)]
         return outputs
 
     @staticmethod
@@ -430,7 +430,8 @@ class BlockReplays:
         finally:
             self.counter.is_paused = False
             # Autocast has one cache for all threads, which the end of the function's forward pass has cleared.
-            self.counter.cast_weights.append(new_storage(self.anchor, before - self.counter.memory.live))
+            memory = self.counter.memory
+            self.counter.cast_weights.append(HeldBytes(memory, before - memory.live))
 
 
 def equal_blocks(model: nn.Module, unused: Sequence[str]) -> EqualBlocks:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
 from simpletuner.counting.flops import FORMULAS, CudaAutocast
+from simpletuner.counting.operator_results import result_of
 from simpletuner.parallel.model.activations import CastParameter, HostMemory
-from simpletuner.private_api.of_torch import FakeTensor, TorchDispatchMode, device_of, tree_iter
+from simpletuner.private_api.of_torch import FakeTensor, TorchDispatchMode, device_of, outside_function_modes, tree_iter
 
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
@@ -66,8 +67,11 @@ class MemoryCounter(TorchDispatchMode):
         if func is DEVICE and isinstance(args[0], FakeTensor):
             # of 72,000 calls in a step of SDXL 52,000: each would be dispatched once more
             return device_of(args[0])
-        kwargs = kwargs or {}
-        outputs = func(*args, **kwargs)
+        with outside_function_modes():
+            return self.count(func, args, kwargs or {})
+
+    def count(self, func: Any, args: Any, kwargs: Any) -> object:
+        outputs = result_of(func, args, kwargs)
         if func.namespace != "aten":
             return outputs
         made = [each for each in tree_iter(outputs) if isinstance(each, Tensor)]
@@ -119,6 +123,15 @@ class MemoryCounter(TorchDispatchMode):
         """Return the peak since the last call."""
         peak, self.peak = self.peak, self.live
         return peak
+
+
+class HeldBytes:
+    """Bytes that are live as long as this object is."""
+
+    def __init__(self, memory: MemoryCounter, size: int, on_host: bool = False) -> None:
+        memory.hold(size, on_host)
+        memory.peak = max(memory.peak, memory.live)
+        weakref.finalize(self, memory.hold, -size, on_host)
 
 
 def attention_forward(query: list[int], key: list[int], value: list[int], *_: object, **__: object) -> int:
@@ -175,7 +188,7 @@ class StepCounter:
     """Most bytes before each gradient, since the one before."""
     released: list[str] = field(default_factory=list)
     """Names of the parameters, in the order of their gradients."""
-    cast_weights: list[Tensor] = field(default_factory=list)
+    cast_weights: list[HeldBytes] = field(default_factory=list)
     """Stand for what autocast keeps of weights until the forward pass ends."""
     is_paused: bool = False
     """True while a block is counted alone, whose parameters have hooks of this counter, too."""

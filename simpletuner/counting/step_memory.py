@@ -17,8 +17,9 @@ from torch import nn
 
 from simpletuner.checkpoints.disk_usage import checkpoint_bytes
 from simpletuner.counting.flops import use_cuda_kernels
+from simpletuner.counting.operator_results import RememberingMode
 from simpletuner.counting.step_counter import Execution, MetaMemory
-from simpletuner.counting.step_trace import StepTrace, new_mode, trace_step, trace_vae, with_fake_parameters
+from simpletuner.counting.step_trace import StepTrace, trace_step, trace_vae, with_fake_parameters
 from simpletuner.counting.trained_weights import trained_weights
 from simpletuner.counting.zero_memory import estimate_memory
 from simpletuner.models.catalog.architecture import parameters_in
@@ -139,7 +140,7 @@ class Workload:
     largest: SampleShape
     interpolates: bool = False
     """Take large micro-batches from traces of 1 and 2 samples: for a search that asks for many."""
-    mode: FakeTensorMode = field(default_factory=new_mode)
+    mode: FakeTensorMode = field(default_factory=RememberingMode)
     models: dict[tuple[object, ...], tuple[nn.Module, EqualBlocks]] = field(default_factory=dict)
     traces: dict[tuple[object, ...], StepTrace] = field(default_factory=dict)
     vae_peaks: dict[tuple[object, ...], int] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from simpletuner.counting.operator_results import RememberingMode
 from simpletuner.counting.step_counter import ATTENTION, Execution, MemoryCounter, StepCounter
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.streams import take_streams
@@ -108,11 +109,6 @@ def with_fake_parameters(model: nn.Module, mode: FakeTensorMode, dtype: torch.dt
     return model
 
 
-def new_mode() -> FakeTensorMode:
-    # Some inputs are real: masks, and rotary tables.
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def trace_step(
     family: ModelFamily,
     model: nn.Module,
@@ -175,7 +171,7 @@ def trace_step(
 @torch.no_grad()
 def trace_vae(model: nn.Module, dtype: torch.dtype, shape: Shape, samples: int, decodes: bool) -> int:
     """Most bytes, weights included, that a VAE on the meta device takes for samples of a shape in px."""
-    mode = new_mode()
+    mode = RememberingMode()
     parameters = list(with_fake_parameters(model, mode, dtype).parameters())
     vae: Any = model
     has_frames = takes_frames(vae)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
@@ -134,6 +134,28 @@ def equal_gradient_layouts(
     library = torch.library.Library("aten", "IMPL")
     library.impl(operator, backward, dispatch_key)
     return library
+
+
+# Below a TorchFunctionMode, such as CUDA's casts, each question about a tensor would go through it.
+outside_function_modes = torch._C.DisableTorchFunction
+
+
+def new_fake(
+    mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    """Return a fake tensor without an operator of its mode, which would take ten times as long."""
+    with torch._C._DisableTorchDispatch():
+        elements = torch.empty_strided(shape, stride, dtype=dtype, device=META)
+    return FakeTensor(mode, elements, device)
+
+
+def view_of_fake(
+    tensor: FakeTensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, offset: int
+) -> FakeTensor:
+    """Return a fake tensor in the storage of another one, to which autograd sees no relation."""
+    with torch._C._DisableTorchDispatch():
+        elements = torch.empty(0, dtype=dtype, device=META).set_(tensor.untyped_storage(), offset, shape, stride)
+    return FakeTensor(tensor.fake_mode, elements, tensor.fake_device)
 
 
 def device_of(tensor: FakeTensor) -> torch.device:

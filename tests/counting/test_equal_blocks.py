@@ -14,8 +14,9 @@ from models.test_inputs import BY_CLASS, opened
 from torch import nn
 
 from simpletuner.counting import block_replay
+from simpletuner.counting.operator_results import RememberingMode
 from simpletuner.counting.step_counter import Execution, MetaMemory
-from simpletuner.counting.step_trace import NUMBERS, new_mode, trace_step, with_fake_parameters
+from simpletuner.counting.step_trace import NUMBERS, trace_step, with_fake_parameters
 from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.parallel.model.activations import recompute_within
 from simpletuner.private_api.of_torch import FakeTensorMode
@@ -38,7 +39,7 @@ def deep(family: str, folder: Path, target: Path, layers: Mapping[str, int], **m
     if opened.adapter is not None:
         denoiser.requires_grad_(False)
         opened.adapter.attach(denoiser)
-    mode = new_mode()
+    mode = RememberingMode()
     return opened, with_fake_parameters(denoiser.train(), mode), mode
 
 
@@ -96,7 +97,7 @@ def recorded(monkeypatch):
 @pytest.mark.parametrize("key", BY_CLASS)
 def test_what_one_block_takes_is_what_each_of_its_kind_takes(key, pipelines, recorded):
     """Whole published models: benchmarks/plan_blocks.py."""
-    family, mode = opened(key, pipelines(key)), new_mode()
+    family, mode = opened(key, pipelines(key)), RememberingMode()
     family.config = {
         name: BLOCKS if LAYERS.fullmatch(name) and value else value for name, value in family.exported_config().items()
     }

@@ -27,9 +27,10 @@ from simpletuner.checkpoints.disk_usage import DiskRoom, DiskUsage
 from simpletuner.commands.plan import summary
 from simpletuner.counting.block_replay import equal_blocks
 from simpletuner.counting.flops import FLOAT32_ON_CUDA
+from simpletuner.counting.operator_results import RememberingMode
 from simpletuner.counting.step_counter import Execution
 from simpletuner.counting.step_memory import Workload
-from simpletuner.counting.step_trace import new_mode, trace_step, trace_vae, with_fake_parameters
+from simpletuner.counting.step_trace import trace_step, trace_vae, with_fake_parameters
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import build_on_meta
@@ -86,7 +87,7 @@ def test_activations_are_those_that_torch_saves(key, pipelines):
     real = family.denoiser().to_empty(device=CPU).train()
     for parameter in real.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.requires_grad else parameter.data.zero_()
-    mode = new_mode()
+    mode = RememberingMode()
     fake = with_fake_parameters(family.denoiser().train(), mode)
     found = {}
     for recomputes in (False, True):
@@ -108,7 +109,7 @@ def test_a_first_frame_costs_what_torch_saves_for_it(pipelines):
     real = family.denoiser().to_empty(device=CPU).train()
     for parameter in real.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.requires_grad else parameter.data.zero_()
-    mode, saved, counted = new_mode(), [], []
+    mode, saved, counted = RememberingMode(), [], []
     fake = with_fake_parameters(family.denoiser().train(), mode)
     for has_first_frame in (False, True):
         shape = SampleShape(Shape(17, 64, 64), has_first_frame=has_first_frame)

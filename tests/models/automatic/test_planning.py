@@ -9,8 +9,9 @@ from models.automatic.test_parity import automatic
 from models.test_inputs import opened
 
 from simpletuner.counting.flops import FlopCounter
+from simpletuner.counting.operator_results import RememberingMode
 from simpletuner.counting.step_counter import Execution
-from simpletuner.counting.step_trace import new_mode, trace_step, with_fake_parameters
+from simpletuner.counting.step_trace import trace_step, with_fake_parameters
 from simpletuner.models.automatic.family import SMALLEST
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.settings.values.shape import Shape
@@ -31,7 +32,7 @@ def test_auto_counts_the_work_that_the_class_does(key, pipelines):
 
 
 def test_a_step_of_a_pipeline_without_a_class_is_traced(tmp_path):
-    family, mode = automatic(build_foreign("CogVideoXPipeline", tmp_path / "base")), new_mode()
+    family, mode = automatic(build_foreign("CogVideoXPipeline", tmp_path / "base")), RememberingMode()
     model = with_fake_parameters(family.denoiser(), mode)
     one, two = (
         trace_step(family, model, mode, family.input_shapes(SMALLEST), count, Execution(torch.float32))
