@@ -25,6 +25,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.hooks import HookedPipeline
 from simpletuner.models.automatic.pipeline_run import refused
 from simpletuner.models.automatic.prediction import Predictor
+from simpletuner.models.automatic.text import padded_records
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.family.vae import Vae, cell_of_model
 from simpletuner.models.folder.diffusers_io import ENCODING_PARTS, build_on_meta, diffusers_class, require_packages
@@ -299,9 +300,10 @@ class MetaCalls:
             with outside_modes(), torch.no_grad():
                 times = found.schedule.timesteps(*[0.5] * shape[0])
                 given = [torch.zeros(each) for each in images]
+                text = padded_records([found.text.ones(rows)] * shape[0])
                 for _ in range(2):  # the first is a call of its own, later ones are traced, as a run's are
                     seen.clear()
-                    self.predictor.predict(record, torch.zeros(shape), times, [found.text.ones(rows)] * shape[0], given)
+                    self.predictor.predict(record, torch.zeros(shape), times, text, given)
             self.recorded[key] = seen
         return self.recorded[key]
 

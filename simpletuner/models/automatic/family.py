@@ -38,7 +38,7 @@ from simpletuner.models.automatic.pipeline_run import PipelineRun, refused
 from simpletuner.models.automatic.prediction import Denoise, Predictor, capture, encode_no_caption, guided_arguments
 from simpletuner.models.automatic.proof import Proof
 from simpletuner.models.automatic.study import Study
-from simpletuner.models.automatic.text import LENGTHS
+from simpletuner.models.automatic.text import LENGTHS, padded_records
 from simpletuner.models.catalog.registry import presets
 from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.family.objectives import Objective, diffusion, flow_matching, samples_by_diffusion
@@ -253,11 +253,7 @@ class AutomaticFamily(ModelFamily):
 
     def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
         """Encode captions one by one, as `encode_prompt` does; the empty one as a negative prompt."""
-        records = [self.encode_caption(pipeline, caption) for caption in captions]
-        return {
-            name: nn.utils.rnn.pad_sequence([each[name][0] for each in records], batch_first=True)
-            for name in records[0]
-        }
+        return padded_records([self.encode_caption(pipeline, caption) for caption in captions])
 
     def encode_edits(
         self, pipeline: DiffusionPipeline, captions: list[str], references: Sequence[Image]
@@ -277,10 +273,8 @@ class AutomaticFamily(ModelFamily):
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         if noised_BCHW.is_meta or isinstance(noised_BCHW, FakeTensor):
             return self.meta_calls.predict(model, noised_BCHW, conditioning, images_in(conditioning))
-        found, predictor = self.found, self.predictor(noised_BCHW.device)
-        texts = [found.text.leaves(conditioning, sample) for sample in range(len(noised_BCHW))]
-        denoise = self.denoise(model, noised_BCHW.dtype)
-        return predictor.predict(denoise, noised_BCHW.float(), timesteps_B, texts, images_in(conditioning))
+        predictor, denoise = self.predictor(noised_BCHW.device), self.denoise(model, noised_BCHW.dtype)
+        return predictor.predict(denoise, noised_BCHW.float(), timesteps_B, conditioning, images_in(conditioning))
 
     def denoise(self, model: nn.Module, dtype: torch.dtype) -> Denoise:
         # The pipeline itself stays in float32.

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from simpletuner.models.automatic.findings import Findings, GuidedText, latents_
 from simpletuner.models.automatic.hooks import HookedPipeline, image_argument
 from simpletuner.models.automatic.pipeline_run import PipelineRun, StopCall, refused
 from simpletuner.models.automatic.replay import CallReplay, Denoise, NotTraced, form_of
-from simpletuner.models.automatic.text import all_equal, collate_texts
+from simpletuner.models.automatic.text import LENGTHS, all_equal, collate_texts
+from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.private_api.of_torch import tree_flatten
 from simpletuner.settings.values.shape import Shape
 
@@ -48,8 +50,13 @@ class VaeMap:
 
     def apply(self, latents: Tensor) -> Tensor:
         """Convert denoiser latents (B, ...) to the VAE's, float32."""
-        flat = latents.flatten(1).double()[:, self.where] * self.scale + self.shift
+        flat = latents.flatten(1).double()
+        flat = (flat if self.is_same_order else flat[:, self.where]) * self.scale + self.shift
         return flat.view(-1, *self.shape).float()
+
+    @cached_property
+    def is_same_order(self) -> bool:
+        return torch.equal(self.where, torch.arange(len(self.where), device=self.where.device))
 
     def of_first_frame(self, axes: tuple[int, ...], frames: int) -> VaeMap:
         """Return the map of one latent frame alone, as clips with latents of these axes have it first."""
@@ -69,10 +76,12 @@ class PipelineCall:
     """Number of images among the tensors, from the third on."""
     leaves: Sequence[Any]
     """Leaves of texts that are the same for all captions, None for the others."""
+    together: bool = False
+    """True for samples that share a call of the denoiser, in the first axis of the tensors, before those of a call."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return self.images, *map(form_of, self.tensors)
+        return self.together, self.images, *map(form_of, self.tensors)
 
 
 # Shapes whose traces a predictor keeps: of texts of any length there may be thousands.
@@ -86,7 +95,7 @@ class Predictor:
     hooked: HookedPipeline
     found: Findings
     images: dict[Shape, Image.Image] = field(default_factory=dict)
-    orders: dict[tuple[int, ...], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    orders: dict[tuple[int, ...], tuple[Tensor | None, Tensor, bool]] = field(default_factory=dict)
     maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
     first_maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
     replays: dict[tuple[object, ...], CallReplay | None] = field(default_factory=dict)
@@ -96,41 +105,52 @@ class Predictor:
         denoise: Denoise,
         noised: Tensor,
         timesteps: Tensor,
-        texts: Sequence[Sequence[object]],
+        text: Conditioning,
         given: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Predict the target for noised latents (B, ...), float32; `texts` are leaves per sample.
+        """Predict the target for noised latents (B, ...), float32; `text` is what was recorded of captions.
 
         `given` are latents (B, ...) of references, or of a first frame, as the denoiser sees those of samples.
         """
-        found = self.found
-        if len(noised) == 1 or found.axes is not None:
+        found, axes, count = self.found, tuple(noised.shape[1:]), len(noised)
+        lengths = text[LENGTHS].tolist()
+        if found.joins and count > 1 and lengths.count(lengths[0]) == count:
+            noises, times, *images = (each[:, None] for each in (noised, timesteps, *given))
+            call = self.call_of(noises, times, found.text.leaves(text, None), images, together=True)
+            if replay := self.replay(call):
+                return self.target(replay.predict(denoise, call.tensors), axes)
+        texts = [found.text.leaves(text, sample) for sample in range(count)]
+        if count == 1 or found.axes is not None:
             leaves = texts[0] if found.axes is None else collate_texts(found.axes, texts)
             return self.predict_by(denoise, [self.call_of(noised, timesteps, leaves, given)])
-        parts = zip(*(each.split(1) for each in given), strict=True) if given else [()] * len(noised)
+        parts = zip(*(each.split(1) for each in given), strict=True) if given else [()] * count
         each = zip(noised.split(1), timesteps.split(1), texts, parts, strict=True)
         return self.predict_by(denoise, [self.call_of(*one) for one in each])
 
     def call_of(
-        self, noised: Tensor, timesteps: Tensor, leaves: Sequence[Any], given: Sequence[Tensor]
+        self,
+        noised: Tensor,
+        timesteps: Tensor,
+        leaves: Sequence[Any],
+        given: Sequence[Tensor],
+        together: bool = False,
     ) -> PipelineCall:
         time = self.found.schedule.time(timesteps).to(noised.device)
         names = self.found.text.names
         tensors = [noised, time, *given, *(leaves[number] for number in names)]
         others = [None if number in names else each for number, each in enumerate(leaves)]
-        return PipelineCall(tensors, len(given), others)
+        return PipelineCall(tensors, len(given), others, together)
 
     def predict_by(self, denoise: Denoise, calls: Sequence[PipelineCall]) -> Tensor:
-        """Make calls of the pipeline; samples of equal shapes share a call of the denoiser if that is proven."""
         axes = tuple(calls[0].tensors[0].shape[1:])
         replays = [self.replay(each) for each in calls] if self.found.replays else [None] * len(calls)
-        if len(calls) > 1 and self.found.joins and (first := replays[0]) and all(each is first for each in replays):
-            prediction = first.predict_together(denoise, [each.tensors for each in calls])
-        else:
-            pairs = zip(calls, replays, strict=True)
-            each = [self.replayed(call, replay, denoise) for call, replay in pairs]
-            prediction = torch.cat(each) if len(each) > 1 else each[0]
-        return self.found.sign * self.from_step(prediction, axes)
+        each = [self.replayed(call, replay, denoise) for call, replay in zip(calls, replays, strict=True)]
+        return self.target(torch.cat(each) if len(each) > 1 else each[0], axes)
+
+    def target(self, prediction: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Return the objective's target (B, ...) that a scheduler's `step` would get as this prediction."""
+        target = self.from_step(prediction, axes)
+        return target if self.found.sign > 0 else -target
 
     def replayed(self, call: PipelineCall, replay: CallReplay | None, denoise: Denoise) -> Tensor:
         if replay is not None:
@@ -151,11 +171,14 @@ class Predictor:
             if len(self.replays) >= MOST_REPLAYS:
                 del self.replays[next(iter(self.replays))]
             self.replays[key] = None
+            one = [each[0] for each in call.tensors] if call.together else call.tensors
             with torch.no_grad():  # images are prepared, and orders found, which a trace cannot
-                self.run_call(call, call.tensors, self.blank)
+                self.run_call(call, one, self.blank)
             own = replace(call, tensors=[])
             with suppress(NotTraced):
-                self.replays[key] = CallReplay(lambda given, denoise: self.run_call(own, given, denoise), call.tensors)
+                self.replays[key] = CallReplay(
+                    lambda given, denoise: self.run_call(own, given, denoise), call.tensors, call.together
+                )
         return self.replays[key]
 
     def run_call(self, call: PipelineCall, given: Sequence[Tensor], denoise: Denoise) -> Tensor | None:
@@ -204,9 +227,11 @@ class Predictor:
 
     def from_step(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Reorder what the scheduler's `step` gets (B, ...) as the noise is drawn; a first frame that it does
-        not get is zero.
+        not get is zero, and one that is not of the noise means nothing.
         """
-        taken, where = self.order(shape, values.device)
+        taken, where, is_same = self.order(shape, values.device)
+        if is_same:
+            return values.reshape(-1, *shape)
         flat, count = values.reshape(len(values), -1), math.prod(shape)
         flat = flat if taken is None else flat[:, taken]
         empty = flat.new_zeros if count > flat.shape[1] else flat.new_empty
@@ -214,15 +239,15 @@ class Predictor:
 
     def to_step(self, latents: Tensor, like: Tensor) -> Tensor:
         """Reorder latents as the scheduler's `step` gets them; a first frame that is given is that of `like`."""
-        taken, where = self.order(tuple(latents.shape[1:]), like.device)
+        taken, where, _ = self.order(tuple(latents.shape[1:]), like.device)
         values = latents.flatten(1).to(like.device)[:, where]
         if taken is None:
             return values.view(like.shape)
         return like.flatten(1).to(values.dtype).index_copy(1, taken, values).view(like.shape)
 
-    def order(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor]:
-        """Return places in the noise of the elements that the scheduler's `step` gets, and before them which of
-        these are of the noise; None for all.
+    def order(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor, bool]:
+        """Return places in the noise of the elements that the scheduler's `step` gets; before them which of these are
+        of the noise, None for all; and whether each is in its own place.
         """
         if shape not in self.orders:
             low, high = (self._stepped(noise) for noise in digits(shape, device))
@@ -233,9 +258,11 @@ class Predictor:
                 )
                 taken = None if changed.all() else changed.nonzero().flatten()
             where = places_of(*(each if taken is None else each[taken] for each in (low, high)))
-            self.orders[shape] = taken, self._checked(where, shape)
-        taken, where = self.orders[shape]
-        return None if taken is None else taken.to(device), where.to(device)
+            own = torch.arange(len(low), device=device) if taken is None else taken
+            is_same = len(low) == math.prod(shape) and torch.equal(where, own)
+            self.orders[shape] = taken, self._checked(where, shape), is_same
+        taken, where, is_same = self.orders[shape]
+        return None if taken is None else taken.to(device), where.to(device), is_same
 
     def _stepped(self, noise: Tensor) -> Tensor:
         """Return the latents that the scheduler's `step` gets for noise (1, ...), flat."""

@@ -20,9 +20,12 @@ from simpletuner.models.automatic.findings import Check, Findings
 from simpletuner.models.automatic.hooks import image_argument
 from simpletuner.models.automatic.pipeline_run import FOREIGN_ERRORS, REFUSED, PipelineRun, first_line
 from simpletuner.models.automatic.prediction import Predictor
+from simpletuner.models.automatic.replay import NotTraced
 from simpletuner.models.automatic.scheduler import exact_prediction
 from simpletuner.models.automatic.study import Study, differing, moving_ramp, random
+from simpletuner.models.automatic.text import padded_records
 from simpletuner.models.family.schedulers import REACHED
+from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.family.vae import encode_first_frame, pixels_of
 from simpletuner.settings.values.shape import Shape
 
@@ -180,15 +183,15 @@ class Proof:
     def batching_error(self) -> str:
         """Reason why two samples in one call differ from each alone; empty if they do not."""
         # Of two captions, and two images where there are some.
-        texts = [self.text(0), self.text(1, with_others=True)]
+        text = padded_records([self.text(0), self.text(1, with_others=True)])
         given = [
             torch.cat(each) for each in zip(*map(self.cached, (self.study.images, self.study.others)), strict=True)
         ]
         noised = random(self.axes, 3, count=2).to(self.device)
         times = self.found.schedule.timesteps(0.2, 0.8).to(self.device)
-        alone = self._predictor(replace(self.found, axes=None)).predict(self.denoise, noised, times, texts, given)
+        alone = self._predictor(replace(self.found, axes=None)).predict(self.denoise, noised, times, text, given)
         try:
-            together = self.predictor.predict(self.denoise, noised, times, texts, given)
+            together = self.predictor.predict(self.denoise, noised, times, text, given)
         except SettingsError as error:  # refused here, it only costs speed
             return error.message.partition(f"{REFUSED}: ")[2]
         off = distance(together, alone)
@@ -200,7 +203,11 @@ class Proof:
         self.study.hooked.remember_images()  # as in training: PIL and numpy are not traced
         for joins in (True, False) if known.axes is None else (False,):
             self.found = replace(known, replays=True, joins=joins)
-            if (off := self.replay_difference()) < CLOSE:
+            try:
+                off = self.replay_difference()
+            except NotTraced:  # what the call makes of the denoiser's output
+                continue
+            if off < CLOSE:
                 self.predictor = self._predictor(self.found)
                 shared = ", and samples share a call of the denoiser" if joins else ""
                 self.note("replay", f"of a call's operators is the same{shared}", off, CLOSE)
@@ -211,15 +218,15 @@ class Proof:
         """Return the largest difference between calls and their replays, for two samples of the same shapes;
         infinity where there is no trace, or samples do not share a call.
         """
-        # Of one encoding, so that both have its strides, as the texts of a batch have.
-        text, other = (
-            [scale * each if isinstance(each, Tensor) and each.is_floating_point() else each for each in self.text(0)]
-            for scale in (1, -1)
-        )
+        own = self.text(0)
+        other = {name: -each if each.is_floating_point() else each for name, each in own.items()}
+        text = padded_records([own, other])
         pairs = zip(*map(self.cached, (self.study.images, self.study.others)), strict=True)
         given = [torch.cat(each) for each in pairs]
         times = self.found.schedule.timesteps(0.2, 0.8).to(self.device)
-        plain, replayed = (self._predictor(each) for each in (replace(self.found, replays=False), self.found))
+        plain, replayed = (
+            self._predictor(each) for each in (replace(self.found, replays=False, joins=False), self.found)
+        )
         calls: list[object] = []
 
         def denoise(named: dict[str, Any]) -> Any:
@@ -229,7 +236,7 @@ class Proof:
         def predictions(predictor: Predictor, seed: int) -> Tensor:
             noised = random(self.axes, seed, count=2).to(self.device)
             calls.clear()
-            return predictor.predict(denoise, noised, times.roll(seed), [text, other], given)
+            return predictor.predict(denoise, noised, times.roll(seed), text, given)
 
         with torch.no_grad():
             # The second replay is compared: it is given other values than the trace was made with, and the constants
@@ -246,7 +253,7 @@ class Proof:
         time = self.found.schedule.timesteps(0.5).to(self.device)
         plain = self._predictor(replace(self.found, replays=False))  # shapes that cannot be traced are called
         with torch.enable_grad():
-            prediction = plain.predict(self.denoise, noised, time, [self.text(1)], self.cached(self.study.images))
+            prediction = plain.predict(self.denoise, noised, time, self.text(1), self.cached(self.study.images))
         if not prediction.requires_grad:
             raise self.study.refused("its call computes no gradients")
         # Not its mean square, whose gradients are all zero where a last layer begins at zero (ERNIE-Image).
@@ -266,10 +273,9 @@ class Proof:
     def axes(self) -> tuple[int, ...]:
         return self.found.layout.axes_for(self.study.shape)
 
-    def text(self, number: int, with_others: bool = False) -> list[Any]:
-        text, study = self.found.text, self.study
-        encoded = study.encoded_with_others if with_others and study.images else study.encoded
-        return text.leaves(text.record(encoded[number], study.name), 0)
+    def text(self, number: int, with_others: bool = False) -> Conditioning:
+        encoded = self.study.encoded_with_others if with_others and self.study.images else self.study.encoded
+        return self.found.text.record(encoded[number], self.study.name)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -308,7 +314,7 @@ class Proof:
 
         noised, time = random(self.axes, 4).to(self.device), self.found.schedule.timesteps(0.5)
         with torch.no_grad():
-            predictor.predict(record, noised, time, [self.text(0)], self.cached(self.study.images))
+            predictor.predict(record, noised, time, self.text(0), self.cached(self.study.images))
         return seen[0]
 
     def check_images(self) -> None:

@@ -6,7 +6,9 @@ run (Wan). What depends on shapes alone is computed once; what no input of the d
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -21,6 +23,8 @@ Denoise = Callable[[dict[str, Any]], Any]
 Run = Callable[[Sequence[Tensor], Denoise], Tensor | None]
 """A pipeline's call, given the noise, the time and all else that samples differ by; returns the prediction, None if
 `denoise` ended it."""
+Traced = Callable[..., list[Tensor]]
+"""A function of tensors, or a trace of one."""
 
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 
@@ -36,45 +40,24 @@ class CallReplay:
     run: Run
     examples: InitVar[Sequence[Tensor]]
     """Values that the call is given, of which shapes and dtypes matter."""
+    together: bool = False
+    """True for samples that share a call of the denoiser: all that is given has an axis more, the first, of samples."""
     leaves: list[Any] = field(default_factory=list)
     """The denoiser's inputs, flat; tensors are those of the last call."""
     structure: TreeSpec | None = None
     places: tuple[int, ...] = ()
     """Numbers of the tensors among the leaves."""
-    variable: frozenset[int] = frozenset()
-    """Numbers, among these tensors, of those that depend on what is given."""
-    predictions: dict[Any, Callable[..., Tensor]] = field(default_factory=dict)
+    predictions: dict[Any, Traced] = field(default_factory=dict)
 
     def __post_init__(self, examples: Sequence[Tensor]) -> None:
         """Raises NotTraced."""
         self.inputs = self.traced(self.make_inputs, examples)
-        (made,) = (node.args[0] for node in self.inputs.graph.nodes if node.op == "output")
-        self.variable = frozenset(number for number, each in enumerate(made) if each.op != "get_attr")
 
     def predict(self, denoise: Denoise, given: Sequence[Tensor]) -> Tensor:
+        """Return the prediction, of samples that share a call (B, ...). Raises NotTraced."""
         with torch.no_grad():
             inputs = self.inputs(*given)
         return self.prediction(given, denoise(self.named(inputs)))
-
-    def predict_together(self, denoise: Denoise, samples: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Predict for several calls by one of the denoiser; one by one where an input has no axis for samples."""
-        with torch.no_grad():
-            each = [self.inputs(*given) for given in samples]
-            joined = [self.joined(number, column) for number, column in enumerate(zip(*each, strict=True))]
-        tensors = [tensor for tensor in joined if tensor is not None]
-        if len(tensors) < len(joined):
-            return torch.cat([self.predict(denoise, given) for given in samples])
-        leaves, structure = tree_flatten(denoise(self.named(tensors)))
-        parts = [each.split(1) if isinstance(each, Tensor) else [each] * len(samples) for each in leaves]
-        outputs = [tree_unflatten(own, structure) for own in zip(*parts, strict=True)]
-        return torch.cat([self.prediction(given, own) for given, own in zip(samples, outputs, strict=True)])
-
-    def joined(self, number: int, column: Sequence[Tensor]) -> Tensor | None:
-        """Return an input of all samples, None if one that differs between them has no axis for them."""
-        first = column[0]
-        if first.ndim and len(first) == 1:
-            return torch.cat(column) if number in self.variable else first.expand(len(column), *first.shape[1:])
-        return None if number in self.variable else first
 
     def make_inputs(self, *given: Tensor) -> list[Tensor]:
         seen: list[dict[str, Any]] = []
@@ -85,21 +68,20 @@ class CallReplay:
         return [leaves[number] for number in self.places]
 
     def prediction(self, given: Sequence[Tensor], output: Any) -> Tensor:
-        """Return the prediction that the call makes of the denoiser's output. Raises NotTraced."""
         made, structure = tree_flatten(output)
         key = (structure, *(form_of(each) if isinstance(each, Tensor) else each for each in made))
-        tensors = [each for each in made if isinstance(each, Tensor)]
+        tensors = [each[:, None] if self.together else each for each in made if isinstance(each, Tensor)]
         if key not in self.predictions:
 
-            def predict(*all_given: Tensor) -> Tensor:
+            def predict(*all_given: Tensor) -> list[Tensor]:
                 own = iter(all_given[len(given) :])
                 leaves = [next(own) if isinstance(each, Tensor) else each for each in made]
                 prediction = self.run(all_given[: len(given)], lambda _: tree_unflatten(leaves, structure))
                 assert prediction is not None
-                return prediction
+                return [prediction]
 
             self.predictions[key] = self.traced(predict, [*given, *tensors])
-        return self.predictions[key](*given, *tensors)
+        return self.predictions[key](*given, *tensors)[0]
 
     def named(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
         """Return the denoiser's inputs by name."""
@@ -109,18 +91,55 @@ class CallReplay:
             leaves[number] = each
         return tree_unflatten(leaves, self.structure)
 
-    def traced(self, function: Callable[..., Any], given: Sequence[Tensor]) -> Any:
-        try:
-            with torch.no_grad():
-                graph = trace_operators(function, [each.detach() for each in given])
-        except torch.OutOfMemoryError:
-            raise
-        except (SettingsError, *FOREIGN_ERRORS) as error:  # a value is read, or numpy is used
-            raise NotTraced from error
-        if any(reads_values(node) for node in graph.graph.nodes):
-            raise NotTraced
-        fold_constants(graph)
-        return graph
+    def traced(self, function: Traced, given: Sequence[Tensor]) -> Traced:
+        given = [each.detach() for each in given]
+        return traced_together(function, given) if self.together else traced(function, given).forward
+
+
+@torch.no_grad()
+def traced(function: Traced, given: Sequence[Tensor]) -> Any:
+    try:
+        graph = trace_operators(function, given)
+    except torch.OutOfMemoryError:
+        raise
+    except (SettingsError, *FOREIGN_ERRORS) as error:  # a value is read, or numpy is used
+        raise NotTraced from error
+    if any(reads_values(node) for node in graph.graph.nodes):
+        raise NotTraced
+    graph.graph.eliminate_dead_code()
+    fold_constants(graph)
+    join_views(graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+@torch.no_grad()
+def traced_together(function: Traced, given: Sequence[Tensor]) -> Traced:
+    """Trace a function of one sample as one of all, (B, ...) each: by operators over a batch, or one by one where
+    these make other bits.
+
+    Raises NotTraced where a result that differs between samples has no axis for them.
+    """
+    one = traced(function, [each[0] for each in given])
+    (made,) = (node.args[0] for node in one.graph.nodes if node.op == "output")
+    has_axis = [each.shape[:1] == (1,) for each in one(*(each[0] for each in given))]
+    if any(each.op != "get_attr" and not axis for each, axis in zip(made, has_axis, strict=True)):
+        raise NotTraced
+
+    def one_by_one(*all_given: Tensor) -> list[Tensor]:
+        columns = zip(*(one(*each) for each in zip(*all_given, strict=True)), strict=True)
+        return [torch.cat(each) if axis else each[0] for each, axis in zip(columns, has_axis, strict=True)]
+
+    def at_once(*all_given: Tensor) -> list[Tensor]:
+        results = torch.func.vmap(one, out_dims=[0 if axis else None for axis in has_axis])(*all_given)
+        return [each.flatten(0, 1) if axis else each for each, axis in zip(results, has_axis, strict=True)]
+
+    with suppress(NotTraced):
+        graph = traced(at_once, given)
+        if all(map(torch.equal, graph(*given), one_by_one(*given))):
+            return graph.forward
+    return one_by_one
 
 
 def form_of(tensor: Tensor) -> tuple[object, ...]:
@@ -142,11 +161,33 @@ def reads_values(node: Any) -> bool:
     return any(each.meta["val"].dtype in (torch.bool, torch.uint8) for each in node.args[1] if each is not None)
 
 
+def join_views(graph: Any) -> None:
+    """Use a tensor itself in place of its copies, and one view of it in place of views of views."""
+    aten, origins = torch.ops.aten, dict[Any, Any]()
+    views = {aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.expand.default}
+    views |= {aten.clone.default, aten.repeat.default, aten.unbind.int, operator.getitem}
+    for node in [each for each in graph.graph.nodes if each.target in views]:
+        origin = origins.get(node.args[0], node.args[0])
+        made, given = (only_tensor(each.meta["val"]) for each in (node, origin))
+        if made is None or given is None or made.numel() != given.numel():
+            continue
+        if made.is_contiguous() and given.is_contiguous():
+            view = origin
+            if form_of(made) != form_of(given):
+                with graph.graph.inserting_before(node):
+                    view = graph.graph.call_function(aten.view.default, (origin, list(made.shape)))
+                view.meta, origins[view] = {"val": made}, origin
+            node.replace_all_uses_with(view)
+
+
+def only_tensor(value: Any) -> Tensor | None:
+    return value if isinstance(value, Tensor) else value[0] if len(value) == 1 else None
+
+
 def fold_constants(graph: Any) -> None:
-    """Compute what depends on no input of a traced function, and leave out what nothing is made of."""
+    """Compute what depends on no input of a traced function."""
     from torch.fx.node import map_arg
 
-    graph.graph.eliminate_dead_code()
     values: dict[Any, Any] = {}
     for node in list(graph.graph.nodes):
         if node.op == "get_attr":
@@ -160,5 +201,3 @@ def fold_constants(graph: Any) -> None:
             graph.register_buffer(name, value, persistent=False)
             with graph.graph.inserting_before(node):
                 node.replace_all_uses_with(graph.graph.get_attr(name), lambda user: user not in values)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()

@@ -28,7 +28,10 @@ class NoiseSchedule:
 
     def time(self, timesteps: Tensor) -> Tensor:
         """Convert the objective's timesteps (B) to the scheduler's."""
-        return timesteps if self.objective == "diffusion" else timesteps * self.slope + self.offset
+        if self.objective == "diffusion":
+            return timesteps
+        scaled = timesteps * self.slope
+        return scaled + self.offset if self.offset else scaled
 
     def timesteps(self, *shares: float) -> Tensor:
         # Of 1000 in diffusion, of 1 in a flow.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simpletuner.models.automatic.pipeline_run import refused
 from simpletuner.models.family.text_encoding import Conditioning
@@ -101,13 +101,17 @@ class TextLayout:
             [leaves[number] for number in self.names if number in self.of_images],
         )
 
-    def leaves(self, conditioning: Conditioning, sample: int) -> list[Any]:
-        """Return the leaves that one sample's caption was encoded to, floating-point ones as float32."""
-        leaves = list(self.constants)
-        lengths = conditioning[LENGTHS][sample].tolist()  # on the host: they become shapes
+    def leaves(self, conditioning: Conditioning, sample: int | None) -> list[Any]:
+        """Return the leaves that one sample's caption was encoded to, floating-point ones as float32.
+
+        None: those of all, whose lengths are equal, stacked (B, ...).
+        """
+        leaves, lead = list(self.constants), () if sample is not None else conditioning[LENGTHS].shape[:1]
+        own = slice(None) if sample is None else sample
+        lengths = conditioning[LENGTHS][sample or 0].tolist()  # on the host: they become shapes
         for (number, name), length in zip(self.names.items(), lengths, strict=True):
-            rows = conditioning[name][sample, :length]
-            leaves[number] = rows.reshape(length, *self.rest[number]).movedim(0, self.varying[number])
+            rows = conditioning[name][own, :length].reshape(*lead, length, *self.rest[number])
+            leaves[number] = rows.movedim(len(lead), len(lead) + self.varying[number])
         return [to_float32(leaf, conditioning[EMBEDS].device) for leaf in leaves]
 
     def one(self, conditioning: Conditioning, sample: int) -> Any:
@@ -120,10 +124,10 @@ class TextLayout:
     def example(self, device: torch.device) -> Any:
         """Return a text of ones, as long as the longest: for what does not depend on it."""
         rows = {name: self.shapes[name][0] for name in self.names.values()}
-        return self.build([to_float32(leaf, device) for leaf in self.ones(rows)])
+        return self.build([to_float32(leaf, device) for leaf in self.leaves(self.ones(rows), 0)])
 
-    def ones(self, rows: Mapping[str, int]) -> list[Any]:
-        """Return the leaves of a text of ones, with so many rows in each of its matrices."""
+    def ones(self, rows: Mapping[str, int]) -> Conditioning:
+        """Return the record of a text of ones, with so many rows in each of its matrices."""
         record: Conditioning = {LENGTHS: torch.tensor([list(rows.values())])}
         for number, name in self.names.items():
             shape = (1, rows[name], *self.shapes[name][1:])
@@ -131,7 +135,7 @@ class TextLayout:
             if (counted := self.counts.get(number)) is not None and counted.shape == shape[1:]:
                 longest = self.shapes[EMBEDS][0]
                 record[name][0] = counted.where(counted != longest, rows[EMBEDS])
-        return self.leaves(record, 0)
+        return record
 
 
 def collate_texts(axes: Sequence[int | None], texts: Sequence[Sequence[object]]) -> list[object]:
@@ -144,6 +148,13 @@ def collate_texts(axes: Sequence[int | None], texts: Sequence[Sequence[object]])
         longest(column) if axis is None else torch.cat(padded(column, axis), axis)
         for column, axis in zip(zip(*texts, strict=True), axes, strict=True)
     ]
+
+
+def padded_records(records: Sequence[Conditioning]) -> Conditioning:
+    """Return records of single captions as those of a batch."""
+    return {
+        name: nn.utils.rnn.pad_sequence([each[name][0] for each in records], batch_first=True) for name in records[0]
+    }
 
 
 def as_rows(leaf: Tensor, varying: int) -> Tensor:
