@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Queue
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.05
 # Wait before a message says so.
 NOTICE_SECONDS = 5
+# How long number 0 waits for readers: of a run that begins, and of one that was refused, where some may never come.
+READERS_SECONDS, LINGER_SECONDS = 30, 2
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,14 @@ def verify_same_config(
     """
     try:
         register(messages, group, info, check, timeout_seconds)
-        return wait_for_all(messages, group, check, timeout_seconds, say)
-    except RemoteFailure:
-        raise
+        infos = wait_for_all(messages, group, check, timeout_seconds, say)
     except SimpleTunerError as error:
-        reject(messages, group, error, info)
+        if not isinstance(error, RemoteFailure):
+            reject(messages, group, error, info)
+        wait_for_readers(messages, group, LINGER_SECONDS)
         raise
+    wait_for_readers(messages, group, READERS_SECONDS, check)
+    return infos
 
 
 def register(
@@ -143,6 +148,26 @@ def wait_for_all(
                 say(f"{arrived}; waiting up to {timeout_seconds:.0f} s for the others")
                 reported = True
         poll(messages, group, check)
+
+
+def wait_for_readers(
+    messages: MessageStore, group: Group, timeout_seconds: float, check: Callable[[], None] = lambda: None
+) -> None:
+    """Say that this member has read what there is; number 0, which may serve the store, waits for the others.
+
+    What it has read may end it at once: without this, others were told that they lost contact to rank 0.
+    """
+    from torch.distributed import DistError
+
+    readers = {number: group.key(f"{number}/has read") for number in range(1, group.count)}
+    end = time.monotonic() + timeout_seconds
+    with suppress(DistError):  # whoever serves the store has gone: that is found later, or known already
+        if group.number:
+            messages.store.set(readers[group.number], "")
+            return
+        while readers and not messages.store.all_exist(readers.values()) and time.monotonic() < end:
+            check()
+            time.sleep(POLL_SECONDS / 10)
 
 
 def describe_rejected(messages: MessageStore) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from simpletuner.errors import SIGNAL_CODES, EnvironmentNotReady, SimpleTunerError
+from simpletuner.errors import SIGNAL_CODES, EnvironmentNotReady
 from simpletuner.launch.heartbeat import PeerMonitor
 from simpletuner.launch.node_info import NodeInfo, check_addresses, node_info
 from simpletuner.launch.plan import plan_of, visible_gpus
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 SAVE_ON_SIGNAL_SECONDS = 900
 """Seconds for ranks to save after a signal, before they are killed."""
-# Seconds that machine 0 keeps serving the store after a disagreement, so that all machines can read why.
-LINGER_SECONDS = 1.0
 # Seconds for ranks to exit after another's failure: it may still write its report, and they theirs.
 EXIT_SECONDS = 15
 # The same when another one is known to be dead. What a survivor does then needs the dead one, too: a
@@ -126,9 +124,6 @@ def rendezvous(store: TCPStore, loaded: Loaded, check: Callable[[], None], signe
         infos = verify_same_config(messages, group, node_info(loaded), check, launch.node_join_timeout, Report().say)
         check_addresses(infos)
         return infos
-    except SimpleTunerError:
-        time.sleep(LINGER_SECONDS if launch.machine_rank == 0 and launch.num_machines > 1 else 0)
-        raise
     except DistError:
         place = f"{launch.main_process_ip}:{launch.main_process_port}"
         raise EnvironmentNotReady(

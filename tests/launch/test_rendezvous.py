@@ -54,6 +54,21 @@ def test_all_learn_of_all_once_the_last_has_registered():
     assert outcomes(nodes) == [nodes] * 3
 
 
+class SlowReader(TorchStore):
+    def get(self, keys):
+        time.sleep(0.3)
+        return super().get(keys)
+
+
+def test_number_0_serves_the_store_until_the_others_have_read_it():
+    store, nodes, groups = HashStore(), [node("a"), node("b")], [Group("rank", number, 2) for number in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(outcome, MessageStore(SlowReader(store)), groups[1], nodes[1])
+        assert outcome(signed(store), groups[0], nodes[0]) == nodes
+        assert store.check([groups[1].key("1/has read")])
+        assert slow.result() == nodes
+
+
 def test_what_one_rejects_ends_all_that_wait_with_the_same_sentence():
     told = outcomes([node("a", seed=1), node("b", seed=1), node("c", seed=2)])
     sentence = "seed differs: 1 on machine 0 (a), 2 on machine 2 (c)"
