@@ -68,26 +68,32 @@ def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
     training = loaded.settings.training
     is_open = training.gradient_checkpointing is None and training.activation_memory_budget is None
     recomputation = RECOMPUTATION if is_open else ({},)
-    whole = training.train_batch_size * training.gradient_accumulation_steps
-    sizes = [size for size in range(min(whole, LARGEST_BATCH), 0, -1) if whole % size == 0]
-    batches = [dict(zip(BATCH, (size, whole // size), strict=True)) for size in sizes]
+    of_rank = batches(training.train_batch_size * training.gradient_accumulation_steps)
     for values in product(*free.values()):
         chosen = dict(zip(free, values, strict=True))
         if chosen.get("fsdp_offload_params") and not chosen.get("fsdp_enable", True):
             continue
-        for recomputed, batch in product(recomputation, batches):
+        for recomputed, batch in product(recomputation, of_rank):
             # What is offloaded leaves room for all: its budgets would only be counted in vain.
             if not (chosen.get("offload_activations") and "activation_memory_budget" in recomputed):
                 yield chosen | recomputed | batch
 
 
 def simpler(values: Mapping[str, Any]) -> list[dict[str, object]]:
-    """Return the same settings with less of what saves memory and never makes a step faster."""
+    """Return the same settings with less of what saves memory and never makes a step faster, as small batches do."""
     found = [{**values, name: False} for name in SLOWER if values.get(name)]
     if (own := recomputation_of(values)) is not None:
         rest = {name: value for name, value in values.items() if name not in own}
         found += [rest | other for other in RECOMPUTATION[: RECOMPUTATION.index(own)]]
+    size, count = (values[name] for name in BATCH)
+    found += [{**values, **batch} for batch in batches(size * count) if batch[BATCH[0]] > size]
     return found
+
+
+def batches(whole: int) -> list[dict[str, object]]:
+    """Return the micro-batches of an effective batch of one rank, the largest first."""
+    sizes = [size for size in range(min(whole, LARGEST_BATCH), 0, -1) if whole % size == 0]
+    return [dict(zip(BATCH, (size, whole // size), strict=True)) for size in sizes]
 
 
 def recomputation_of(values: Mapping[str, Any]) -> dict[str, object] | None:
@@ -127,17 +133,25 @@ class Search:
         least = self.least_of(values)
         return self.budget.shortfall(least.gpu_bytes, least.host_bytes) if least is not None else ""
 
+    def fitting_plan(self, values: Mapping[str, object]) -> RunPlan | None:
+        if self.lack_of(values) or (plan := self.plan_of(values)) is None or plan.shortfall(self.budget):
+            return None
+        return plan
+
     def fitting(
         self, all_values: Sequence[dict[str, object]], report: Report
     ) -> list[tuple[dict[str, object], RunPlan]]:
         """Return the combinations that fit, without those that only save memory beside a simpler one that fits."""
         found: list[tuple[dict[str, Any], RunPlan]] = []
+        as_fast: list[dict[str, object]] = []
+        """What fits, and what is no faster than one of these."""
         with report.progress("combinations", len(all_values)) as progress:
             for done, values in enumerate(all_values, start=1):
-                less = simpler(values)
-                is_needless = any(each in less for each, _ in found)
-                if not (is_needless or self.lack_of(values)) and (plan := self.plan_of(values)) is not None:
-                    found += [(values, plan)] * (not plan.shortfall(self.budget))
+                if any(each in as_fast for each in simpler(values)):
+                    as_fast.append(values)
+                elif (plan := self.fitting_plan(values)) is not None:
+                    found.append((values, plan))
+                    as_fast.append(values)
                 progress.update(done)
         return found
 
