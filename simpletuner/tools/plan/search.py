@@ -143,8 +143,7 @@ class Search:
     ) -> list[tuple[dict[str, object], RunPlan]]:
         """Return the combinations that fit, without those that only save memory beside a simpler one that fits."""
         found: list[tuple[dict[str, Any], RunPlan]] = []
-        as_fast: list[dict[str, object]] = []
-        """What fits, and what is no faster than one of these."""
+        as_fast: list[dict[str, object]] = []  # what fits, and what is no faster than one of these
         with report.progress("combinations", len(all_values)) as progress:
             for done, values in enumerate(all_values, start=1):
                 if any(each in as_fast for each in simpler(values)):
