@@ -122,9 +122,8 @@ def leave_out_what_counts_need_not(loaded: Loaded, measure: bool) -> None:
     leave_out_unused(loaded.settings, only_counts=True)
     import torch
 
-    torch.set_num_threads(
-        1
-    )  # the few real numbers are tables of positions, and threads that wait for work take 1 CPU s
+    # The few real numbers are tables of positions, and threads that wait for work take 1 CPU s.
+    torch.set_num_threads(1)
 
 
 def device_of_this_machine(loaded: Loaded) -> Device | None:

@@ -129,3 +129,10 @@ def expect_parity(key: str, pipelines: Callable[[str], Path], folder: Path | Non
         for family, own in ((auto, texts[1]), (hand, texts[0]))
     ]
     torch.testing.assert_close(samples[0].flatten(), samples[1].flatten(), atol=1e-4, rtol=1e-3)
+
+
+def test_a_last_layer_that_begins_at_zero_hides_no_gradient(pipelines):
+    """ERNIE-Image: of a prediction of zeros the square has no gradient, of a direction the last layer has one."""
+    ernie = automatic(pipelines("ernie"))
+    last = [name for name, each in diffusers_denoiser(ernie).named_parameters() if name.startswith("final_linear")]
+    assert last and not any(name.startswith(ernie.zero_gradients()) for name in last)
