@@ -26,7 +26,7 @@ from simpletuner.tools.nfs.results import (
     passed,
     warned,
 )
-from simpletuner.tools.nfs.workspace import GONE, write_atomically
+from simpletuner.tools.nfs.workspace import GONE, arriving, write_atomically
 
 RENAMING_SECONDS, RENAMING_LIMIT_SECONDS = 0.25, 20.0
 # Fewest replacements that are judged: s3fs made one in 0.25 s, during which nothing went wrong.
@@ -50,12 +50,16 @@ REFUSED = (errno.EWOULDBLOCK, errno.EACCES)
 def check_write(peers: Rendezvous) -> Finding:
     """Check `write`: create a file in the path itself, and sync it to the disk."""
     probe, began = peers.workspace.probe(peers.node.rank), time.monotonic()
-    try:
+
+    def write() -> None:
         peers.workspace.create()
         with probe.open("wb") as file:
             file.write(b"x" * 4096)
             file.flush()
             os.fsync(file.fileno())
+
+    try:
+        arriving(write)
     except OSError as error:
         sentence, fix = explain_errno(error, peers.node.path)
         return failed("write", sentence, fix, errno=errno.errorcode.get(error.errno or 0, ""))

@@ -25,7 +25,7 @@ from simpletuner.launch.store import MessageStore
 from simpletuner.system.files.mounts import MOUNTINFO
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.nfs.results import format_ranks
-from simpletuner.tools.nfs.workspace import FolderStore, Workspace, card_key, invalidate_dir_cache
+from simpletuner.tools.nfs.workspace import FolderStore, Workspace, arriving, card_key, invalidate_dir_cache
 
 if TYPE_CHECKING:
     from simpletuner.checkpoints.disk_usage import DiskUsage
@@ -109,18 +109,20 @@ class Rendezvous:
         """Register under this node's rank. Raises RendezvousError when another process has it, or OSError."""
         rank = self.node.rank
         mine = self.messages.signer.encode(card_key(rank), self.info.as_json())
-        for attempts_left in reversed(range(CLAIM_ATTEMPTS)):
-            try:
-                self.workspace.create()
-                if self.store.compare_set(card_key(rank), b"", mine) == mine.encode():
-                    self.is_registered = True
-                    self._thread.start()
-                    return
-                self._wait_until_stale()
-                self.workspace.leave(rank)
-            except FileNotFoundError:  # the last node of an earlier check has just removed the folder
-                if not attempts_left:
-                    raise
+
+        def claim() -> bool:
+            self.workspace.create()
+            if self.store.compare_set(card_key(rank), b"", mine) == mine.encode():
+                return True
+            self._wait_until_stale()
+            self.workspace.leave(rank)
+            return False
+
+        for _ in range(CLAIM_ATTEMPTS):
+            if arriving(claim):
+                self.is_registered = True
+                self._thread.start()
+                return
         raise RendezvousError(f"node rank {rank} is claimed again and again by other processes", [rank])
 
     def join(self) -> None:

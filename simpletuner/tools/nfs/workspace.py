@@ -13,17 +13,22 @@ import os
 import re
 import signal
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from simpletuner.launch.node_info import parse_node_info
 from simpletuner.launch.store import MessageStore
 from simpletuner.system.files.atomic import create_new, remove
 
 FOLDER = ".simpletuner-nfs-check"
-CREATED = "made-folders.json"
+CREATED = "made-folders."
+"""Prefix of records of created folders. Each is a file of its own: nodes start at the same moment."""
+ARRIVAL_ATTEMPTS = 20
+T = TypeVar("T")
+
 GONE = (errno.ENOENT, errno.ESTALE)
 
 
@@ -109,7 +114,7 @@ class Workspace:
         with contextlib.suppress(PermissionError):  # another user's node created it
             self.folder.chmod(0o777)
         if missing:
-            with create_new(self.folder / CREATED) as file:
+            with create_new(self.folder / f"{CREATED}{uuid.uuid4().hex}.json") as file:
                 file.write(json.dumps([str(path) for path in missing]).encode())
 
     def leave(self, rank: int) -> None:
@@ -125,15 +130,24 @@ class Workspace:
         self.remove_if_empty()
 
     def remove_if_empty(self) -> None:
-        record = self.folder / CREATED
         with contextlib.suppress(OSError, ValueError):  # another node is arriving, or leaving at the same moment
-            if {path.name for path in self.folder.iterdir()} - {CREATED}:
+            records = list(self.folder.iterdir())
+            if not all(record.name.startswith(CREATED) for record in records):
                 return
-            created = json.loads(read_bytes(record) or b"[]")
-            record.unlink(missing_ok=True)
+            created = {path for record in records for path in json.loads(read_bytes(record) or b"[]")}
+            for record in records:
+                record.unlink(missing_ok=True)
             self.folder.rmdir()
-            for path in created:
+            for path in sorted(created, key=len, reverse=True):
                 Path(path).rmdir()
+
+
+def arriving(action: Callable[[], T]) -> T:
+    """Call `action` again where the last node of an earlier check removes the folder meanwhile. Raises OSError."""
+    for _ in range(ARRIVAL_ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError):
+            return action()
+    return action()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from patience import PATIENCE
 from real_mounts import bindfs, or_skipped, sshfs_views
 
 from simpletuner.tools.nfs.results import CHECKS
+from simpletuner.tools.nfs.workspace import Workspace, arriving
 
 
 def free_port() -> int:
@@ -59,6 +61,37 @@ def test_folders_above_are_made_and_removed_again_but_not_those_that_were_there(
     (only,) = nodes.check({})
     assert only.result["status"] == "pass"
     assert list(top.iterdir()) == []
+
+
+def test_nodes_that_make_the_folder_at_the_same_moment_do_not_disturb_each_other(tmp_path):
+    """Half of the pairs failed with EEXIST where they recorded what they had made."""
+    together = threading.Barrier(2)
+
+    def make(number: int) -> Workspace:
+        workspace = Workspace(tmp_path / f"{number}" / "2026" / "run")
+        together.wait()
+        workspace.create()
+        return workspace
+
+    with ThreadPoolExecutor(2) as nodes:
+        for number in range(50):
+            (made, _) = [arrived.result() for arrived in [nodes.submit(make, number) for _ in range(2)]]
+            made.remove_if_empty()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_that_arrives_while_the_last_one_leaves_makes_the_folder_again(tmp_path):
+    leaving, arrivals = Workspace(tmp_path / "run"), []
+
+    def arrive() -> None:
+        leaving.create()
+        if not arrivals:
+            leaving.remove_if_empty()
+        arrivals.append(leaving.probe(0))
+        arrivals[-1].touch()
+
+    arriving(arrive)
+    assert arrivals == [leaving.probe(0)] * 2
 
 
 def test_a_local_folder_on_two_nodes_fails_with_the_way_to_share_it(nodes):
