@@ -110,11 +110,14 @@ def node_of(settings: Settings, path: Path | None, nodes: int | None, rank: int 
 
 def written_by(settings: Settings) -> dict[str, Any]:
     """Return `disk_usage` of a node: what the configured run will write, or `disk_unknown`: why that is not known."""
+    model = settings.model
+    if not model.model_family and not model.pretrained_model_name_or_path:
+        return {}
     from simpletuner.checkpoints.disk_usage import estimate_disk_usage
     from simpletuner.models.catalog.architecture import copied_bytes, parameters_of
     from simpletuner.parallel.moments import TrainedWeights, needs_shapes
 
-    model, counted = settings.model, parameters_of(settings.model)
+    counted = parameters_of(model)
     if counted and model.model_type == "full" and not needs_shapes(settings.optimizer.optimizer):
         copied = copied_bytes(Path(model.pretrained_model_name_or_path)) if model.pretrained_model_name_or_path else 0
         count, origin = counted

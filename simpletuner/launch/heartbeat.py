@@ -29,7 +29,7 @@ TERMINATION_KEY = "launchers/ending"
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A regular message of a launcher, or of a node of `nfs check`; a rising count means that it is alive."""
+    """A regular message of a launcher; a rising count means that it is alive."""
 
     count: int
     state: str = "running"

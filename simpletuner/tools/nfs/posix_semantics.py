@@ -76,13 +76,15 @@ def check_write(peers: Rendezvous) -> Finding:
 def check_rename(peers: Rendezvous) -> Finding:
     """Check `rename`: replace a file and rename a folder repeatedly while all nodes read all of them."""
     renamer, seen, folders = Renamer(peers), Counter[str](), Counter[str]()
+    ranks = (*peers.node.others, peers.node.rank)
+    read = [(peers.workspace.file(rank, "renamed"), folder_names(peers, rank)) for rank in ranks]
     peers.gather("start")
     renamer.thread.start()
     try:
         while renamer.thread.is_alive():
-            for rank in (*peers.node.others, peers.node.rank):
-                seen[read_state(peers.workspace.file(rank, "renamed"))] += 1
-                folders.update(filter(None, map(read_folder, folder_names(peers, rank))))
+            for file, names in read:
+                seen[read_state(file)] += 1
+                folders.update(filter(None, map(read_folder, names)))
             peers.pause(0)
             if peers.node.is_alone and renamer.replaced >= REPLACEMENTS and seen.total() >= READS:
                 break

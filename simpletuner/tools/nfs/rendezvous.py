@@ -15,11 +15,10 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.launch.heartbeat import Heartbeat, parse_heartbeat
 from simpletuner.launch.node_info import NodeInfo, identify, parse_node_info
 from simpletuner.launch.store import MessageStore
 from simpletuner.system.files.mounts import MOUNTINFO
@@ -252,12 +251,12 @@ class Rendezvous:
     def _wait_until_stale(self) -> None:
         """Return once the holder of this rank is known to be dead. Raises RendezvousError if it lives."""
         rank = self.node.rank
-        before = self.messages.read(self._heartbeat_key, parse_heartbeat)
+        before = self.messages.read(self._heartbeat_key, dict)
         for _ in self.polls(STALE_SECONDS):
             holder = self.messages.read(card_key(rank), parse_node_info)
             if holder and holder.has_ended:
                 return
-            heartbeat = self.messages.read(self._heartbeat_key, parse_heartbeat)
+            heartbeat = self.messages.read(self._heartbeat_key, dict)
             if holder and heartbeat and heartbeat != before:
                 who = f"process {holder.pid} on {holder.host}"
                 raise RendezvousError(f"node rank {rank} is already taken by {who}", [rank])
@@ -266,7 +265,7 @@ class Rendezvous:
     def _send_heartbeats(self) -> None:
         for count in itertools.count(1):
             with contextlib.suppress(OSError):  # the checks find and report what is wrong with the folder
-                self.messages.write(self._heartbeat_key, asdict(Heartbeat(count)))
+                self.messages.write(self._heartbeat_key, {"count": count})
             if self._closed.wait(HEARTBEAT_SECONDS):
                 return
 
