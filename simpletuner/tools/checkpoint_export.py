@@ -30,6 +30,7 @@ from simpletuner.report import Report
 from simpletuner.runs.health.best_step import best_saved_of
 from simpletuner.runs.settings_record import recorded_settings
 from simpletuner.settings.values.parsed import checkpoint_name
+from simpletuner.system.files.locks import sole_writer
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.run_folder.resuming import check_fits
 
@@ -49,7 +50,7 @@ def export_checkpoint(
     kind = EXPORTS[settings.model.model_type] + ("-ema" if average else "")
     target = target or output / f"{kind}-{checkpoint.step:06d}"
     check_targets([target])
-    with libraries_silenced(), joined_world({}, use_cpu=True) as world:
+    with libraries_silenced(), joined_world({}, use_cpu=True) as world, sole_writer(target):
         verification = Verification(checkpoint, world)
         family = load_family(settings, world, StopRequest().check, skips_checked=True)
         check_export(family, [target])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from simpletuner.runs.images import write_sample
 from simpletuner.runs.settings_record import SAMPLED, recorded_settings
 from simpletuner.settings import Settings
 from simpletuner.settings.values.shape import Shape, parse_shapes
+from simpletuner.system.files.locks import removed_lock
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.checkpoint_export import StoredWeights, find_checkpoint
 from simpletuner.training.run_folder.resuming import check_fits
@@ -45,6 +47,7 @@ from simpletuner.training.validation.sample_requests import (
 from simpletuner.training.validation.whole_denoiser import Read, build_denoiser, encode_pair, sample_pixels
 
 LOOK_SECONDS = 0.2
+NAMING = ".naming.lock"
 
 
 @dataclass(frozen=True)
@@ -193,14 +196,19 @@ def sample_here(output: Path, options: SampleOptions, folder: Path, report: Repo
                 with scaled(model, request.strength):
                     pixels, sound = sample_pixels(family, model, vae, image, device, dtype)
                 del model  # before the next set of weights
-            path = free_name(folder, f"step-{step:06d}-{weights}-{request.seed}")
-            write_sample(path, pixels, image.info(weights, step), sound)
-            written.append(path)
+            write = partial(write_sample, pixels=pixels, info=image.info(weights, step), sound=sound)
+            written.append(write_new(folder, f"step-{step:06d}-{weights}-{request.seed}", write))
     return written
 
 
+def write_new(folder: Path, stem: str, write: Callable[[Path], object]) -> Path:
+    """Write under the first name that is free, which another command may look for at the same moment."""
+    with removed_lock(folder / NAMING, partial(time.sleep, LOOK_SECONDS)):
+        write(path := free_name(folder, stem))
+    return path
+
+
 def free_name(folder: Path, stem: str) -> Path:
-    # Two commands at once may still take one.
     names = (f"{stem}{f'-{number}' if number else ''}.png" for number in range(10_000))
     return next(path for name in names if not (path := folder / name).exists())
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from simpletuner.checkpoints.layout import REQUESTS
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.world import joined_world
 from simpletuner.runs.images import read_info
-from simpletuner.tools.sampling import SampleOptions, encode, open_run_family, request_of, settings_of_run
+from simpletuner.tools.sampling import SampleOptions, encode, open_run_family, request_of, settings_of_run, write_new
 from simpletuner.training.validation.sample_requests import IN_METADATA, MOST_BYTES
 
 LORA = ("--model_type=lora", "--lora_rank=2", "--checkpoint_step_interval=1", "--checkpoints_total_limit=50")
@@ -155,3 +158,17 @@ def small() -> tuple[str, ...]:
     from conftest import SMALL
 
     return SMALL
+
+
+def test_two_commands_that_write_at_the_same_moment_do_not_take_one_name(tmp_path):
+    meeting = threading.Barrier(2)
+
+    def write(path: Path) -> None:
+        with suppress(threading.BrokenBarrierError):  # only one of them writes
+            meeting.wait(0.2)
+        path.touch()
+
+    with ThreadPoolExecutor(2) as commands:
+        written = [commands.submit(write_new, tmp_path, "step", write) for _ in range(2)]
+        names = {each.result().name for each in written}
+    assert names == {"step.png", "step-1.png"} == {path.name for path in tmp_path.iterdir()}

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from simpletuner.app import main
 from simpletuner.checkpoints.writing import write_full
+from simpletuner.errors import SettingsError
 from simpletuner.models.family.adapter import layers_ending_with
 from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.opening.lora_config import write_formats
@@ -30,10 +31,11 @@ from simpletuner.models.opening.lora_file import write_lora
 from simpletuner.models.opening.stored_weights import StoredTensors
 from simpletuner.parallel.world import joined_world
 from simpletuner.settings.declared.sections import Lora, Model, Settings
+from simpletuner.system.files.locks import sole_writer
 from simpletuner.tools.lora.deltas import product
 from simpletuner.tools.lora.low_rank import Wanted, best_pair
 from simpletuner.tools.lora.merging import Rounding, group_of
-from simpletuner.tools.lora.results import ResultOrigin
+from simpletuner.tools.lora.results import ResultOrigin, writing_to
 
 RANK = 4
 FAMILIES = {"sdxl": "unet", "flux": "transformer", "wan": "transformer"}
@@ -539,6 +541,17 @@ def test_what_does_not_fit_or_is_damaged_is_one_sentence_and_leaves_nothing(flux
     assert {each.name for each in tmp_path.iterdir() if each.is_dir()} == {"own", "theirs", "bad", "result"}
     lora("merge", flux, own, "--output=result", "--force", "--strength=2")
     assert "strength 2" in (tmp_path / "result" / "README.md").read_text()
+
+
+def test_a_result_of_another_command_is_not_replaced_while_it_is_written_nor_once_it_is(own, tmp_path, lora):
+    """Of two that resized at the same moment, one left a folder without its weights and ended with 0."""
+    with sole_writer(tmp_path / "two"):
+        said = lora("resize", own, "--rank=2", "--output=two", "--force", code=3)
+        assert "another command is writing two" in said and not (tmp_path / "two").exists()
+    with joined_world({}, use_cpu=True) as world, pytest.raises(SettingsError, match="exists already"):
+        (tmp_path / "two").mkdir()  # since the command has looked
+        with writing_to(tmp_path / "two", None, world, replace=False):
+            raise AssertionError("it is replaced")
 
 
 def test_a_full_disk_and_a_kill_leave_the_old_result_and_no_half_one(flux, own, tmp_path, lora, starter):

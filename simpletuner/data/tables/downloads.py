@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -32,6 +33,7 @@ from simpletuner.data.storage.storage import MAX_BYTES as LARGEST_READ
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.data.tables.table_files import TableFile
 from simpletuner.system.files.atomic import create_new, flush_to_disk, replace_file, unfinished_path
+from simpletuner.system.files.locks import removed_lock
 from simpletuner.system.files.mounts import rename_over
 from simpletuner.system.network import http_request
 from simpletuner.system.processes.threads import run_bounded
@@ -47,6 +49,8 @@ TIMEOUT_SECONDS = 30
 # HTTP statuses below 500 that may be others next time.
 PASSING = frozenset({408, 425, 429})
 INDEX = "images.jsonl"
+LOCK = ".downloading.lock"
+LOOK_SECONDS = 0.5
 # With %, so that an address that is quoted already stays as it is.
 SAFE = ":/?#[]@!$&'()*+,;=%~"
 KEYS = {"path": "csv_file", "filename_column": "csv_url_column", "caption_column": "csv_caption_column"}
@@ -98,8 +102,17 @@ def download(dataset: UrlImages, stop: Callable[[], None], show: Callable[[int],
 
     Raises DataError for a list that cannot be read, EnvironmentNotReady where servers do not answer.
     """
+    with removed_lock(dataset.csv_cache_dir / LOCK, partial(wait_for_another, stop)):  # which finds all of it done
+        return download_missing(dataset, stop, show)
+
+
+def wait_for_another(stop: Callable[[], None]) -> None:
+    stop()
+    time.sleep(LOOK_SECONDS)
+
+
+def download_missing(dataset: UrlImages, stop: Callable[[], None], show: Callable[[int], object]) -> Downloads:
     folder, captions, found = dataset.csv_cache_dir, read_urls(dataset), Downloads()
-    folder.mkdir(parents=True, exist_ok=True)
     suffixes = VIDEO_SUFFIXES if dataset.clips else BY_PILLOW | BY_PLUGIN
     names = {path.stem: path.name for path in folder.iterdir() if path.suffix in suffixes}
     missing = [url for url in captions if name_of(url) not in names]

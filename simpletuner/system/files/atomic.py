@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import shutil
 import stat
 import threading
@@ -131,15 +132,15 @@ def restore_replaced(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path, durably: bool = True, mode: int = 0o666, hidden: str = "") -> Iterator[BinaryIO]:
+def atomic_file(path: Path, durably: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a file for writing that gets its name, `path`, once it is whole and synced. A link is replaced.
 
     All of it happens in the folder that is opened first, under a name that is created exclusively: an archive
-    may have brought links by that name, or by the final one, to any file of its reader's. `hidden` is another
-    such name.
+    may have brought links by that name, or by the final one, to any file of its reader's. Each writer has a name of
+    its own: of several at once the last one wins, and none sees another's.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    new = hidden or unfinished_path(path).name
+    new = unfinished_path(path, secrets.token_hex(4)).name
     try:
         file = create_new(new, folder, mode)
         try:

@@ -23,7 +23,7 @@ COMPLETE = "complete.json"
 
 SHARDS = rf"rank\d{{3,}}-\d{{5,}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})"
 DERIVED = f"({re.escape(MERGED_INDEX)}|{re.escape(COMPLETE)})"
-OURS = re.compile(rf"{SHARDS}|{re.escape(IN_USE)}(\.\d+)?|{DERIVED}|\.({DERIVED}|{SHARDS})\.unfinished")
+OURS = re.compile(rf"{SHARDS}|{re.escape(IN_USE)}(\.\d+)?|{DERIVED}|\.({DERIVED}|{SHARDS})(\.\w+)?\.unfinished")
 
 
 def shard_name(rank: int, number: int) -> str:

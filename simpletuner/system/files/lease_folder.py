@@ -122,9 +122,16 @@ def held_folder(
 
     Raises LeaseLost when another run holds it: at once where that is known at once.
     """
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    lease.acquire(FolderPlace(folder), stop, say)
+    while True:
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lease.acquire(FolderPlace(folder), stop, say)
+            break
+        except FileNotFoundError:
+            if folder.exists():
+                raise
+        # Another start was refused just now, and has removed the folder that it had made.
     try:
         yield
     finally:

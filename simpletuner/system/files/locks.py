@@ -113,6 +113,34 @@ def retry_until_unlocked(attempt: Callable[[], int], why: str, timeout_seconds: 
 
 
 @contextmanager
+def removed_lock(path: Path, wait: Callable[[], object]) -> Iterator[None]:
+    """Hold a lock file that is removed at the end; `wait`, which may raise, is called while another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            descriptor = lock_file(path, exclusive=True, needed=False)
+            break
+        except BlockingIOError:
+            wait()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before it is free: its holder may remove it
+        os.close(descriptor)
+
+
+@contextmanager
+def sole_writer(target: Path) -> Iterator[None]:
+    """Keep other commands from writing this file or folder. Raises EnvironmentNotReady where one does."""
+
+    def refuse() -> None:
+        raise EnvironmentNotReady(f"another command is writing {target}", "wait for it, or name another --output")
+
+    with removed_lock(target.with_name(f".{target.name}.lock"), refuse):
+        yield
+
+
+@contextmanager
 def exclusive_lock(path: Path, timeout_seconds: float = WAIT_SECONDS) -> Iterator[None]:
     """Lock a file exclusively, waiting for it if necessary. Raises EnvironmentNotReady at the timeout.
 

@@ -287,8 +287,7 @@ class StatusWriter:
 def replace_status(path: Path, content: bytes, durably: bool) -> None:
     """Replace the file at once, so that no reader sees half of it. Raises OSError."""
     try:
-        # Named by the process: a rank and the launcher may write at the same time.
-        with atomic_file(path, durably, hidden=f".{path.name}.{os.getpid()}.unfinished") as file:
+        with atomic_file(path, durably) as file:
             file.write(content)
     except OSError:
         # The reason of a run's end must be readable on a full disk: the file's present size can be rewritten.

@@ -9,7 +9,6 @@ from pathlib import Path
 from simpletuner.deepspeed.swap_files import remove_swap_folder
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.settings import Settings
-from simpletuner.system.files.atomic import unfinished_path
 from simpletuner.system.files.cache_files import IN_USE, bytes_of, files_of, lock_of
 from simpletuner.system.files.lease import Lease, nothing
 from simpletuner.system.files.lease_folder import FolderPlace
@@ -94,8 +93,8 @@ def remove_blocks(item: CacheItem) -> int:
     lock = lock_of(item.path)
     with exclusive_lock(lock):
         removed = bytes_of(item.path)
-        unfinished_path(item.path).unlink(missing_ok=True)
-        item.path.unlink(missing_ok=True)
+        for path in [item.path, *item.path.parent.glob(f".{item.path.name}.*unfinished")]:
+            path.unlink(missing_ok=True)
         lock.unlink(missing_ok=True)
     return removed
 

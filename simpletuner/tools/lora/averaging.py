@@ -62,7 +62,7 @@ def average_loras(
         layers[layer] = found.resize(mean_layer, wanted or Wanted(None, None)).in_dtype(first.dtype)
     first.layers = layers
     origin = ResultOrigin("average", first.metadata.get("base_model", ""), described(files, shares))
-    write_result(first, target, origin, report)
+    write_result(first, target, origin, replace, report)
     return found
 
 
@@ -128,7 +128,7 @@ def average_checkpoints(
             verification.wait()
         stored = [StoredWeights(each, family, "ema" if ema else "model") for each in chosen]
         origin = ResultOrigin("average", "", described([each.folder for each in chosen], shares))
-        with writing_to(target, family, world):
+        with writing_to(target, family, world, replace):
             report.say(f"writing {target}")
             card = partial(origin.write_card, model=settings.model)
             write_export(family, target, partial(mean, stored, shares), world, chosen[-1].step, card)

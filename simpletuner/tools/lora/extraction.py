@@ -97,7 +97,7 @@ def extract_lora(
             if found.others:
                 write_exact(hidden / EXACT, differences, found.others, origin)
 
-        with writing_to(target, family, world):
+        with writing_to(target, family, world, replace):
             report.say(f"writing {target}")
             card = partial(origin.write_card, model=family.settings.model)
             replace_export(target, world, 0, lambda _: {}, write, card)

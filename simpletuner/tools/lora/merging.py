@@ -70,7 +70,7 @@ def merge_loras(
         weights = denoiser_weights(family)
         dtypes = exported_dtypes(family, {name: each.dtype for name, each in weights.shapes.items()})
         origin = ResultOrigin("merge", base.name, [(path, f"strength {strength:g}") for path, strength in loras])
-        with writing_to(target, family, world):
+        with writing_to(target, family, world, replace):
             report.say(f"writing {target}")
             merge_group = partial(group_of, origin=origin, rounding=rounding)
             denoiser = merge_group(weights, deltas.pop(family.denoiser_name, {}), dtypes)

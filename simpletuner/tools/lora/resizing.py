@@ -65,7 +65,8 @@ def resize_lora(path: Path, target: Path, wanted: Wanted, replace: bool, report:
     found = Resized()
     for name, layer in pairs.layers.items():
         pairs.layers[name] = found.resize(layer, wanted).in_dtype(pairs.dtype)
-    write_result(pairs, target, ResultOrigin("resize", pairs.metadata.get("base_model", ""), [(path, "")]), report)
+    origin = ResultOrigin("resize", pairs.metadata.get("base_model", ""), [(path, "")])
+    write_result(pairs, target, origin, replace, report)
     return found
 
 
@@ -75,8 +76,8 @@ def square_of(pair: MatrixPair) -> float:
     return ((up.T @ up) * (down @ down.T)).sum().clamp_min(0).item()
 
 
-def write_result(pairs: PairedLora, target: Path, origin: ResultOrigin, report: Report) -> None:
-    with libraries_silenced(), joined_world({}, use_cpu=True) as world, writing_to(target, None, world):
+def write_result(pairs: PairedLora, target: Path, origin: ResultOrigin, replace: bool, report: Report) -> None:
+    with libraries_silenced(), joined_world({}, use_cpu=True) as world, writing_to(target, None, world, replace):
         report.say(f"writing {target}")
         write = partial(write_pairs, pairs=pairs, origin=origin.metadata())
         replace_export(target, world, 0, lambda _: {}, write, origin.write_card)

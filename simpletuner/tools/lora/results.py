@@ -18,6 +18,7 @@ from simpletuner.parallel.world import World
 from simpletuner.runs.facts import hub_id
 from simpletuner.settings.declared.sections import Model
 from simpletuner.system.files.atomic import remove, restore_replaced, unfinished_path, write_file
+from simpletuner.system.files.locks import sole_writer
 from simpletuner.training.publishing.model_card import CARD, front_matter
 
 
@@ -74,22 +75,29 @@ def check_result(target: Path, replace: bool, sources: Sequence[Path]) -> None:
     for source in sources:
         if real == source.resolve() or real in source.resolve().parents:
             raise SettingsError(f"{target} holds {source}, from which it would be made", "name another --output")
-    if os.path.lexists(target) and not replace:
-        raise SettingsError(f"{target} exists already", "name another --output, or --force to replace it")
+    refuse_existing(target, replace)
     check_targets([target])
 
 
+def refuse_existing(target: Path, replace: bool) -> None:
+    if os.path.lexists(target) and not replace:
+        raise SettingsError(f"{target} exists already", "name another --output, or --force to replace it")
+
+
 @contextmanager
-def writing_to(target: Path, family: ModelFamily | None, world: World) -> Iterator[None]:
+def writing_to(target: Path, family: ModelFamily | None, world: World, replace: bool) -> Iterator[None]:
     """Write a result in the block; what was begun is removed where it fails.
 
-    What a killed command has left, is removed or put back first.
+    What a killed command has left, is removed or put back first. Raises EnvironmentNotReady where another command
+    writes there, and SettingsError where one has done so meanwhile.
     """
     if family is not None:
         check_export(family, [target])
-    restore_replaced(target)
-    try:
-        yield
-    except BaseException:
-        remove(unfinished_path(target, world.lease.record.id))
-        raise
+    with sole_writer(target):
+        restore_replaced(target)
+        refuse_existing(target, replace)
+        try:
+            yield
+        except BaseException:
+            remove(unfinished_path(target, world.lease.record.id))
+            raise

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -38,7 +39,7 @@ from simpletuner.report import Report
 from simpletuner.runs.images import ImageInfo, read_info, write_sample
 from simpletuner.session import Session
 from simpletuner.system.files.late_files import wait_for_files
-from simpletuner.system.files.locks import lock_file
+from simpletuner.system.files.locks import removed_lock
 from simpletuner.training.validation.requested_samples import check_references
 from simpletuner.training.validation.validator import BASE, PlannedImage, group_by_denoiser_calls
 from simpletuner.training.validation.whole_denoiser import (
@@ -139,23 +140,15 @@ def why_missing(images: Sequence[ClassImage]) -> list[str]:
 @contextmanager
 def locked(folder: Path, report: Report, stop: Callable[[], None]) -> Iterator[None]:
     """Hold a folder's lock, waiting for a run that makes images there."""
-    path, is_said = folder / LOCK, False
-    folder.mkdir(parents=True, exist_ok=True)
-    while True:
-        try:
-            descriptor = lock_file(path, exclusive=True, needed=False)
-            break
-        except BlockingIOError:
-            if not is_said:
-                report.say(f"another run makes class images in {folder}: waiting for it")
-            is_said = True
+    say_once = cache(lambda: report.say(f"another run makes class images in {folder}: waiting for it"))
+
+    def wait() -> None:
+        say_once()
         stop()
         time.sleep(LOOK_SECONDS)
-    try:
+
+    with removed_lock(folder / LOCK, wait):
         yield
-    finally:
-        path.unlink(missing_ok=True)  # before it is free: its holder may remove it
-        os.close(descriptor)
 
 
 def report_missing(

@@ -7,6 +7,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -223,6 +224,16 @@ def test_two_machines_download_a_shared_folder_once_and_only_what_their_own_lack
     files = [path for path in cases.glob("*/*/*.*") if path.suffix in (".png", ".jpg", ".webp")]
     assert len(files) == 3 + 3 + 6 + 6 + 5 and all(path.read_bytes() in contents.values() for path in files)
     assert not [*cases.rglob(".*.unfinished")]
+
+
+def test_two_commands_at_once_download_a_folder_once(server, tmp_path):
+    paths = [f"/{number}.png" for number in range(20)]
+    server.content = dict.fromkeys(paths, image("PNG"))
+    dataset = urls(tmp_path, server, *paths)
+    with ThreadPoolExecutor(2) as commands:
+        found = [each.result().count for each in [commands.submit(fetched, dataset) for _ in range(2)]]
+    assert found == [20, 20] and server.asked.total() == 20
+    assert len([*(tmp_path / "cache").iterdir()]) == 21
 
 
 def test_a_stop_is_answered_and_the_rest_comes_later(server, tmp_path):

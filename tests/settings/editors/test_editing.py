@@ -91,10 +91,10 @@ def test_what_cannot_be_edited_is_refused_and_stays(tmp_path, name, text, said):
 def test_a_file_that_is_not_there_or_not_to_be_written_is_refused(tmp_path):
     with pytest.raises(SettingsError, match="cannot read"):
         set_in_file(tmp_path / "no.toml", KNOB, VALUE)
-    (tmp_path / ".c.toml.unfinished").mkdir()
-    (tmp_path / "c.toml").write_text("seed = 1\n")
-    with pytest.raises(SettingsError, match="cannot write .*c.toml: Is a directory"):
-        set_in_file(tmp_path / "c.toml", KNOB, VALUE)
+    path = tmp_path / f"{'c' * 245}.toml"  # the name that it is written under is longer
+    path.write_text("seed = 1\n")
+    with pytest.raises(SettingsError, match="cannot write .*c.toml: File name too long"):
+        set_in_file(path, KNOB, VALUE)
 
 
 CONFIG = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "names": ["a,b", "#"]}, "b c": None}

@@ -18,12 +18,14 @@ from patience import PATIENCE
 from simpletuner.errors import EnvironmentNotReady, ExitCode, Stopped
 from simpletuner.system.files.cache_files import IN_USE
 from simpletuner.system.files.lease import Lease
-from simpletuner.system.files.lease_folder import held_folder, holder_of, shared_folders
+from simpletuner.system.files.lease_folder import FolderPlace, held_folder, holder_of, shared_folders
 from simpletuner.system.files.lease_record import Record
 from simpletuner.system.files.locks import (
+    RUN_LOCK,
     exclusive_lock,
     is_locked,
     lock_file,
+    sole_writer,
 )
 from simpletuner.system.processes.signals import StopRequest
 
@@ -192,3 +194,30 @@ def test_who_holds_a_folder_runs_here_only_if_the_machine_is_this_one_whoever_ow
 
     monkeypatch.setattr(os, "kill", refused)
     assert Record(host=here, pid=alive).is_launcher_alive, "another user's process cannot be signalled, and is there"
+
+
+class RemovedFolder(Lease):
+    """Another start removes the folder that it had made, once, between its making here and its lock."""
+
+    is_removed = False
+
+    def acquire(self, place: FolderPlace, *others: object, **more: object) -> None:
+        if not self.is_removed:
+            self.is_removed = True
+            place.folder.rmdir()
+        super().acquire(place, *others, **more)
+
+
+def test_a_run_makes_its_folder_again_where_a_start_that_was_refused_has_just_removed_it(tmp_path):
+    with held_folder(tmp_path / "run", lease := RemovedFolder()):
+        assert lease.is_removed and is_locked(tmp_path / "run" / RUN_LOCK)
+
+
+def test_of_two_commands_that_write_one_folder_the_second_is_refused_and_nothing_is_left(tmp_path):
+    target = tmp_path / "merged"
+    refused = pytest.raises(EnvironmentNotReady, match="another command is writing")
+    with sole_writer(target), refused, sole_writer(target):
+        raise AssertionError("both write")
+    with sole_writer(target):
+        pass
+    assert not [*tmp_path.iterdir()]
