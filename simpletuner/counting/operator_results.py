@@ -15,6 +15,10 @@ from torch import Tensor
 
 from simpletuner.private_api.of_torch import FakeTensor, FakeTensorMode, new_fake, view_of_fake
 
+aten = torch.ops.aten
+NOT_RELATIVE = (aten.as_strided.default, aten.view.dtype)
+"""Views whose offset is not that of their source and a difference: that in the storage, and one in other items."""
+
 
 class RememberingMode(FakeTensorMode):
     """FakeTensorMode with the results of operators that ran on its tensors, outside of it."""
@@ -105,7 +109,7 @@ def result_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def remember(operator: Any, outputs: Any, given: Sequence[FakeTensor]) -> Callable[[Sequence[FakeTensor]], Any] | None:
     """Return a function that makes the outputs of an operator for tensors with the layouts of those given."""
-    if torch.Tag.inplace_view in operator.tags:
+    if torch.Tag.inplace_view in operator.tags or operator in NOT_RELATIVE:
         return None
     try:
         if isinstance(outputs, list | tuple):

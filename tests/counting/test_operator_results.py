@@ -57,3 +57,13 @@ def test_a_remembered_result_is_that_of_the_operator(name):
     with MemoryCounter():
         assert described(OPERATORS[name], inputs()) == expected
     assert len(mode.results) == known and all(mode.results.values())  # it was remembered
+
+
+@pytest.mark.parametrize("view", [lambda x: x.as_strided((2,), (1,), 3), lambda x: x.view(torch.float16)])
+def test_an_offset_that_is_not_relative_to_the_source_is_the_operators_own(view):
+    with RememberingMode():
+        values = torch.empty(16)
+        sources = values[:8], values[8:]
+    expected = [view(each).storage_offset() for each in sources]
+    with MemoryCounter():
+        assert [view(each).storage_offset() for each in sources] == expected

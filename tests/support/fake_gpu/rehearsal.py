@@ -7,7 +7,6 @@ threads, so what `in_daemon` would do is done where it is asked for.
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
@@ -30,6 +29,7 @@ from fake_gpu.device import DEVICE, RUNTIME, install
 from fake_gpu.recorder import Recorder, follow_resizing
 from simpletuner.checkpoints import saving
 from simpletuner.counting.flops import use_cuda_kernels
+from simpletuner.counting.operator_results import RememberingMode
 from simpletuner.counting.step_memory import CONTEXT_BYTES, Workload, estimate_training
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.validation_prompts import ValidationPrompt
@@ -69,18 +69,20 @@ RESUMED_AT = 5
 HELD_OUT = 2
 
 
-@dataclass
-class Known:
-    """What rehearsals of the same model need not make again, by its settings."""
-
-    workloads: dict[tuple[Any, ...], Workload] = field(default_factory=dict)
-    flops: defaultdict[tuple[Any, ...], dict[Any, int]] = field(default_factory=lambda: defaultdict(dict))
-
-
-class GpuMode(FakeTensorMode):
+class GpuMode(RememberingMode):
     """Also what is made of Python's numbers on the device is fake, though torch says that there is a GPU."""
 
     avoid_device_init = True
+
+
+@dataclass
+class Known:
+    """What rehearsals need not make again: results of operators, and of the same model, by its settings, more."""
+
+    mode: GpuMode = field(default_factory=GpuMode)
+    workloads: dict[tuple[Any, ...], Workload] = field(default_factory=dict)
+    flops: dict[Any, int] = field(default_factory=dict)
+    """Of whichever model has counted a shape first: how many there are changes nothing of a step."""
 
 
 @dataclass
@@ -178,8 +180,8 @@ def rehearsed(
         planned = planned_bytes(loaded, family, largest, known) if plans else {}
         world = stack.enter_context(fake_world(world_size))
         session = Session(loaded, build_mesh(loaded.settings, world), Report(quiet=True), StopRequest())
-        with started(stack, session, family, largest, planned, resumes, checks_order) as run:
-            run.trainer.logger.throughput.counter.counted = known.flops[key_of(loaded.settings, largest)]
+        with started(stack, session, family, largest, planned, resumes, Recorder(checks_order), known.mode) as run:
+            run.trainer.logger.throughput.counter.counted = known.flops
             yield run
     gc.collect()
 
@@ -228,7 +230,8 @@ def started(
     largest: SampleShape,
     planned: dict[str, int],
     resumes: bool,
-    checks_order: bool,
+    recorder: Recorder,
+    mode: GpuMode,
 ) -> Iterator[Rehearsal]:
     """Build what trains in memory that does not exist, and yield it."""
     settings, mesh = session.settings, session.mesh
@@ -238,7 +241,6 @@ def started(
     prepared = prepared_samples(session, family, largest)
     batch = first_batch(session, prepared)
     objective, own_denoiser, own_vae = objective_of(family), family.denoiser, family.vae
-    recorder = Recorder(checks_order)
 
     def denoiser(**options: Any) -> Any:
         with unset_fake_temporarily():
@@ -258,7 +260,7 @@ def started(
     stack.enter_context(mock.patch.object(distributed, "_verify_param_shape_across_processes", lambda *_: None))
     stack.enter_context(without_threads())
     stack.enter_context(mock.patch.object(_fsdp_init, "_move_states_to_device", partial(move, recorder)))
-    stack.enter_context(GpuMode(allow_non_fake_inputs=True))
+    stack.enter_context(mode)
     stack.enter_context(recorder)
     set_float32_precision(settings.training.allow_tf32)
     backend = settings.training.attention_backend
