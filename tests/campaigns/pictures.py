@@ -64,9 +64,8 @@ def workspace(folder: Path) -> Path:
 
 
 def entered(browser: Browser, server: PageServer) -> Page:
-    name, _, value = server.cookie["Cookie"].partition("=")
     context = browser.new_context(viewport={"width": 1280, "height": 940})
-    context.add_cookies([{"name": name, "value": value, "url": server.origin}])
+    server.enter(context)
     page = context.new_page()
     page.set_default_timeout(300_000)
     return page

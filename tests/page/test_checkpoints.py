@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import re
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from browser import expect_axe_finds_nothing
 from conftest import SMALL
 from forked_launcher import HELD
-from page_server import PageServer, page_server
+from page_server import PageServer
 from patience import PATIENCE
 from playwright.sync_api import Page, expect
 
@@ -34,12 +33,6 @@ def folder(folder: Path, shapes: Path) -> Path:
     (folder / "shapes").symlink_to(shapes)
     (folder / "run.toml").write_text(CONFIG)
     return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, fork_server) -> Iterator[PageServer]:
-    with page_server(folder, fork_server=fork_server) as started:
-        yield started
 
 
 def held_process(folder: Path) -> psutil.Process:

@@ -6,9 +6,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -85,13 +84,6 @@ def check(server: PageServer, file: str = "run.toml", decode: str = "", shows: s
         time.sleep(0.1)
         answer = server.get("/datasets/progress", file=file, shows=shows)
     return answer
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, fork_server: Any) -> Iterator[PageServer]:
-    """A page that is forked, as are its checks, which take 3.6 CPU seconds where they start cold."""
-    with page_server(folder, fork_server=fork_server) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import ranks
 from browser import expect_axe_finds_nothing
 from conftest import SMALL, Starter
 from holders import holder
-from page_server import PageServer
+from page_server import PageServer, page_server
 from playwright.sync_api import Locator, Page, expect
 
 from simpletuner.app import main
@@ -32,6 +33,13 @@ instance_data_dir = "pictures"
 num_processes = 2
 validation_prompt = ["it's <b>bold</b>"]
 """
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[PageServer]:
+    """A page that starts cold, as does what it starts."""
+    with page_server(folder) as started:
+        yield started
 
 
 @pytest.fixture

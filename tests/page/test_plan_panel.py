@@ -6,7 +6,6 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import ranks
 from browser import expect_axe_finds_nothing
 from conftest import Starter
-from page_server import PageServer, page_server
+from page_server import PageServer
 from patience import PATIENCE
 from playwright.sync_api import Page, expect
 
@@ -31,13 +30,6 @@ max_train_steps = 1000
 fsdp_enable = false
 state_layout = "fp32"
 """
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, fork_server: Any) -> Iterator[PageServer]:
-    """A page whose plans are forked."""
-    with page_server(folder, fork_server=fork_server) as started:
-        yield started
 
 
 @pytest.fixture

@@ -116,8 +116,7 @@ def tab(browser: Browser) -> Iterator[Callable[[PageServer], Page]]:
         page.set_default_timeout(PATIENCE * 1000)
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
-        name, _, value = server.cookie["Cookie"].partition("=")
-        context.add_cookies([{"name": name, "value": value, "url": server.origin}])
+        server.enter(context)
         return page
 
     yield enter

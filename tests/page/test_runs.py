@@ -9,15 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from browser import expect_axe_finds_nothing
 from conftest import SMALL
-from page_server import PageServer
+from forked_launcher import ForkedProcess, run_elsewhere
+from page_server import PageServer, page_server
 from patience import PATIENCE
 from playwright.sync_api import Page, expect
 from run_pages import EVIL, write_round, write_rows
@@ -46,6 +50,13 @@ def folder(folder: Path, shapes: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[PageServer]:
+    """A page that starts cold, as does what it starts."""
+    with page_server(folder) as started:
+        yield started
+
+
 def write_run(output: Path) -> None:
     """Write what a run with awkward texts leaves that has failed."""
     output.mkdir(parents=True)
@@ -67,13 +78,23 @@ def write_status(output: Path, **values: object) -> None:
 
 
 @pytest.fixture
-def elsewhere(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that the page has not started; they are gone after the test."""
-    made: list[subprocess.Popen[bytes]] = []
-    yield made
-    for process in made:
+def elsewhere(folder: Path, fork_server: Any) -> Iterator[Callable[[], ForkedProcess]]:
+    """Start a run that the page has not started, and that is gone after the test."""
+    log, enter, command = (
+        str(folder.parent / "elsewhere.log"),
+        partial(os.chdir, folder),
+        ["train", "--config=live.toml"],
+    )
+    process = fork_server.Process(target=run_elsewhere, args=(enter, log, ranks.command_line, command))
+
+    def start() -> ForkedProcess:
+        process.start()
+        return ForkedProcess(process)
+
+    yield start
+    if process.pid is not None:
         process.kill()
-        process.wait()
+        process.join()
 
 
 def state_of(page: Page) -> str:
@@ -82,7 +103,7 @@ def state_of(page: Page) -> str:
 
 @pytest.mark.long
 def test_a_run_is_started_watched_and_stopped_and_goes_on_elsewhere_until_it_is_stuck_and_killed(
-    page: Page, server: PageServer, folder: Path, elsewhere: list[subprocess.Popen[bytes]]
+    page: Page, server: PageServer, folder: Path, elsewhere: Callable[[], ForkedProcess]
 ):
     page.goto(server.origin + "/runs")
     page.get_by_label("Configuration").select_option("live.toml")
@@ -120,9 +141,7 @@ def test_a_run_is_started_watched_and_stopped_and_goes_on_elsewhere_until_it_is_
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
     rows = (folder / "out" / "live" / METRICS).read_text().count("\n")
-    command = [sys.executable, "-m", "simpletuner", "train", "--config=live.toml"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    elsewhere.append(process := subprocess.Popen(command, cwd=folder, start_new_session=True, **quiet))
+    process = elsewhere()
     expect(state).to_have_text("running")
     end = time.monotonic() + PATIENCE
     while (folder / "out" / "live" / METRICS).read_text().count("\n") <= rows and time.monotonic() < end:
@@ -143,8 +162,15 @@ def test_a_run_is_started_watched_and_stopped_and_goes_on_elsewhere_until_it_is_
 
 @pytest.mark.long
 def test_a_second_click_on_stop_is_no_second_signal_and_leaving_is_another_button(
-    page: Page, server: PageServer, folder: Path
+    page: Page, folder: Path, fork_server: Any
 ):
+    with page_server(folder, fork_server=fork_server) as server:
+        server.enter(page.context)
+        expect_stopping_and_leaving_apart(page, server, folder)
+        page.goto("about:blank")  # which asks nothing of a server that has ended
+
+
+def expect_stopping_and_leaving_apart(page: Page, server: PageServer, folder: Path) -> None:
     # A step of 20,000 micro-batches: it does not end while this test looks at it.
     long = "gradient_accumulation_steps = 20000\nrepeats = 100000\nvalidation_step_interval = 0\n"
     config = "".join(line for line in CONFIG.splitlines(True) if "validation" not in line)

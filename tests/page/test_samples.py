@@ -8,14 +8,12 @@ import os
 import random
 import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
 import torch
-from page_server import PageServer, page_server
+from page_server import PageServer
 from PIL import Image
 from playwright.sync_api import Page, expect
 
@@ -29,13 +27,6 @@ SECRET = "what nobody may read"
 BASE, TRAINED = "step-000000-base-7.png", "step-000004-trained-7.png"
 ASKED = f"{'0a' * 12}-trained.png"
 CLIP = f"{'0b' * 12}-trained.png"
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, fork_server: Any) -> Iterator[PageServer]:
-    """A page that is forked, as is `sample`."""
-    with page_server(folder, fork_server=fork_server) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from urllib.error import HTTPError
@@ -12,7 +13,7 @@ from urllib.parse import urljoin
 from urllib.request import urlopen
 
 import pytest
-from page_server import PageServer
+from page_server import PageServer, page_server
 from patience import PATIENCE
 from terminal import Terminal
 
@@ -30,6 +31,13 @@ echo "$2" > arguments.new
 mv arguments.new arguments
 for i in $(seq 1200); do [ -e closed ] && exit; sleep 0.1; done
 """
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[PageServer]:
+    """A page that starts cold, as does what it starts."""
+    with page_server(folder) as started:
+        yield started
 
 
 def test_the_printed_address_opens_the_page_for_one_browser(server: PageServer):

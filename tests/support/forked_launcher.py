@@ -4,7 +4,7 @@ Command lines, parents, sessions, signals, sockets, environments, namespaces and
 `simpletuner train`; what is left out is the start of interpreters with their imports: 1.5 CPU seconds of each launcher,
 3.7 of each rank. The page forks what it starts in the same way: runs, plans, samples, checks of datasets. Launchers
 that start ranks cold are some in `end_to_end/test_ending.py`, and some in `launch/test_machines.py`; pages
-that start runs cold are those of `test_runs.py`.
+that start cold, and what they start, are those of `test_runs.py`, `test_dialogs.py` and `test_security.py`.
 """
 
 from __future__ import annotations

@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 from urllib.parse import urlencode, urlsplit
 
 from forked_launcher import ForkedProcess, serve
 from patience import PATIENCE
+
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext
 
 
 @dataclass
@@ -69,6 +72,11 @@ class PageServer:
         cookie = {"Cookie": entered.headers["set-cookie"].partition(";")[0]}
         self.address = self.next_address()
         return cookie
+
+    def enter(self, context: BrowserContext) -> None:
+        """Let all tabs of a browser's context enter."""
+        name, _, value = self.cookie["Cookie"].partition("=")
+        context.add_cookies([{"name": name, "value": value, "url": self.origin}])
 
     def next_address(self) -> str:
         """Return the address that is printed once the one before has been used."""
