@@ -15,7 +15,7 @@ from simpletuner.system.files.atomic import write_file
 from simpletuner.system.files.checksums import write_with_checksum
 
 LIMITED = """
-import resource, sys
+import resource
 from pathlib import Path
 import torch
 from diffusers import AutoencoderKL
@@ -35,7 +35,6 @@ def checkpoint():
     with joined_world({}, use_cpu=True):
         read_tensors([weights], {"decoder.conv_in.bias": torch.empty(32)}, "a checkpoint")
 
-weights = Path(sys.argv[1])
 taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (256 << 20),) * 2)
 for call in (decode, tensor, mapping, library, reading, checkpoint):
@@ -59,7 +58,7 @@ def test_what_a_limit_of_threads_or_memory_makes_of_other_calls_is_no_bug(messag
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
-def test_a_limit_of_memory_is_called_memory_whatever_a_library_calls_it(tmp_path):
+def test_a_limit_of_memory_is_called_memory_whatever_a_library_calls_it(starter, tmp_path):
     AutoencoderKL = pytest.importorskip("diffusers").AutoencoderKL  # noqa: N806
     AutoencoderKL(block_out_channels=(32,), norm_num_groups=32).save_pretrained(tmp_path)
     [weights] = tmp_path.glob("*.safetensors")
@@ -75,11 +74,12 @@ def test_a_limit_of_memory_is_called_memory_whatever_a_library_calls_it(tmp_path
         file.seek(0)
         file.write(len(grown).to_bytes(8, "little") + grown + content)
         file.truncate(8 + len(grown) + data + size)
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(weights)], capture_output=True, text=True, timeout=300)
-    lines = done.stdout.splitlines()
+    limited = starter.start(exec, 1, LIMITED, {"weights": weights})
+    limited.wait()
+    lines = limited.said.splitlines()
     calls = ["decode", "tensor", "mapping", "library", "reading", "checkpoint"]
-    assert [line.partition(" ")[0] for line in lines] == calls, done
-    assert all("out of memory" in line and "ulimit -v" in line for line in lines), done.stdout
+    assert [line.partition(" ")[0] for line in lines] == calls, limited.said
+    assert all("out of memory" in line and "ulimit -v" in line for line in lines), limited.said
 
 
 @pytest.mark.parametrize("write", [write_file, lambda path, content: write_with_checksum(path, [memoryview(content)])])
