@@ -32,7 +32,7 @@ from simpletuner.data.scan.comparison import (
 from simpletuner.errors import DataError, EnvironmentNotReady, RemoteFailure, SettingsError, SimpleTunerError
 from simpletuner.parallel.world import World
 from simpletuner.system.files.late_files import find_late
-from simpletuner.system.files.locks import is_locked, lock_file
+from simpletuner.system.files.locks import WAIT_SECONDS, is_locked, lock_file, retry_until_unlocked
 from simpletuner.system.files.mounts import sync
 
 HINT = "give every machine the same files: one shared folder, or copies made with `rsync -a --delete`"
@@ -194,8 +194,10 @@ def create_probe(folder: Path) -> Iterator[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_stale_probes(folder)
-        # The lock tells it from one that a killed run has left.
-        descriptor = lock_file(path, exclusive=True, needed=False)
+        # The lock tells it from one that a killed run has left; a run that looks whether it is locks it for a moment.
+        descriptor = retry_until_unlocked(
+            lambda: lock_file(path, exclusive=True, needed=False), f"another process holds {path}", WAIT_SECONDS
+        )
         sync(descriptor)  # s3fs has no object before
     except OSError as error:
         if error.errno not in READ_ONLY or not folder.is_dir():

@@ -345,6 +345,9 @@ def test_the_denoiser_that_is_not_trained_is_in_host_memory_for_validation(sampl
 
 
 def test_what_is_wrong_with_the_images_is_said_beside_the_plan(run, pipelines, tmp_path, capsys):
+    """What the ranks of a run that reads these images at the moment have yet to read is left alone."""
+    (scan := Path("output", "cache", "scan", "wide")).mkdir(parents=True)
+    (task := scan / "task-of-the-run.arrow").touch()
     base = f"--pretrained_model_name_or_path={pipelines('sdxl')}"
     (wide := tmp_path / "wide").mkdir()
     Image.new("RGB", (160, 80)).save(wide / "1.png")
@@ -360,6 +363,7 @@ def test_what_is_wrong_with_the_images_is_said_beside_the_plan(run, pipelines, t
     run(base, *batch, "--gpu_memory=1MiB", code=3)
     said = capsys.readouterr()
     assert "warning: " in said.err and "cannot fill" in said.err and "error: this does not fit" in said.err
+    assert [*scan.iterdir()] == [task]
     run(base, "--instance_data_dir=nothing", "--json", code=4)
     found = json.loads(capsys.readouterr().out)
     assert found["size_px"] == [64, 64] and found["problem"]["message"].endswith("there is no folder nothing")

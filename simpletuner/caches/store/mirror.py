@@ -27,6 +27,7 @@ from simpletuner.data.config.embeds import BucketEmbeds, Embeds
 from simpletuner.data.storage.storage import MAX_BYTES, check_obstore
 from simpletuner.system.files.atomic import create_new, unfinished_path, write_file
 from simpletuner.system.files.cache_files import OURS, SHARD_SUFFIX, disk_bytes, index_of
+from simpletuner.system.files.locks import is_locked
 from simpletuner.system.files.mounts import rename_over
 
 if TYPE_CHECKING:
@@ -133,12 +134,14 @@ class Mirror:
     def _restore(self, name: str, away: dict[str, int]) -> None:
         """Upload a shard missing in the bucket; if records are missing here, remove it to remake them."""
         shard = self.folder / name
+        if is_locked(shard):  # another run writes it, and uploads it then
+            return
         places = [entry.location for entry in read_index(index_of(shard))]
         if places and all(place.checksum_with(read_from_file(place)) == place.checksum for place in places):
             self._upload(shard)
         else:
-            index_of(shard).unlink()
-            shard.unlink()
+            index_of(shard).unlink(missing_ok=True)  # another run may have done so
+            shard.unlink(missing_ok=True)
 
     def _upload(self, shard: Path) -> None:
         # In this order: an index never names bytes that are not in the bucket.

@@ -34,6 +34,7 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import write_file
 from simpletuner.system.files.cache_files import COMPLETE, index_of, is_plain_file, shard_name
 from simpletuner.system.files.checksums import is_intact, with_checksum
+from simpletuner.system.files.locks import flock_without_waiting
 from simpletuner.system.files.mounts import sync
 from simpletuner.system.files.regular_files import read_file
 
@@ -128,10 +129,11 @@ class ShardWriter:
 
     def _create_shard(self) -> BinaryIO:
         for number in self.numbers:
-            try:
-                return (self.folder / shard_name(self.rank, number)).open("xb")
-            except FileExistsError:
-                continue
+            with contextlib.suppress(FileExistsError):
+                shard = (self.folder / shard_name(self.rank, number)).open("xb")
+                with contextlib.suppress(OSError):  # a file system without locks
+                    flock_without_waiting(shard.fileno())  # another run's mirror then leaves it to this one
+                return shard
         raise AssertionError("unreachable")
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -91,6 +92,19 @@ def remove_all_but(folder: Path, name: str) -> None:
     for path in folder.iterdir():
         if path.is_file() and path.name != name:
             path.unlink(missing_ok=True)
+
+
+def copy_scans(kept: Path, folder: Path) -> Path:
+    """Link or copy the files of kept scans, so that neither this process nor their run removes what the other reads."""
+    for path in kept.glob(f"*/*{SUFFIX}"):
+        copy = folder / path.relative_to(kept)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # the run has just replaced it
+            try:
+                os.link(path, copy)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(path, copy)
+    return folder
 
 
 def match_rows(files: pa.Table, known: pa.Table) -> pa.Array:

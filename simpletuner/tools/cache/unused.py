@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -60,6 +59,7 @@ def needed_by(loaded: Loaded) -> Needed:
     """Records that a run with these settings reads. Raises the run's errors about data and base model."""
     from simpletuner.caches.sources import open_sources
     from simpletuner.data.config.places import default_folder
+    from simpletuner.data.scan.scan_cache import copy_scans
     from simpletuner.models.opening.loading import load_family
     from simpletuner.parallel.mesh import Mesh
     from simpletuner.parallel.world import joined_world
@@ -71,10 +71,7 @@ def needed_by(loaded: Loaded) -> Needed:
 
     with joined_world({}, use_cpu=True) as world, TemporaryDirectory() as folder:
         session = Session(loaded, Mesh(world), Report(quiet=True), StopRequest())
-        # A copy: a run that has the scan mapped must not lose it, and a dry run changes nothing.
-        scans, kept = Path(folder) / "scan", default_folder(session.settings, "scan")
-        if kept.is_dir():
-            shutil.copytree(kept, scans)
+        scans = copy_scans(default_folder(session.settings, "scan"), Path(folder))
         plan = with_file_versions(plan_data(session, scans))
         family = load_family(session.settings, world, session.stop.check)
         plan, sampled = fit_to_model(session, plan, family)  # on which the keys of records depend

@@ -5,7 +5,6 @@ Tokens of captions are counted by the model's own tokenizers, where these are he
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -24,6 +23,7 @@ from simpletuner.data.samples.dataset_warnings import LONG_CAPTION_LETTERS, long
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.samples.json_captions import TRAINED_ON, JsonCaptions
 from simpletuner.data.samples.samples import DatasetSamples, Samples, held_out_indices
+from simpletuner.data.scan.scan_cache import copy_scans
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
 from simpletuner.models.catalog.support import clip_fps, reads_json
 from simpletuner.models.family.base import family_class
@@ -160,7 +160,8 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
     # A world of one rank: the functions of a run are collective, and are called unchanged.
     with joined_world({}, use_cpu=True) as world, TemporaryDirectory(prefix="simpletuner-") as folder:
         session = Session(loaded, Mesh(world), report, StopRequest())
-        data = scan_data(session, copy_of_scans(settings, (options.listing or Path(folder)) / "scan"))
+        scans, kept = (options.listing or Path(folder)) / "scan", default_folder(settings, "scan")
+        data = scan_data(session, scans if scans.exists() else copy_scans(kept, scans))
         alignment = bucket_alignment(settings, data.datasets, world, session.stop.check)
         found = [discover([scan], alignment, settings.training.seed) for scan in data.scans]
         samples = Samples([each.samples.parts[0] for each in found])
@@ -200,15 +201,6 @@ def find_class_images(images: ClassImages | None) -> Iterator[DatasetFinding]:
     """Yield what a run would make of a dataset's class images, and how much work that is."""
     if images is not None and (missing := images.missing):
         yield DatasetFinding("images", "class images", missing, f"{images.describe()}; {images.describe_missing()}")
-
-
-def copy_of_scans(settings: Settings, folder: Path) -> Path:
-    """Return a folder with what earlier starts, or checks, have scanned: a run that has its own mapped must
-    not lose it."""
-    kept = default_folder(settings, "scan")
-    if kept.is_dir() and not folder.exists():
-        shutil.copytree(kept, folder)
-    return folder
 
 
 def plan_buckets(

@@ -15,6 +15,7 @@ from simpletuner.checkpoints.layout import list_checkpoints, parse_step
 from simpletuner.counting.step_memory import Workload, estimate_training
 from simpletuner.counting.trained_weights import trained_weights
 from simpletuner.data.config.places import default_folder
+from simpletuner.data.scan.scan_cache import copy_scans
 from simpletuner.errors import ExitCode, SimpleTunerError
 from simpletuner.models.catalog.architecture import architecture_of, copied_bytes
 from simpletuner.models.catalog.registry import TINY
@@ -78,9 +79,8 @@ def count_shapes(loaded: Loaded, report: Report) -> SampleShapes:
     square = SampleShapes({SampleShape(data.square): 1}, steps)
     if data.instance_data_dir is None and data.data_backend_config is None:
         return square
-    kept = default_folder(loaded.settings, "scan")
     with TemporaryDirectory() as folder:
-        scans = kept if kept.is_dir() else Path(folder)
+        scans = copy_scans(default_folder(loaded.settings, "scan"), Path(folder))
         found = shapes_of_images(loaded, scans, report)
         if isinstance(found, SampleShapes):
             return found

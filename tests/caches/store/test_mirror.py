@@ -196,6 +196,16 @@ def test_two_runs_that_fill_one_bucket_at_once_both_end_with_all_records_and_so_
     assert [len(names) for names in made.values()] == [COUNT, COUNT, 0]
 
 
+def test_a_shard_that_a_run_has_just_begun_is_not_removed_by_one_that_starts_in_the_same_folder(proxy, tmp_path):
+    """Without a record yet it was taken for one that a killed run has left; the run that wrote it ended, too."""
+    first, second = (mirror_at(proxy, tmp_path / "shared", "begun") for _ in range(2))
+    with first.writer(0, False) as writer:
+        writer._files_with_room(0)
+        second.synchronize(lambda: None)
+        writer.write("0", PARTS, {"t": torch.ones(NUMBERS)})
+    assert values(opened(mirror_at(proxy, tmp_path / "elsewhere", "begun")), 1) == [1]
+
+
 def test_the_local_copy_stays_within_its_limit_while_it_is_written_and_read(proxy, tmp_path):
     mirror = mirror_at(proxy, tmp_path / "here", "bounded", limit_gb=0.002)
     fill(mirror)
