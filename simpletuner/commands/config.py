@@ -185,7 +185,7 @@ def init(
     for path in files:
         refuse_overwriting(path, force)
     for path, text in files.items():
-        save(path, text)
+        save(path, text, force)
     report.warn_all(new.warnings)
     has_images = not {"instance_data_dir", "data_backend_config"}.isdisjoint(flags)
     images = f"the folders in {new.datasets_file}" if new.datasets else "instance_data_dir in it"

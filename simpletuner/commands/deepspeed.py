@@ -103,9 +103,9 @@ def build(
         builder.check_applies(apply, result.json)
     if builder.inline:
         report.say(f"kept of the deepspeed_config in {apply}: {', '.join(sorted(builder.inline))}")
-    write(report, result.json, output, apply)
+    write(report, result.json, output, apply, force or is_interactive)
     if template_path is not None:
-        save(template_path, format_template(result.json))
+        save(template_path, format_template(result.json), force or is_interactive)
         report.say(f"saved as {template_path}: --template={save_template}")
 
 
@@ -130,7 +130,7 @@ def run_wizard(report: Report, builder: DeepSpeedBuilder, output: Path | None, f
     return output or wizard.ask_output(force)
 
 
-def write(report: Report, config: Mapping[str, Any], output: Path | None, apply: Path | None) -> None:
+def write(report: Report, config: Mapping[str, Any], output: Path | None, apply: Path | None, replaces: bool) -> None:
     """Write the JSON to stdout, or to a file, whose name is then written into the config file `apply`."""
     from simpletuner.settings.editors.editing import edit_text, set_in_file
     from simpletuner.settings.resolving.deepspeed_source import NAME
@@ -140,12 +140,12 @@ def write(report: Report, config: Mapping[str, Any], output: Path | None, apply:
         report.text(text)
         return
     if apply is None:
-        save(output, text)
+        save(output, text, replaces)
         report.say(f"{output} is written: set {NAME} to it, or `simpletuner train --{NAME}={output}`")
         return
     edit_text(apply, NAME, str(output))  # raises before anything is written
     # The JSON first: a config file never names one that is not there.
-    save(output, text)
+    save(output, text, replaces)
     set_in_file(apply, NAME, str(output))
     report.say(f"{output} is written, and {apply} names it: `simpletuner train --config {apply}`")
 

@@ -94,7 +94,7 @@ def write_runs(runs: Sequence[ReadyRun], force: bool) -> None:
         refuse_overwriting(path, force)
     for run in runs:
         for path, text in run.texts.items():
-            write(path, text)
+            write(path, text, force)
         report_left_out(run.taken, run.original.left_out)
         report_written(run, [str(path) for path in run.texts if path])
 
@@ -137,13 +137,13 @@ def as_json(datasets: ImportedDatasets) -> str:
     return json.dumps(datasets.entries, indent=2, ensure_ascii=False) + "\n"
 
 
-def write(output: Path | None, text: str) -> None:
+def write(output: Path | None, text: str, force: bool = True) -> None:
     """Write TOML or JSON to a file or to stdout, with control characters escaped as both formats have it."""
     text = CONTROLS.sub(lambda control: f"\\u{ord(control[0]):04x}", text)
     if output is None:
         Report().text(text)
     else:
-        save(output, text)
+        save(output, text, force)
 
 
 def report_left_out(taken: str, left_out: Sequence[UnmappedValue]) -> None:

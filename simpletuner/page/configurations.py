@@ -154,7 +154,7 @@ def create(request: Request) -> Response:
     name, output = folders_of(request).shown(target), free_output_dir(request, target)
     new = new_config({key: value for key, value in given.items() if value} | {"output_dir": output}, recipe, name)
     if new.datasets:
-        save(new_file(request, new.datasets_file), new.datasets)
+        save(new_file(request, new.datasets_file), new.datasets, replaces=False)
     return write_new(request, target, new.text)
 
 
@@ -194,7 +194,7 @@ def new_file(request: Request, target: str) -> Path:
 
 
 def write_new(request: Request, path: Path, text: str) -> Response:
-    save(path, text)
+    save(path, text, replaces=False)
     return HTMLResponse(headers={"HX-Redirect": editor_address(folders_of(request).shown(path))})
 
 

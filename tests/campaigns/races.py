@@ -200,6 +200,8 @@ class Races:
                 yield f"{name} made something else: {different(alone[name][0], self.made(name))}"
             if alone[name][1] == 0 and 0 not in codes and len({*names}) == 1:
                 yield f"{name}: all were refused"
+        if {*names} == {"config-init"} and [code for code, _ in ended].count(0) != 1:
+            yield "one has overwritten another without --force"
         if names.count("sample") > 1 and len(list((self.place / "samples").glob("*.png"))) < names.count("sample"):
             yield "two samples took one name"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, naming, reason_of_os
-from simpletuner.system.files.mounts import rename_over, sync
+from simpletuner.system.files.mounts import rename_over, rename_to_free, sync
 from simpletuner.system.files.regular_files import open_regular
 
 # Linux reads no more than its read-ahead window for one request, by default 128 KiB (mm/readahead.c).
@@ -132,8 +132,9 @@ def restore_replaced(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path, durably: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, durably: bool = True, mode: int = 0o666, replaces: bool = True) -> Iterator[BinaryIO]:
     """Open a file for writing that gets its name, `path`, once it is whole and synced. A link is replaced.
+    Raises FileExistsError where another file has that name by then, unless it `replaces` that.
 
     All of it happens in the folder that is opened first, under a name that is created exclusively: an archive
     may have brought links by that name, or by the final one, to any file of its reader's. Each writer has a name of
@@ -149,7 +150,7 @@ def atomic_file(path: Path, durably: bool = True, mode: int = 0o666) -> Iterator
                 file.flush()
                 if durably:
                     sync(file.fileno())
-            rename_over(new, path.name, folder)
+            (rename_over if replaces else rename_to_free)(new, path.name, folder)
         except BaseException:
             with suppress(FileNotFoundError):
                 os.unlink(new, dir_fd=folder)
@@ -168,7 +169,7 @@ def create_new(name: Path | str, folder: int | None = None, mode: int = 0o666) -
     return os.fdopen(os.open(name, flags, mode, dir_fd=folder), "wb")
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes, replaces: bool = True) -> None:
     """Replace a user's file atomically, following a link and keeping the mode. Raises OSError."""
     if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout, cannot be renamed over
         # O_NONBLOCK: opening a FIFO that nobody reads would wait for a reader, and is refused.
@@ -177,7 +178,7 @@ def replace_file(path: Path, content: bytes) -> None:
             file.write(content)
         return
     path = Path(os.path.realpath(path))  # of a link that leads to itself the link, which is replaced
-    with atomic_file(path) as file:
+    with atomic_file(path, replaces=replaces) as file:
         if path.exists():
             os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
         file.write(content)
@@ -246,12 +247,16 @@ def refuse_overwriting(path: Path, force: bool) -> None:
         raise SettingsError(f"{path} exists already", "give another name, or --force to overwrite it")
 
 
-def save(path: Path, text: str) -> None:
-    """Write a file and the folders above it. Raises SettingsError where that cannot be done."""
+def save(path: Path, text: str, replaces: bool = True) -> None:
+    """Write a file and the folders above it. Raises SettingsError where that cannot be done.
+
+    Unless it `replaces` a file, one that another command has written since it was looked for is refused, too.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.encode("utf-8"))
+        replace_file(path, text.encode("utf-8"), replaces)
     except FileExistsError as error:  # of mkdir, which would say of a file above it that it exists
+        refuse_overwriting(path, replaces)
         raise SettingsError(f"cannot write {path}: {error.filename} is no folder", "give another name") from None
     except OSError as error:
         raise SettingsError(f"cannot write {path}: {reason_of_os(error)}", "give another name") from None

@@ -145,6 +145,7 @@ def file_system_of(mount: Mount) -> FileSystem:
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 NO_REPLACING = (errno.EEXIST, errno.ENOSYS, errno.EOPNOTSUPP)
 BY_RECORD = "a second run on another machine is found by the record in .lock, which takes longer"
 # Limit of rclone with --vfs-cache-mode=full: a machine that has written a file keeps reading its own (1.60.1).
@@ -179,6 +180,18 @@ def rename_over(new: Path | str, name: Path | str, folder: int | None = None) ->
         os.rename(name, old, src_dir_fd=folder, dst_dir_fd=folder)
         os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
         os.unlink(old, dir_fd=folder)
+
+
+def rename_to_free(new: Path | str, name: Path | str, folder: int | None = None) -> None:
+    """Give a file a name that no other one has. Raises FileExistsError where one has it, and other OSError."""
+    try:
+        os.link(new, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        rename_over(new, name, folder)
+    else:
+        os.unlink(new, dir_fd=folder)
 
 
 def is_regular(name: Path | str, folder: int | None) -> bool:

@@ -185,6 +185,13 @@ def test_of_writers_at_the_same_moment_the_last_one_wins_and_none_sees_another(t
     assert path.read_bytes() == b"first, and last" and [path] == list(tmp_path.iterdir())
 
 
+def test_a_file_that_another_command_has_written_since_it_was_looked_for_is_not_overwritten(tmp_path):
+    save(path := tmp_path / "config" / "a.toml", "first", replaces=False)
+    with pytest.raises(SettingsError, match="a.toml exists already"):
+        save(path, "second", replaces=False)
+    assert path.read_text() == "first" and [path] == list(path.parent.iterdir())
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_folder_and_all_that_is_in_it_is_on_the_disk_before_its_name(tmp_path):
     (tmp_path / "new" / "inner").mkdir(parents=True)
