@@ -79,6 +79,7 @@ PIL.Image.init()
 simpletuner.runs.report.template("page.html.jinja").environment.get_template("parts.html.jinja")
 # `train` with its 170 options, whose types Typer keeps: 8 ms to build and 50 to read a first command line by
 simpletuner.app.command_of("simpletuner", "train").commands["train"].make_context("train", [])
+simpletuner.training.publishing.model_card.template()  # 25 ms of each run that ends
 registry.presets()
 versions()
 for section in (LocalImages, TextEmbeds, Settings, *(each.annotation for each in Settings.model_fields.values())):

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ from simpletuner.training.publishing.usage import usage_code
 
 if TYPE_CHECKING:  # the library is imported when a run has ended
     from huggingface_hub import ModelCardData
+    from jinja2 import Template
 
 
 CARD, SAMPLES = "README.md", "samples"
@@ -105,9 +107,8 @@ def render(
     command = format_command(["simpletuner", "train", *as_flags(public)]).strip()
     code = usage_code(family, pipeline, sampled)
     has_clips = any(each.clip for each in samples) or any("@" in name for name, _, _ in facts.buckets)
-    card = ModelCard.from_template(
-        front_matter(settings.model, samples, has_clips),
-        template_path=str(TEMPLATE),
+    content = template().render(
+        card_data=front_matter(settings.model, samples, has_clips).to_yaml(),
         ours=OURS,
         name=escaped(facts.name),
         base=escaped(base),
@@ -129,7 +130,14 @@ def render(
         # A fence must be longer than the runs of backticks within it (CommonMark, section 4.5).
         fence="`" * max(3, 1 + max(map(len, re.findall("`+", code + command)), default=0)),
     )
-    return str(card)
+    return str(ModelCard(content))
+
+
+@cache
+def template() -> Template:
+    from jinja2 import Template
+
+    return Template(TEMPLATE.read_text(encoding="utf-8"))
 
 
 def measured_rows(output: Path, facts: RunFacts) -> Rows:
