@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
+from diffusers.models.attention_processor import Attention
 
 from simpletuner.private_api import of_diffusers
 
@@ -168,3 +171,11 @@ def test_an_adapter_is_the_same_whether_peft_has_imported_transformers_and_works
     # What a library warns of comes first.
     assert without.stdout.splitlines() == imported.said.splitlines()[-1:] != []
     assert version("peft").startswith(of_diffusers.SEEN_PEFT)
+
+
+def test_attention_finds_the_kept_signature_of_its_processor():
+    layer = Attention(query_dim=8, heads=1, dim_head=8)
+    before = inspect.signature(layer.processor.__call__)
+    of_diffusers.keep_signatures(torch.nn.Sequential(layer, torch.nn.Linear(1, 1)))
+    assert inspect.signature(layer.processor.__call__) == before
+    assert inspect.signature(type(layer.processor).__call__) is inspect.signature(type(layer.processor).__call__)

@@ -24,7 +24,7 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.model.activations import offload_activations, set_recomputation
 from simpletuner.parallel.model.attention_backend import fuse_qkv
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine, autocast
-from simpletuner.private_api import of_torch
+from simpletuner.private_api import of_diffusers, of_torch
 from simpletuner.settings.declared.sections import Compile, Parallel, Settings
 
 RECOMPILE_LIMIT = 1024
@@ -85,6 +85,7 @@ def parallelize(
         split_sequence(model, plan, group, settings.parallel.context_parallel_comm_strategy)
     if settings.training.fuse_qkv_projections:
         fuse_qkv(model)
+    of_diffusers.keep_signatures(model)
     set_recomputation(model, settings)
     if settings.training.offload_activations:
         offload_activations(model)

@@ -98,6 +98,7 @@ class TorchEngine:
         self.model, self.module, self.mesh = model, module, mesh
         self.micro_batch, self.inference = micro_batch, inference
         self.parameters = sharded_parameters(adapter.items() if adapter is not None else module.named_parameters())
+        self.with_shards = [each for each in self.parameters.values() if each.shard is not each.parameter]
         # With a LoRA its matrices only: the base is read from the pipeline, not averaged and not saved.
         self.weights: dict[str, Tensor] = (
             module.state_dict() if adapter is None else {name: each.detach() for name, each in adapter.items()}
@@ -128,11 +129,11 @@ class TorchEngine:
             for each in self.parameters.values():
                 if each.parameter.grad is None:
                     each.parameter.grad = torch.zeros_like(each.parameter)
-        for each in self.parameters.values():
+        for each in self.with_shards:
             # At each step: gradients are freed after it (None), so the next backward pass allocates others.
             each.shard.grad = local_tensor(each.parameter.grad) if each.parameter.grad is not None else None
-        shards = [each.shard for each in self.parameters.values() if each.shard.grad is not None]
-        gradients = [shard.grad for shard in shards if shard.grad is not None]
+        shards = [each.shard for each in self.parameters.values()]
+        gradients = [gradient for shard in shards if (gradient := shard.grad) is not None]
         # In float32: sums of bf16 squares lose small gradients. One launch for all parameters.
         norms = of_torch.foreach_norm(gradients, dtype=torch.float32) if gradients else []
         grad_norm = self.global_norm([*norms, *self.released_norms])
@@ -141,7 +142,9 @@ class TorchEngine:
             self.clip(shards, max_grad_norm, grad_norm)
         self.optimizer.step()
         for each in self.parameters.values():
-            each.parameter.grad = each.shard.grad = None
+            each.parameter.grad = None
+        for each in self.with_shards:
+            each.shard.grad = None
         return grad_norm
 
     def clip(self, shards: list[nn.Parameter], max_grad_norm: float, grad_norm: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -176,6 +177,15 @@ def import_without_transformers() -> None:
             import_module(f"diffusers.loaders.{module}")
     with imported_later("torchvision"):  # 0.7 CPU s, which Cosmos alone needs
         import_module("diffusers.models.transformers")
+
+
+def keep_signatures(model: Any) -> None:
+    """Keep the signatures of a model's attention processors where Python looks first: diffusers' attention works them
+    out at each call, to know what a processor takes, in 0.028 ms of a CPU, then in 0.008."""
+    for module in model.modules():
+        processor = type(getattr(module, "processor", None))
+        if "__call__" in vars(processor):
+            vars(processor)["__call__"].__signature__ = inspect.signature(processor.__call__)
 
 
 def blocks_by_name(model: object) -> list[set[str]]:
