@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models.test_inputs import BY_CLASS, SHAPE, opened
+from models.test_inputs import BY_CLASS, SHAPE, opened_for_short_captions
 from torch import Tensor, nn
 
 from simpletuner.data.images.geometry import Geometry
@@ -42,7 +42,7 @@ def gradients(
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of norms in float32 under autocast
 @pytest.mark.parametrize("name", FLOWS)
 def test_gradients_in_bf16_are_nearest_to_float32_at_the_rounding_that_the_family_names(name, pipelines):
-    family = opened(name, pipelines(name))
+    family = opened_for_short_captions(name, pipelines(name))
     model = type(family.denoiser()).from_pretrained(family.folder / family.denoiser_name).train()
     encoded = family.text_encoder(CPU, torch.float32).encode(["a red circle", "a blue star", "two rings", "a"])
     size = family.size_conditioning(Geometry(SHAPE, SHAPE, (0, 0), SHAPE))
