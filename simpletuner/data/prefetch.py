@@ -221,8 +221,7 @@ def collate(
     from_base = None
     if any(dataset.is_regularisation_data for dataset in datasets):
         from_base = torch.tensor([datasets[index].is_regularisation_data for index in indices])
-    samples = [reader.samples[batch.samples[index]] for index in indices]
-    mask = loss_masks(reader, datasets, samples, latents, rank_slice, step)
+    mask = loss_masks(reader, datasets, [batch.samples[index] for index in indices], latents, rank_slice, step)
     stacked = {
         name: (torch.stack([each[name][0] for each in streams]), torch.stack([each[name][1] for each in streams]))
         for name in streams[0]
@@ -237,14 +236,14 @@ def collate(
 def loss_masks(
     reader: SampleReader,
     datasets: Sequence[ImageDataset],
-    samples: Sequence[Sample],
+    numbers: Sequence[int],
     latents: Sequence[Tensor],
     rank_slice: RankSlice,
     step: int,
 ) -> Tensor | None:
     """Weight of each latent cell in the loss; None if no sample of the global batch has a mask.
 
-    `datasets` belong to the global batch, `samples` to the micro batch.
+    `datasets` belong to the global batch, `numbers` of samples to the micro batch.
     """
     has_masks = any(each.are_masks for dataset in datasets for each in dataset.conditioning)
     has_masks = has_masks and happens(rank_slice.masked_loss, rank_slice.seed, step, "masks")
@@ -252,7 +251,7 @@ def loss_masks(
     if not (has_masks or skips):
         return None
     masks: list[Tensor] = []
-    for sample, clean in zip(samples, latents, strict=True):
+    for sample, clean in zip((reader.samples[number] for number in numbers), latents, strict=True):
         own = reader.mask(sample) if has_masks else None
         mask = torch.ones_like(clean[:1]) if own is None else own
         if skips and sample.is_i2v:
