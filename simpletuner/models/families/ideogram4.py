@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -66,14 +66,16 @@ class Ideogram4(ModelFamily):
         """
         encoded = []
         for caption in captions:
+            # The pipeline would pad to 2,048 tokens, a hundred times what a caption has; nothing attends to them.
+            length = min(count_tokens(pipeline.tokenizer, caption), self.max_length)
             try:
-                embeds, _, _, indicator = pipeline.encode_prompt([caption], 0, 0, self.max_length, pipeline.device)
+                embeds, _, _, _ = pipeline.encode_prompt([caption], 0, 0, length, pipeline.device)
             except ValueError as error:
                 raise SettingsError(
                     f"a caption of {len(caption):,} characters: {error}",
                     "shorten it, or raise tokenizer_max_length",
                 ) from None
-            encoded.append(embeds[0, indicator[0] == TEXT])  # without the padding before it
+            encoded.append(embeds[0])
         masks = [torch.ones(len(each), dtype=torch.long, device=each.device) for each in encoded]
         return {
             "prompt_embeds": pad_sequence(encoded, batch_first=True),
@@ -122,6 +124,13 @@ class Ideogram4(ModelFamily):
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
         return unpack(latents, shape)
+
+
+def count_tokens(tokenizer: Any, caption: str) -> int:
+    """Count the tokens of a caption in the message that Ideogram4Pipeline makes of it."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": caption}]}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 class PatchesFirst(Vae):
