@@ -257,6 +257,8 @@ def remove_checkpoint(folder: Path) -> None:
     # Renamed first: a process killed while it removes files must not leave a checkpoint that looks complete.
     try:
         folder.rename(hidden)
+    except FileNotFoundError:  # a user, or a page, has just removed it
+        return
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise

@@ -120,6 +120,13 @@ def test_prune_keeps_the_newest(tmp_path):
     assert names(tmp_path) == ["checkpoint-000300", "checkpoint-001000"]
 
 
+def test_a_checkpoint_that_a_user_removes_at_the_same_moment_is_pruned_without_a_word(tmp_path):
+    for step in (100, 200):
+        checkpoint(tmp_path, step)
+    prune_checkpoints(tmp_path, 1, check=lambda: shutil.rmtree(checkpoint_folder(tmp_path, 100)))
+    assert names(tmp_path) == ["checkpoint-000200"]
+
+
 def test_what_is_pruned_has_lost_its_name_before_its_files(tmp_path):
     for step in (100, 200):
         checkpoint(tmp_path, step)

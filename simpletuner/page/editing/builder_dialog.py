@@ -146,10 +146,11 @@ def recommend(request: Request) -> Response:
 def save_template(request: Request) -> Response:
     """Keep the result under a name, for other configurations."""
     path = user_template_path(field(request, "template_name"))
-    if path.exists() and field(request, "replace") != "on":
+    replaces = field(request, "replace") == "on"
+    if path.exists() and not replaces:
         raise SettingsError(f"the template {path.stem} exists already", "give another name, or tick Replace")
     _, builder = builder_of(request, answers_of(request))
-    save(path, format_template(builder.result().json))
+    save(path, format_template(builder.result().json), replaces)
     return HTMLResponse(toast(f"saved as the template {path.stem}"), headers={"HX-Reswap": "none"})
 
 
@@ -161,13 +162,13 @@ def apply(request: Request) -> Response:
         raise SettingsError(
             f"{target.name}: DeepSpeed's configuration is a JSON file of its own", "such as deepspeed.json"
         )
-    is_its_own = document.values.get(NAME) == field(request, "target")
-    if target.exists() and not is_its_own and field(request, "replace") != "on":
+    replaces = field(request, "replace") == "on" or document.values.get(NAME) == field(request, "target")
+    if target.exists() and not replaces:
         raise SettingsError(f"{field(request, 'target')} exists already", "give another name, or tick Replace")
     result = builder.result()
     if result.shortfall:
         builder.refuse_shortfall(result.shortfall)
-    save(target, as_text(result))
+    save(target, as_text(result), replaces)
     name = folders_of(request).shown(target)
     filled = json.dumps({"fill": {"name": NAME, "value": name}})
     said = toast(f"{name} is written, and the form names it", "Save the configuration to keep that")

@@ -203,7 +203,7 @@ def images_on_disk(images: Sequence[bytes]) -> Iterator[list[str]]:
 
 
 def delete(request: Request) -> Response:
-    """Remove a checkpoint of a run that has ended: one that prunes would miss it, and end with an error."""
+    """Remove a checkpoint of a run that has ended: one that goes on may read it."""
     run = open_run(folders_of(request), field(request, "run"))
     checkpoint = named_checkpoint(run, field(request, "name"))
     with request.app.state.saving:  # no run is started meanwhile
