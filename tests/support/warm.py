@@ -43,6 +43,7 @@ import simpletuner.launch.supervisor
 import simpletuner.models.families.flux
 import simpletuner.models.families.sdxl
 import simpletuner.runs.report
+import simpletuner.system.processes.run_status
 import simpletuner.tools.run_check
 import simpletuner.training.publishing.model_card
 import simpletuner.training.validation.image_grid
@@ -80,6 +81,7 @@ simpletuner.runs.report.template("page.html.jinja").environment.get_template("pa
 # `train` with its 170 options, whose types Typer keeps: 8 ms to build and 50 to read a first command line by
 simpletuner.app.command_of("simpletuner", "train").commands["train"].make_context("train", [])
 simpletuner.training.publishing.model_card.template()  # 25 ms of each run that ends
+simpletuner.system.processes.run_status.adapter()
 registry.presets()
 versions()
 for section in (LocalImages, TextEmbeds, Settings, *(each.annotation for each in Settings.model_fields.values())):

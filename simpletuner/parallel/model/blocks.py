@@ -34,7 +34,8 @@ class ClassStats:
     has_modules: bool = False
 
 
-def class_stats(model: nn.Module) -> dict[str, ClassStats]:
+def class_stats(model: nn.Module) -> tuple[dict[str, ClassStats], int]:
+    """The classes of a model's modules by name, and its number of parameters."""
     stats: dict[str, ClassStats] = {}
 
     def visit(module: nn.Module, path: str, above: tuple[str, ...]) -> dict[int, int]:
@@ -56,8 +57,8 @@ def class_stats(model: nn.Module) -> dict[str, ClassStats]:
             held |= below
         return held
 
-    visit(model, "", ())
-    return stats
+    held = visit(model, "", ())
+    return stats, sum(held.values())
 
 
 def repeated_in(module: nn.Module) -> set[str]:
@@ -143,7 +144,7 @@ class Blocks:
 
 def recommended_blocks(model: nn.Module) -> tuple[str, ...]:
     """The classes that should become sharding units, those with the most parameters first."""
-    return choose(class_stats(model), count_parameters(model))
+    return choose(*class_stats(model))
 
 
 def block_paths(model: nn.Module, classes: Collection[str]) -> tuple[str, ...]:
@@ -152,12 +153,12 @@ def block_paths(model: nn.Module, classes: Collection[str]) -> tuple[str, ...]:
 
 def blocks_of(model: nn.Module) -> list[str]:
     """The classes that could become sharding units."""
-    return sorted(name for name, own in class_stats(model).items() if is_block(name, own))
+    return sorted(name for name, own in class_stats(model)[0].items() if is_block(name, own))
 
 
 def detect_blocks(model: nn.Module) -> Blocks:
     """List the classes of a denoiser, and choose those that should become sharding units."""
-    stats, total = class_stats(model), count_parameters(model)
+    stats, total = class_stats(model)
     taken = choose(stats, total)
     hints = blocks_by_name(model)
 
