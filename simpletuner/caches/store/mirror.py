@@ -26,7 +26,8 @@ from simpletuner.caches.store.shards import ShardWriter, read_from_file
 from simpletuner.data.config.embeds import BucketEmbeds, Embeds
 from simpletuner.data.storage.storage import MAX_BYTES, check_obstore
 from simpletuner.system.files.atomic import create_new, unfinished_path, write_file
-from simpletuner.system.files.cache_files import OURS, SHARD_SUFFIX, disk_bytes, index_of
+from simpletuner.system.files.cache_files import INDEX_SUFFIX, OURS, SHARD_SUFFIX, disk_bytes, index_of
+from simpletuner.system.files.late_files import size_of
 from simpletuner.system.files.locks import is_locked
 from simpletuner.system.files.mounts import rename_over
 
@@ -63,7 +64,8 @@ class Mirror:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         away = {name: size for name, size in self.storage.sizes().items() if OURS.fullmatch(name)}
-        here = {path.name: path.stat().st_size for path in self.folder.iterdir() if OURS.fullmatch(path.name)}
+        kept = (path for path in self.folder.iterdir() if path.name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)))
+        here = {path.name: size_of(path) for path in kept if OURS.fullmatch(path.name)}  # another run may remove one
         here |= written
         shards = {name for name in away if name.endswith(SHARD_SUFFIX) and index_name(name) in away}
         with ThreadPoolExecutor(self.storage.concurrent_reads, thread_name_prefix="fetch") as pool:

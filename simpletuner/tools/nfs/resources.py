@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from simpletuner.system.files.cache_files import bytes_of
 from simpletuner.system.network import listen_on_all_addresses
 from simpletuner.tools.nfs.mounts import OBJECT_STORES, mount_of_node, name_of
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
@@ -28,9 +29,7 @@ CONNECT_SECONDS = 3.0
 
 def bytes_present(output: Path) -> int:
     """Return the bytes of checkpoints and pipelines that earlier starts of the run have written."""
-    folders = [output / "checkpoints", *output.glob("pipeline*")]
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    return sum(path.stat().st_size for path in files)
+    return sum(map(bytes_of, [output / "checkpoints", *output.glob("pipeline*")]))
 
 
 def check_space(node: Node) -> Finding:

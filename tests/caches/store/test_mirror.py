@@ -199,6 +199,8 @@ def test_two_runs_that_fill_one_bucket_at_once_both_end_with_all_records_and_so_
 def test_a_shard_that_a_run_has_just_begun_is_not_removed_by_one_that_starts_in_the_same_folder(proxy, tmp_path):
     """Without a record yet it was taken for one that a killed run has left; the run that wrote it ended, too."""
     first, second = (mirror_at(proxy, tmp_path / "shared", "begun") for _ in range(2))
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / ".merged.index.0123abcd.unfinished").symlink_to("renamed by now")
     with first.writer(0, False) as writer:
         writer._files_with_room(0)
         second.synchronize(lambda: None)
