@@ -43,9 +43,9 @@ def opened(key: str, folder: Path, flavour: str = "", tokens: int | None = None)
     return family_class(model).open(folder, Settings(model=model, data=Data(tokenizer_max_length=tokens)))
 
 
-def opened_for_short_captions(key: str, folder: Path) -> ModelFamily:
-    """Captions padded to 24 tokens: with 512, what is computed in bf16 on a CPU takes eight times as long."""
-    return opened(key, folder, tokens=tokens_of(key))
+def opened_for_short_captions(key: str, folder: Path, tokens: int = 24) -> ModelFamily:
+    """Captions padded to few tokens: with 512, what is computed in bf16 on a CPU takes eight times as long."""
+    return opened(key, folder, tokens=tokens if tokens_of(key) else None)
 
 
 def diffusers_pipeline(family: ModelFamily) -> Any:

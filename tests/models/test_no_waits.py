@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from models.test_inputs import BY_CLASS, CPU, PROMPT, SHAPE, opened
+from models.test_inputs import BY_CLASS, CPU, PROMPT, SHAPE, opened_for_short_captions
 from models.test_predictions import conditioning_of, rows
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -78,7 +78,7 @@ def waits_seen() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("key", [key for key in BY_CLASS if key not in READS])
 def test_a_micro_batch_copies_nothing_pageable_and_reads_nothing(key, pipelines):
-    family = opened(key, pipelines(key))
+    family = opened_for_short_captions(key, pipelines(key), tokens=48)
     text = rows(family.text_encoder(CPU, torch.float32).encode([PROMPT, "a blue square on a black background"]))
     conditioning = conditioning_of(family, text)
     conditioning |= {name: value.to(META) for name, value in conditioning.items() if name not in family.host_inputs}
