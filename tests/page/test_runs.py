@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -196,6 +197,8 @@ def expect_stopping_and_leaving_apart(page: Page, server: PageServer, folder: Pa
     assert "stopped without saving, by a second SIGTERM" in status.inner_text()
     assert [each.partition("?")[0] for each in asked] == ["Stop out/long", "Leave out/long without saving"]
     assert server.post("/runs/leave", {"run": "out/long"}).code == 400
+    with (folder / "out" / "long" / ".lock").open("r+b") as held:  # of the process that still ends
+        fcntl.flock(held, fcntl.LOCK_EX)
     page.get_by_role("button", name=re.compile("Start .* again")).click()
     expect(state).to_have_text("running")
     # At once: the second signal must not count as the first one's repetition, or the run would go on.

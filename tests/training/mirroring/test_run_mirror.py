@@ -231,9 +231,10 @@ def test_an_outage_is_told_once_and_made_up_for(proxy, mirrored, capsys):
     wait_for(lambda: whole_in_bucket() == [1])
     proxy.faults = [Fault("", 403, "AccessDenied")]
     for step in (2, 3):
+        answered = proxy.faults[0].times
         save(mirror.output, step)
-        time.sleep(1)
-    assert "access is denied" in mirror.status.status.mirror
+        wait_for(lambda answered=answered: proxy.faults[0].times < answered)
+    wait_for(lambda: "access is denied" in (mirror.status.status.mirror or ""))
     proxy.faults = []
     mirror.patience_seconds = PATIENCE
     mirror.finish(None)
