@@ -45,7 +45,7 @@ def test_a_check_that_is_killed_leaves_no_process_and_goes_on_where_it_was(tmp_p
             time.sleep(0.1)
         below = psutil.Process(check.pid).children(recursive=True)
         check.kill()
-    assert not psutil.wait_procs(below, timeout=60)[1], "a part and its runs would be measured beside"
+    assert not psutil.wait_procs(below, timeout=PATIENCE)[1], "a part and its runs would be measured beside"
     with (first / "results.jsonl").open("a") as file:  # as if its first run had ended, and it was killed while it wrote
         file.write('{"part": "matrix", "run": "flux, cpu fp32", "rc": 0, "losses": [1.0]}\n{"part": "matrix", "ru')
     done = subprocess.run(

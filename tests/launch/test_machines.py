@@ -173,8 +173,8 @@ def test_a_machine_that_dies_or_is_cut_off_ends_the_other(machines, sdxl_flags, 
     wait_for_step(output, run[0], 5)
     second.unplug()
     both_end(run, 5)
-    assert re.fullmatch(rf"machine 1 \({second.name}\) has been silent for [4-6] s", *errors(run[0]))
-    assert re.fullmatch(rf"machine 0 \({first.name}\) has been silent for [4-6] s", *errors(run[1]))
+    assert re.fullmatch(rf"machine 1 \({second.name}\) has been silent for ([4-9]|\d\d) s", *errors(run[0]))
+    assert re.fullmatch(rf"machine 0 \({first.name}\) has been silent for ([4-9]|\d\d) s", *errors(run[1]))
     assert [machine.pids() for machine in machines] == [[], []]
 
 
