@@ -52,7 +52,8 @@ goldens: completions
 	$(BIN)/simpletuner config docs --original > docs/from-the-original.md
 
 # One worker more than cores: a test often waits, for a process, a timeout or a page; with two more, tests of models on two
-# cores take 14 % longer (106 and 121 s). Where no bytecode is written, as in many containers, each process that a test starts compiles the package again: 0.16 CPU seconds of a command, 0.8 of a rank.
+# cores take 14 % longer (106 and 121 s). Where no bytecode is written, as in many containers, each process that a test
+# starts compiles the package again: 0.16 CPU seconds of a command, 0.8 of a rank.
 RUN_TESTS := $(BIN)/python -m compileall -q -j 0 simpletuner tests/support && \
   env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist worksteal --durations=20
 
