@@ -12,7 +12,7 @@ from simpletuner.checkpoints.tensors import GroupPlan, MadeWhenWritten, TensorGr
 from simpletuner.models.family.adapter import is_kept_in_float32
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.safetensors_dtypes import PRECISIONS
-from simpletuner.parallel.model.blocks import block_paths, recommended_blocks
+from simpletuner.parallel.model.blocks import block_paths
 
 EIGHT_BITS = torch.float8_e4m3fn
 
@@ -43,7 +43,7 @@ def exported_dtypes(family: ModelFamily, stored: Mapping[str, torch.dtype]) -> d
 def weights_of_blocks(family: ModelFamily) -> frozenset[str]:
     """Weights of the linear layers in the denoiser's repeated blocks, the others of which are few."""
     model = family.meta_denoiser
-    paths = tuple(f"{path}." for path in block_paths(model, recommended_blocks(model)))
+    paths = tuple(f"{path}." for path in block_paths(model, family.block_classes))
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return frozenset(f"{name}.weight" for name in linear if name.startswith(paths))
 

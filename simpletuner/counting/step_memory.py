@@ -20,7 +20,6 @@ from simpletuner.counting.flops import use_cuda_kernels
 from simpletuner.counting.operator_results import RememberingMode
 from simpletuner.counting.step_counter import Execution, MetaMemory
 from simpletuner.counting.step_trace import StepTrace, trace_step, trace_vae, with_fake_parameters
-from simpletuner.counting.trained_weights import trained_weights
 from simpletuner.counting.zero_memory import estimate_memory
 from simpletuner.models.catalog.architecture import parameters_in
 from simpletuner.models.family.adapter import freeze
@@ -44,7 +43,6 @@ from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.fsdp2 import is_synced_each_batch, units_of
 from simpletuner.parallel.model.activations import describe_activations, recompute_within
 from simpletuner.parallel.model.blocks import count_parameters, recommended_blocks
-from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.parallel.precision.split_engine import hold_in_bf16
 from simpletuner.private_api.of_torch import FakeTensorMode
 from simpletuner.settings import Settings
@@ -207,10 +205,6 @@ class Workload:
             hold_in_bf16(model)
         return model.train()
 
-    @cached_property
-    def weights(self) -> TrainedWeights:
-        return trained_weights(self.family)
-
     @property
     def frozen_parameters(self) -> int:
         return 0 if self.family.adapter is None else self.denoiser_parameters
@@ -303,7 +297,7 @@ def other_denoiser_row(num_bytes: float, on_gpu: bool) -> MemoryRow:
 
 
 def memory_inputs(settings: Settings, workload: Workload) -> MemoryInputs:
-    return MemoryInputs.of(settings, workload.weights, workload.frozen_parameters)
+    return MemoryInputs.of(settings, workload.family.trained_weights, workload.frozen_parameters)
 
 
 def state_rows(settings: Settings, inputs: MemoryInputs) -> tuple[MemoryRow, ...]:
@@ -339,7 +333,7 @@ def other_rows(settings: Settings, workload: Workload, inputs: MemoryInputs) -> 
     """Yield copies in the host's memory, CUDA's context, buffers of the model, and a denoiser that is not trained."""
     on_gpu = not settings.launch.use_cpu
     # Copies from which a thread writes or averages while the GPU computes.
-    yield from host_rows(settings, inputs, checkpoint_bytes(settings, workload.weights), on_gpu)
+    yield from host_rows(settings, inputs, checkpoint_bytes(settings, workload.family.trained_weights), on_gpu)
     if on_gpu:
         yield MemoryRow("CUDA", gpu=CONTEXT_BYTES, formula="context, kernels and libraries")
     if buffers := workload.buffer_bytes:

@@ -27,7 +27,6 @@ from simpletuner.models.opening.completeness import checked_facts, read_note
 from simpletuner.parallel.devices import MemoryEstimate
 from simpletuner.parallel.fsdp2 import units_by_class
 from simpletuner.parallel.gpu import GIB
-from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.parallel.parallelize import described
 from simpletuner.parallel.world import World
 from simpletuner.preparation.plan import Plan, samples_by_shape
@@ -197,7 +196,7 @@ class Graphs:
 def count_graphs(settings: Settings, family: ModelFamily, plan: Plan) -> Graphs:
     """Count what training compiles; validation and the held-out loss add their own batch sizes."""
     model = family.meta_denoiser
-    blocks = units_by_class(model, recommended_blocks(model))
+    blocks = units_by_class(model, family.block_classes)
     # Blocks of one class whose weights have equal shapes share a compilation.
     kinds = len({(type(block), tuple(each.shape for each in block.parameters())) for block in blocks})
     if not settings.compile.dynamo_use_regional_compilation:

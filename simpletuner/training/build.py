@@ -13,7 +13,6 @@ from torch import nn
 from simpletuner.checkpoints.disk_usage import checkpoint_bytes
 from simpletuner.checkpoints.layout import Checkpoint, ChooseStep, no_best
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.counting.trained_weights import trained_weights
 from simpletuner.data.prefetch import RankSlice, prefetch
 from simpletuner.data.sampler.epoch_order import hash_key
 from simpletuner.errors import SettingsError
@@ -30,7 +29,7 @@ from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.parallel.engine import Engine, compute_dtype, warn_of_slow_dtype
 from simpletuner.parallel.fsdp2 import fsdp2_engine, units_of
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.parallel.model.blocks import block_paths, recommended_blocks
+from simpletuner.parallel.model.blocks import block_paths
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.parallelize import ddp_engine, parallelize
 from simpletuner.parallel.precision.precision import LoadWeights, precision_of
@@ -97,7 +96,7 @@ def build_trainer(
     settings, mesh, training = session.settings, session.mesh, session.settings.training
     ahead = settings.data.dataloader_prefetch_qlen
     durations = Durations(training.output_dir / DURATIONS if mesh.world.is_first else None)
-    size_bytes = checkpoint_bytes(settings, trained_weights(family))
+    size_bytes = checkpoint_bytes(settings, family.trained_weights)
     checkpointer = Checkpointer(session, state, durations, size_bytes, best_chooser(session, prepared.plan))
     asked = RequestWatcher(training.output_dir).is_asked if mesh.world.is_first else bool
     stop_vote, verdict = StopVote(session.stop, lambda: checkpointer.has_failed, asked), Verdict()
@@ -254,8 +253,7 @@ def check_engine(session: Session, family: ModelFamily) -> None:
         message = f"fuse_qkv_projections: diffusers has no fused attention for {type(family).__name__}"
         raise SettingsError(message, "leave it out: it only changes how fast projections are")
     if settings.parallel.fsdp_enable:
-        model = family.meta_denoiser
-        units_of(model, recommended_blocks(model), settings.parallel)
+        units_of(family.meta_denoiser, family.block_classes, settings.parallel)
     if (options := deepspeed_options(settings)) is not None:
         from simpletuner.deepspeed.startup import start_deepspeed  # DeepSpeed is optional, and takes seconds to import
 
@@ -293,13 +291,12 @@ def open_engine(settings: Settings, mesh: Mesh, family: ModelFamily, checkpoint:
             measure_lengths(tensors)
 
     model = family.denoiser()
-    blocks = recommended_blocks(model)
-    optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model, blocks))
+    optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model, family.block_classes))
     if is_lora:
         # Still on the meta device: the base is allocated in its final dtype, not converted.
         freeze(model, compute_dtype(settings))
         attach_adapter(family, checkpoint, model)
-    return build_engine(model, blocks, settings, mesh, load_weights, optimizer, family.sequence_plan)
+    return build_engine(model, family.block_classes, settings, mesh, load_weights, optimizer, family.sequence_plan)
 
 
 def attach_adapter(family: ModelFamily, checkpoint: Checkpoint | None, model: nn.Module) -> None:

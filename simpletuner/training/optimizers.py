@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.counting.trained_weights import is_hidden_matrix
 from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler, SamplerState
 from simpletuner.errors import DataError
+from simpletuner.parallel.model.blocks import is_hidden_matrix
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
 from simpletuner.parallel.optimizers.adafactor import Adafactor
 from simpletuner.parallel.optimizers.muon import Muon

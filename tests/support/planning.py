@@ -11,7 +11,6 @@ from engines import opened, prepared_by, session_of, settings_of, write
 
 from simpletuner.checkpoints.disk_usage import checkpoint_bytes
 from simpletuner.counting.step_memory import Workload, memory_inputs
-from simpletuner.counting.trained_weights import trained_weights
 from simpletuner.parallel.devices import MemoryInputs, estimate_torch, gradient_bytes
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.precision.split_adamw import QuantizedMoment
@@ -79,7 +78,7 @@ def saved_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> N
             settings = settings_of(arguments, name, Path(arguments["folder"]) / name, world.size)
             prepared = prepared or prepared_by(world, settings)
             with opened(world, settings, prepared) as (trainer, state):
-                weights, saver = trained_weights(trainer.family), trainer.checkpointer
+                weights, saver = trainer.family.trained_weights, trainer.checkpointer
                 batch, _ = trainer.next_batch()
                 trainer.train_step(batch)
                 trainer.step = 1

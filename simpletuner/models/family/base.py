@@ -31,6 +31,8 @@ from simpletuner.models.family.vae import Vae
 from simpletuner.models.folder.diffusers_io import cast_inputs
 from simpletuner.models.folder.weights import BASE_COMMIT, commit_of, repository_of
 from simpletuner.parallel.context.context_parallel import SequencePlan
+from simpletuner.parallel.model.blocks import block_paths, count_parameters, is_hidden_matrix, recommended_blocks
+from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import SampleShape, Shape
 
@@ -338,6 +340,22 @@ class ModelFamily(PipelineFolder, ABC):
         model = self.trained_on_meta
         trained = adapter_parameters(model) if self.adapter else model.state_dict()
         return {name: tuple(tensor.shape) for name, tensor in trained.items()}
+
+    @cached_property
+    def block_classes(self) -> tuple[str, ...]:
+        """Classes of the denoiser that should become sharding units (`recommended_blocks`, 18 ms of FLUX)."""
+        return recommended_blocks(self.meta_denoiser)
+
+    @cached_property
+    def trained_weights(self) -> TrainedWeights:
+        """The shapes of what a run trains, as its optimizer is given them, counted on the meta device."""
+        model, trained = self.meta_denoiser, self.trained_shapes()
+        saved = sum(map(math.prod, trained.values()))
+        if self.adapter is None:
+            trained = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+        blocks = block_paths(model, self.block_classes)
+        shapes = [(shape, is_hidden_matrix(name, len(shape), blocks)) for name, shape in trained.items()]
+        return TrainedWeights(shapes, count_parameters(model) if self.adapter is None else saved, saved)
 
     def trained_facts(self) -> dict[str, Any]:
         """Return a checkpoint's facts about its weights."""

@@ -151,6 +151,15 @@ def block_paths(model: nn.Module, classes: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name, module in model.named_modules() if type(module).__name__ in classes)
 
 
+def is_hidden_matrix(name: str, dimensions: int, blocks: Collection[str]) -> bool:
+    """True for the weight of a linear layer inside one of the blocks at these paths.
+
+    Embeddings and the first and last layers are outside; tables of shifts and scales, though 2-D, are no `weight`.
+    """
+    is_inside = any(name.startswith(f"{block}.") for block in blocks)
+    return is_inside and name.endswith(".weight") and dimensions == 2
+
+
 def blocks_of(model: nn.Module) -> list[str]:
     """The classes that could become sharding units."""
     return sorted(name for name, own in class_stats(model)[0].items() if is_block(name, own))

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from simpletuner.checkpoints.disk_usage import DiskRoom, DiskUsage, estimate_disk_usage, room_of
 from simpletuner.checkpoints.layout import list_checkpoints, parse_step
 from simpletuner.counting.step_memory import Workload, estimate_training
-from simpletuner.counting.trained_weights import trained_weights
 from simpletuner.data.config.places import default_folder
 from simpletuner.data.scan.scan_cache import copy_scans
 from simpletuner.errors import ExitCode, SimpleTunerError
@@ -107,7 +106,7 @@ def shapes_of_images(loaded: Loaded, scans_folder: Path, report: Report) -> Samp
 def opened_disk_usage(settings: Settings) -> DiskUsage:
     """Estimate what a run writes, by its weights' shapes. Raises SimpleTunerError for an unknown model."""
     with opened_family(settings, Report(quiet=True)) as family:
-        return estimate_disk_usage(settings, trained_weights(family), "counted", copied_bytes(family.folder))
+        return estimate_disk_usage(settings, family.trained_weights, "counted", copied_bytes(family.folder))
 
 
 @contextmanager
@@ -203,7 +202,7 @@ def estimate_run(
     if device is not None:
         parts = estimate_step(settings, trace, device, memory.inputs, shapes.mean_area, rates_of(device))
     disk = estimate_disk_usage(
-        settings, workload.weights, "counted", copied_bytes(workload.family.folder), shapes.steps
+        settings, workload.family.trained_weights, "counted", copied_bytes(workload.family.folder), shapes.steps
     )
     room = room_of(settings, disk, newest_step(settings), shapes.steps)
     seconds, epoch = parts and parts.total, shapes.epoch_steps(settings.effective_batch_size)

@@ -79,7 +79,9 @@ class Planner:
         """Say what needs no trace of a step: memory of weights and optimizer, whether that fits, and the disk."""
         settings = self.loaded.settings
         least = estimate_without_step(settings, workload)
-        disk = estimate_disk_usage(settings, workload.weights, "counted", copied_bytes(workload.family.folder))
+        disk = estimate_disk_usage(
+            settings, workload.family.trained_weights, "counted", copied_bytes(workload.family.folder)
+        )
         lack = self.budget.shortfall(least.gpu_bytes, least.host_bytes)
         limit = f" of {format_gib(self.budget.gpu_bytes)}" if self.budget.gpu_bytes is not None else ""
         self.report.say(

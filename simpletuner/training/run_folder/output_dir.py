@@ -41,7 +41,6 @@ from simpletuner.checkpoints.layout import (
 )
 from simpletuner.checkpoints.tensors import plan_group, read_tensors
 from simpletuner.checkpoints.verification import CheckpointDamaged, Verification
-from simpletuner.counting.trained_weights import trained_weights
 from simpletuner.data.config.places import default_folder
 from simpletuner.data.prefetch import LATENTS, SOUND
 from simpletuner.data.samples.samples import Samples
@@ -369,7 +368,7 @@ def check_room(session: Session, plan: Plan, family: ModelFamily, step: int, ste
     For one process.
     """
     settings = session.settings
-    usage = estimate_disk_usage(settings, trained_weights(family), "counted", copied_bytes(family.folder), steps)
+    usage = estimate_disk_usage(settings, family.trained_weights, "counted", copied_bytes(family.folder), steps)
     room = room_of(settings, usage, step, steps)
     if room.problem is not None:
         raise room.problem
