@@ -70,11 +70,11 @@ def new_config(given: Mapping[str, Any], recipe: str = "", target: str = "config
     found = without_rivals(find_recipe(recipe), given) if recipe else None
     if found:
         refuse_beside(found, given)
-    elif not given.get("model_family"):
-        known = [name for name, preset in presets().items() if preset.family_class]
-        raise SettingsError("--model_family is missing: say what to train", f"known families: {', '.join(known)}")
     flags = from_flags(given)
     loaded = load_run([source_of(found), flags] if found else [flags], complete=False)
+    if not loaded.settings.model.model_family:  # after what was mistyped: --model_famly is no missing family
+        known = [name for name, preset in presets().items() if preset.family_class]
+        raise SettingsError("--model_family is missing: say what to train", f"known families: {', '.join(known)}")
     refuse_secrets(loaded)
     check_trainable(loaded.settings.model)
     as_json = settings_as_json(loaded)

@@ -49,6 +49,7 @@ CASES: tuple[Case, ...] = (
     Case("config export --to=ini"),
     Case("config export"),
     Case("config init"),
+    Case("config init --model_famly=sdxl"),
     Case("config init --model_family=sdlx"),
     Case("config init --model_family=sdxl --num_processes=0"),
     Case("cache list --data_backend_config=no.json"),
