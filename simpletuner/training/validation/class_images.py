@@ -38,6 +38,7 @@ from simpletuner.preparation.sampled_prompts import SampledPrompt
 from simpletuner.report import Report
 from simpletuner.runs.images import ImageInfo, read_info, write_sample
 from simpletuner.session import Session
+from simpletuner.system.files.atomic import remove, unfinished_path
 from simpletuner.system.files.late_files import wait_for_files
 from simpletuner.system.files.locks import removed_lock
 from simpletuner.training.validation.requested_samples import check_references
@@ -51,6 +52,8 @@ from simpletuner.training.validation.whole_denoiser import (
 
 # Lock file of a folder while a run makes images there.
 LOCK = ".class-images.lock"
+# What a run that was killed while it wrote an image left there.
+PARTS = unfinished_path(Path("*.png"), "*").name
 PLACE = "class images"
 LOOK_SECONDS = 0.2
 LOOKING_THREADS = 8
@@ -102,6 +105,8 @@ def with_class_images(session: Session, plan: Plan, family: ModelFamily) -> Plan
                 return "[]"
             for folder in folders:
                 locks.enter_context(locked(folder, report, stop))
+                for part in folder.glob(PARTS):
+                    remove(part)
             whys = why_missing(images)  # what another run has made meanwhile
             report_missing(wanted, images, whys, report)
             return json.dumps([number for number, why in enumerate(whys) if why])
