@@ -173,7 +173,7 @@ def run_safely(given: Sequence[str], program: str, debug: bool) -> None:
 
 
 def spelled(program: str, arguments: list[str]) -> list[str]:
-    """Return the arguments with flags of settings as these are declared; warn of those that are given twice."""
+    """Return the arguments with flags of settings as these are declared; warn of repeated ones."""
     is_list = program == "simpletuner" and (not arguments or arguments[0] in LISTS)
     if is_list or not any(each.startswith("--") for each in arguments):  # the settings take 0.06 CPU s to import
         return arguments

@@ -32,7 +32,7 @@ UNFOLDED = 10_000
 
 
 def printable(text: str) -> str:
-    """Make text safe for terminals and logs: mask credentials, escape control characters, indent further lines."""
+    """Make text safe for terminals and logs: credentials masked, controls escaped, further lines indented."""
     # the indent keeps a file name with a newline from faking a line that begins with `error:`
     return re.sub(r"\n(?=[^\n])(?!  )", "\n  ", escape_controls(mask_credentials(text)))
 

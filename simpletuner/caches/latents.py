@@ -44,7 +44,7 @@ CLIP_BYTES = 2 << 30
 
 
 class Decoded(NamedTuple):
-    """A sample's pixels as `decode_image` returns them, and the sound (channels, samples) of a clip that has it."""
+    """A sample's pixels as `decode_image` returns them, and any sound (channels, samples) of a clip."""
 
     pixels: Tensor
     sound: Tensor | None
@@ -123,7 +123,7 @@ class LatentsSource(RecordSource[Sample, Decoded | str]):
         return self.record(sample)["latents"].float()
 
     def read_streams(self, sample: Sample) -> dict[str, Tensor]:
-        """Return the latents of a sample's further streams, float32: the tokens of its sound, if it has one."""
+        """Return the latents of a sample's further streams, float32: the tokens of its sound, if any."""
         return {SOUND: self.record(sample)[SOUND].float()} if sample.has_sound else {}
 
     def read_mask(self, sample: Sample) -> Tensor | None:

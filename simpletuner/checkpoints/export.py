@@ -105,7 +105,7 @@ def export_lora(
     steps: int,
     write_card: Callable[[Path], None],
 ) -> None:
-    """Collective: write a LoRA as diffusers' `load_lora_weights` opens it, in export_format and export_precision."""
+    """Collective: write a LoRA for diffusers' `load_lora_weights`, in export_format and export_precision."""
     whole = {name: each if mesh_of(each) is None else cast(Any, each).full_tensor() for name, each in weights.items()}
 
     def write(hidden: Path) -> None:

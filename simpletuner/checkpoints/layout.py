@@ -245,7 +245,7 @@ def prune_checkpoints(
 
 
 def steps_to_prune(steps: Sequence[int], keep: int, choose_best: ChooseStep) -> list[int]:
-    """Return those of the steps of checkpoints, newest first, that are not among the newest, and not the best."""
+    """Return the checkpoints, newest first, that are neither among the newest nor the best."""
     old = steps[keep:]
     best = choose_best(steps) if old else None
     return [step for step in old if step != best]

@@ -62,7 +62,7 @@ def in_precision(group: TensorGroup, dtypes: Mapping[str, torch.dtype]) -> Tenso
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in a dtype; what is larger than its largest number becomes that, not infinite or NaN."""
+    """Return a tensor in a dtype; what exceeds its largest number becomes that, not infinite or NaN."""
     if dtype == tensor.dtype:
         return tensor
     if dtype.itemsize < tensor.dtype.itemsize:

@@ -168,7 +168,7 @@ class HostCopies:
 
 
 def copy_group(group: TensorGroup, copied: TensorGroup) -> None:
-    """Fill `copied` with what this rank writes of a group. A copy from a GPU is complete once its stream is."""
+    """Fill `copied` with what this rank writes of a group; from a GPU, it is complete once its stream is."""
     if group.local:
         of_torch.foreach_copy_([*copied.local.values()], [*group.local.values()], non_blocking=True)
 

@@ -83,7 +83,7 @@ def read_shapes(files: list[Path], what: str) -> dict[str, tuple[int, ...]]:
 
 
 def stored_rows(files: Iterable[Path]) -> dict[str, list[StoredRows]]:
-    """Rows of each tensor in files, which have the offsets of their shards in their metadata, or whole tensors."""
+    """Rows of each tensor in files, whose metadata has the offsets of their shards, or whole tensors."""
     found: dict[str, list[StoredRows]] = {}
     for file in sorted(files):
         with safe_open(file, "pt") as opened:
@@ -157,7 +157,7 @@ class WrittenTensor:
 
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
-    """Tensors, the same on all ranks, and the shards of them that this rank writes; both in the order of a file."""
+    """Tensors, the same on all ranks, and the shards that this rank writes; both in the order of a file."""
 
     tensors: Mapping[str, WrittenTensor]
     shards: Mapping[str, WrittenShard]
@@ -165,7 +165,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors saved together: `local` has this rank's shards, whose bytes are `block` where they lie in one."""
+    """Tensors saved together: `local` has this rank's shards, `block` their bytes if contiguous."""
 
     plan: GroupPlan
     local: Mapping[str, Tensor]
@@ -203,7 +203,7 @@ class MadeWhenWritten(Mapping[str, Tensor]):
 def streamed_group(
     shapes: NamedTensors, make: Callable[[str], Tensor], metadata: Mapping[str, str] | None = None
 ) -> TensorGroup:
-    """Plan a group for a world of one, whose tensors `make` makes as they are written; `shapes` are on meta."""
+    """Plan a group for a world of one; `make` makes its tensors as written, `shapes` are on meta."""
     group = plan_group(shapes)
     return replace(group, local=MadeWhenWritten(group.plan.shards, make), metadata=metadata or {})
 

@@ -110,7 +110,7 @@ def clear(
 def clear_unused(
     loaded: Loaded, kinds: Sequence[CacheKind], report: Report, dry_run: bool, must_ask: bool, as_json: bool
 ) -> None:
-    """Remove the records that a run with these settings does not use. Raises SettingsError for other kinds."""
+    """Remove the records that a run with these settings does not use. Raises SettingsError for others."""
     from simpletuner.tools.cache import clearing
     from simpletuner.tools.cache.unused import find_unused, needed_by, remove_unused
 

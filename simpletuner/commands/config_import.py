@@ -189,7 +189,7 @@ def of_all(entries: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def file_of_datasets(run: Translation, file: ForeignFile, output: Path | None) -> ForeignFile | None:
-    """Return the dataset file that a run names; the run's own file where it lists them; None if there are none."""
+    """Return the dataset file that a run names, or its own file if that lists them; None without."""
     trainer = file.trainer
     name = run.get(trainer.dataset_file) if trainer.dataset_file else None
     run.values.pop(trainer.dataset_file, None)
@@ -215,7 +215,7 @@ def file_of_datasets(run: Translation, file: ForeignFile, output: Path | None) -
 
 
 def prompts_as_settings(prompts: Sequence[Mapping[str, Any]], output: Path | None) -> dict[str, object]:
-    """Return the setting of the prompts: a list, or where they have more than a text, the file beside the run's."""
+    """Return the setting of the prompts: a list, or a file beside the run's if they are not only texts."""
     if output is None or all(list(prompt) == ["prompt"] for prompt in prompts):
         return {"validation_prompt": [prompt["prompt"] for prompt in prompts]}
     return {"validation_prompt_file": str(prompts_path(output))}
@@ -286,7 +286,7 @@ def import_run(path: Path, output: Path | None, force: bool, partial: bool) -> N
 
 
 def check_model(original: Original) -> None:
-    """Raise SettingsError for a model that cannot be trained, before anything else that a file of it asks for."""
+    """Raise SettingsError for a model that cannot be trained, before anything else is imported."""
     given = {setting_of(each): each for each in reversed(original.values)}
     if "model_family" not in given or "model_families" in given:
         return  # what is missing is said with the rest
@@ -325,7 +325,7 @@ def resolve_taken(original: Original, accelerate: Sequence[Source]) -> Loaded:
 
 
 def can_drop(mistake: Mistake) -> bool:
-    """True for a setting that can be left out: it does not change the trained weights, or is counted as lost."""
+    """True for a setting that does not change the trained weights, or is counted as lost."""
     name = mistake.setting
     return SECTION_OF.get(name) in OPTIONAL or name in ONLY_FASTER or name == "lr_warmup_steps"
 

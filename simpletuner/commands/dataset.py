@@ -167,7 +167,7 @@ def dataset_check(
 
 @contextmanager
 def followed(folder: Path, report: Report) -> Iterator[None]:
-    """Lock a folder, and keep there what the check is doing and how it ended, as a run does in its output folder."""
+    """Lock a folder, and keep there what the check is doing and how it ended, as a run does."""
     from simpletuner.system.files.lease import Lease
     from simpletuner.system.files.lease_folder import held_folder
 
@@ -216,7 +216,7 @@ def bucket_rows(buckets: Sequence[BucketSummary]) -> list[list[str]]:
 
 
 def finding_rows(dataset: CheckedDataset, not_checked: Mapping[str, str]) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Yield topic, status and sentence of each finding, of each topic without one, and of what was not checked."""
+    """Yield topic, status and sentence of each finding, each topic without one, and what was not checked."""
     for topic, nothing in TOPICS.items():
         found = [each for each in dataset.findings if each.topic == topic]
         for each in found:

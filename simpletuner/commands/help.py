@@ -56,7 +56,7 @@ class TakesSettings(NamedValues, TyperCommand):
         return self.own
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse with the options that are named, or with all: for help, and to suggest one for what is none."""
+        """Parse with the named options, or with all: for help, and to suggest one for what is none."""
         given = {argument.partition("=")[0] for argument in args if argument.startswith("-")}
         settings = [name for name in setting_table() if f"--{name}" in given]
         known = {*(f"--{name}" for name in settings), *(flag for each in self.own for flag in each.opts)}

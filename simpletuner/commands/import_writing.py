@@ -65,7 +65,7 @@ class ReadyRun:
     taken: str
     """Sentence on how many settings it has."""
     texts: Mapping[Path | None, str]
-    """Texts by file: of its datasets and prompts, and last of the run itself, which names them; None is stdout."""
+    """Texts by file: its datasets and prompts, and last the run itself, which names them; None is stdout."""
 
 
 def ready_run(
@@ -116,7 +116,7 @@ def report_written(run: ReadyRun, names: Sequence[str]) -> None:
 
 
 def write_datasets(file: Path, datasets: ImportedDatasets, output: Path | None, partial: bool) -> None:
-    """Write a list of datasets. Raises SettingsError, unless `partial`, where it would train on something else."""
+    """Write a list of datasets. Raises SettingsError if it would train on others, unless `partial`."""
     if not partial:
         refuse_another_meaning(file, datasets.left_out)
     write(output, as_json(datasets))

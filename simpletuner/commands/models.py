@@ -179,7 +179,7 @@ def by_value(flavours: list[dict[str, Any]], key: str) -> dict[str, list[str]]:
 
 
 def format_sizes(family: dict[str, Any]) -> str:
-    """Format the numbers of ranks that can share a sample's tokens; flavours of other numbers of heads are named."""
+    """Format how many ranks can share a sample's tokens; flavours with other heads are named."""
     if family["unsplittable"]:
         return f"1, since {family['unsplittable']}"
     names: dict[str, list[str]] = {}

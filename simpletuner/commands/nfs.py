@@ -109,7 +109,7 @@ def node_of(settings: Settings, path: Path | None, nodes: int | None, rank: int 
 
 
 def written_by(settings: Settings) -> dict[str, Any]:
-    """Return `disk_usage` of a node: what the configured run will write, or `disk_unknown`: why that is not known."""
+    """Return a node's `disk_usage`: what the configured run will write, or why that is not known."""
     model = settings.model
     if not model.model_family and not model.pretrained_model_name_or_path:
         return {}

@@ -84,7 +84,7 @@ def as_typed(ctx: object, value: Any) -> object:
 
 
 def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:
-    """Raise SettingsError for what is nearest to an option of the command; the settings layer suggests settings."""
+    """Raise SettingsError for what resembles an option of the command; settings are suggested elsewhere."""
     from simpletuner.settings.declared.errors import closest
     from simpletuner.settings.foreign.recognition import original_hint
 
@@ -115,7 +115,7 @@ def file_parameters() -> list[inspect.Parameter]:
 
 
 def parameter_of(name: str, hidden: bool = False) -> inspect.Parameter:
-    """The option of a setting: text to Typer, so that flags and files meet the same spelling and validation."""
+    """The option of a setting, a text to Typer: flags and files meet the same spelling and validation."""
     row = setting_table()[name]
     option = typer.Option(
         None,

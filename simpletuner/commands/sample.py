@@ -77,7 +77,7 @@ def sample(
 
 
 def weights_to_sample(base: bool, ema: bool, with_base: bool, checkpoint: str) -> tuple[str, ...]:
-    """Return the sets of weights, in the order of their images. Raises SettingsError for flags that exclude others."""
+    """Return the sets of weights, in the order of their images. Raises SettingsError for conflicts."""
     if base and (ema or with_base or checkpoint):
         raise SettingsError("--base takes no --ema, --with_base or --checkpoint", "leave one of them out")
     trained = "ema" if ema else "trained"

@@ -68,7 +68,7 @@ FORMULAS = {**flop_registry, torch.ops.aten.convolution_backward: shape_wrapper(
 
 
 def tensors_among(arguments: Iterable[object]) -> Iterator[Tensor]:
-    """Yield the tensors among arguments of an operator, in lists, too; torch's trees take ten times as long."""
+    """Yield the tensors among an operator's arguments and in their lists, in a tenth of pytree's time."""
     for each in arguments:
         if isinstance(each, Tensor):
             yield each

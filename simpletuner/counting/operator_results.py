@@ -17,7 +17,7 @@ from simpletuner.private_api.of_torch import FakeTensor, FakeTensorMode, new_fak
 
 aten = torch.ops.aten
 NOT_RELATIVE = (aten.as_strided.default, aten.view.dtype)
-"""Views whose offset is not that of their source and a difference: that in the storage, and one in other items."""
+"""Views whose offset is not their source's plus a difference: it is the storage's, or in other items."""
 
 
 class RememberingMode(FakeTensorMode):

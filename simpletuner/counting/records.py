@@ -70,7 +70,7 @@ class CountRecord:
         return self.get(as_number, count, as_number)
 
     def read(self) -> Any:
-        """Return the value that was written for these facts. Raises OSError or MALFORMED for anything else."""
+        """Return the written value of these facts. Raises OSError or MALFORMED for anything else."""
         content, _, written = read_file(self.path).decode().rpartition("\n")
         if hashlib.sha256(content.encode()).hexdigest() != written:
             raise ValueError("not whole")

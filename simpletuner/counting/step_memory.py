@@ -301,7 +301,7 @@ def memory_inputs(settings: Settings, workload: Workload) -> MemoryInputs:
 
 
 def state_rows(settings: Settings, inputs: MemoryInputs) -> tuple[MemoryRow, ...]:
-    """Return weights, optimizer and EMA; of DeepSpeed also the gradients of its optimizer step, and buffers."""
+    """Return weights, optimizer and EMA; of DeepSpeed also gradients of its optimizer step, and buffers."""
     if settings.parallel.zero_stage is not None:
         return estimate_memory(deepspeed_config(settings, inputs.num_ranks), inputs).rows
     return estimate_torch(settings, inputs).rows
@@ -310,7 +310,7 @@ def state_rows(settings: Settings, inputs: MemoryInputs) -> tuple[MemoryRow, ...
 def step_rows(
     settings: Settings, inputs: MemoryInputs, trace: StepTrace, gathered: Sequence[float]
 ) -> Iterator[MemoryRow]:
-    """Yield what exists at the peak of a backward pass only; `gathered` has FSDP2's bytes at each point of it."""
+    """Yield what exists only at the peak of a backward pass; `gathered` has FSDP2's bytes at each point."""
     if settings.parallel.zero_stage is not None:
         # DeepSpeed's rows hold the gradients of its optimizer step, which are more than those of the backward pass.
         yield activations_row(settings, trace.peak_bytes(0), trace.host_bytes)
@@ -330,7 +330,7 @@ def step_rows(
 
 
 def other_rows(settings: Settings, workload: Workload, inputs: MemoryInputs) -> Iterator[MemoryRow]:
-    """Yield copies in the host's memory, CUDA's context, buffers of the model, and a denoiser that is not trained."""
+    """Yield copies in the host's memory, CUDA's context, the model's buffers, and a frozen denoiser."""
     on_gpu = not settings.launch.use_cpu
     # Copies from which a thread writes or averages while the GPU computes.
     yield from host_rows(settings, inputs, checkpoint_bytes(settings, workload.family.trained_weights), on_gpu)

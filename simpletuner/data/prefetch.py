@@ -268,7 +268,7 @@ def happens(probability: float, *key: object) -> bool:
 def read_sample(
     reader: SampleReader, batch: GlobalBatch, index: int, step: int, seed: int, dropout: float
 ) -> tuple[Tensor, Tensor, float, Conditioning, str, Mapping[str, tuple[Tensor, Tensor]]]:
-    """Return latents, noise, `u`, conditioning and id of one sample, and latents with noise of its further streams."""
+    """Return latents, noise, `u`, conditioning and id of one sample, and its further streams with noise."""
     sample = reader.samples[batch.samples[index]]
     clean = reader.latents(sample)
     occurrence = batch.occurrences[index]

@@ -89,7 +89,7 @@ class DeepSpeedBuilder:
         return builder
 
     def load(self, **more_answers: object) -> Loaded:
-        """Resolve the settings so far, with more answers. Raises SettingsError for invalid ones and conflicts."""
+        """Resolve the settings so far, with more answers. Raises SettingsError for invalid ones."""
         return resolve([*self.sources, from_flags(self.answers | more_answers)], complete=False)
 
     def result(self) -> BuildResult:

@@ -112,13 +112,13 @@ class DeepSpeedEngine:
         return torch.as_tensor(norm, dtype=torch.float32, device=self.model.device)
 
     def local_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's partitions (1-D float32) of trainable parameters, then `fixed` rows and buffers."""
+        """Yield this rank's 1-D float32 partitions of trainable parameters, then `fixed` rows and buffers."""
         yield from self.partitions.local_shards()
         for name, tensor in self.fixed.items():
             yield name, local_tensor(tensor)
 
     def update_shards(self, change: ShardUpdate) -> None:
-        """Collective: call `change(name, shard)` on all `local_shards`, then refresh compute-dtype weights."""
+        """Collective: call `change(name, shard)` on all `local_shards`, then refresh compute weights."""
         self.partitions.update_shards(change)
         for name, tensor in self.fixed.items():
             change(name, local_tensor(tensor))

@@ -38,7 +38,7 @@ NOWHERE = Path("exported")
 
 @dataclass
 class ForeignRun:
-    """A run as another trainer has it: values of its file, those of its dataset file, and what neither says."""
+    """A run as another trainer has it: its file, its dataset file, and what neither says."""
 
     values: Values
     keys: Values
@@ -103,7 +103,7 @@ def trained_folders(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[
 
 
 def with_family_defaults(loaded: Loaded) -> Loaded:
-    """Return settings with the values in them that the family has for empty ones: there silence is another value."""
+    """Return settings with the family's values for empty ones: there, silence is another value."""
     settings = loaded.settings
     for name, (value, _) in family_defaults(settings).items():
         section = getattr(settings, SECTION_OF[name]).model_copy(update={name: value})

@@ -1,4 +1,4 @@
-"""Folders of images and files of prompts as several trainers have them: their keys, captions, sizes and lines."""
+"""Folders of images and files of prompts of several trainers: their keys, captions, sizes and lines."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ BLANKS_MATTER = ("qwen_image", "z_image", "flux2", "krea2", "ernie", "lumina2", 
 
 
 def blanks(run: Translation, found: Translation, key: str) -> None:
-    """Name a caption file that is one text there, and whose empty lines and outer blanks are left out here."""
+    """Name a caption file that is one text there; here its empty lines and outer blanks are left out."""
     if run.defaults.get("model_family") not in BLANKS_MATTER:
         return
     texts = [file for file in files_in(found.defaults["instance_data_dir"]) if file.suffix == ".txt"]

@@ -38,7 +38,7 @@ class TakenKey:
 
 @dataclass
 class Translation:
-    """A file of another trainer while it is translated. `values` are those without an answer yet, by full key."""
+    """A file of another trainer while it is translated. `values` still wait for an answer, by full key."""
 
     trainer: str
     file: Path
@@ -86,7 +86,7 @@ class Translation:
         return f"{self.file}:{line}" if line else str(self.file)
 
     def put(self, setting: str, key: str, value: Any, note: str = "") -> None:
-        """Let a key become a setting, or a key of our dataset file; where it is silent, this is the default."""
+        """Translate a key to a setting or a key of our dataset file, by default with this value."""
         if key in self.written:
             self.taken[setting] = TakenKey(key, self.written[key], value, note)
         else:
@@ -107,7 +107,7 @@ class Translation:
         return self.get(key, default)
 
     def remark(self, key: str, reason: str, value: Any = None, effect: Effect = "look") -> None:
-        """Say something of a key, whatever else becomes of it. A value stands for what the file is silent about."""
+        """Report on a key, whatever else becomes of it; `value` is what silence means there."""
         shown = self.written.get(key) if value is None else value
         self.left_out.append(UnmappedValue(key, shown, self.place(key), reason, effect))
 

@@ -1,4 +1,4 @@
-"""LyCORIS' own file as the original names it: algorithm, sizes and classes of layers become settings of a LoRA."""
+"""LyCORIS' own file: algorithm, sizes and classes of layers become settings of a LoRA."""
 
 from __future__ import annotations
 

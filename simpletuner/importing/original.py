@@ -56,7 +56,7 @@ class MappedValue:
 
 @dataclass
 class Original:
-    """Values of the original's files. `variables` are names of other programs' variables, for secrets' sake."""
+    """Values of the original's files. `variables` are other programs', which may hold secrets."""
 
     file: Path
     values: list[RawValue]

@@ -75,7 +75,7 @@ class OriginalFamily:
     forces: Mapping[str, object] = field(default_factory=dict)
     """Settings that have these values whatever the file says."""
     limits: Mapping[str, float] = field(default_factory=dict)
-    """Settings that are at most this, unless the file says i_know_what_i_am_doing, and this where it says nothing."""
+    """Settings that are at most this, unless i_know_what_i_am_doing, and this where the file is silent."""
     lost: str = ""
     """A method of its own that this version does not have."""
 

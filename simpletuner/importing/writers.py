@@ -1,4 +1,4 @@
-"""Formats of `config export --to` of other trainers: what a writer says of model, network, noise levels, folders."""
+"""Formats of `config export --to` of other trainers: model, network, noise levels and folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from simpletuner.settings.values.spelling import normalize_name
 
 
 def layers_of(settings: Settings) -> list[str]:
-    """Return the layers of a LoRA that its settings name; by default those of attention, by all names they have."""
+    """Return the layers of a LoRA that its settings name, by default all names of attention."""
     from simpletuner.models.family.adapter import ATTENTION  # which imports torch
 
     named = settings.lora.lora_target_modules.split(",") if settings.lora.lora_target_modules else ATTENTION

@@ -45,7 +45,7 @@ class Engine(Protocol):
 
     @property
     def saves_views(self) -> bool:
-        """True if tensors of a checkpoint are views of memory that changes only after the calls of `before_update`."""
+        """True if checkpoint tensors are views of memory that changes only after `before_update` calls."""
         ...
 
     @property

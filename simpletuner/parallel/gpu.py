@@ -62,7 +62,7 @@ def power_limit_watts(device: torch.device) -> float:
 
 
 def ask_driver(device: torch.device, query: str) -> str:
-    """Return what nvidia-smi says of a GPU, as CSV without units; empty where it is not there or says nothing."""
+    """Return nvidia-smi's facts about a GPU, as CSV without units; empty without an answer."""
     if device.type != "cuda":
         return ""
     name, form = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}", "--format=csv,noheader,nounits"

@@ -189,7 +189,7 @@ def verify_same_folders(
 
 @contextmanager
 def create_probe(folder: Path) -> Iterator[str]:
-    """Create a file with a random name, remove it at the end; yield its name, "" if the folder is read-only."""
+    """Create a file with a random name and remove it at the end; yield its name, "" if read-only."""
     path = folder / f"{PROBE}{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ def leave_out(packages: Iterable[str]) -> None:
 
 
 class Distributions(Mapping[str, list[str]]):
-    """`importlib.metadata.packages_distributions`, which reads the metadata of all distributions, when it is asked."""
+    """`importlib.metadata.packages_distributions` that reads all distributions only when asked."""
 
     @cached_property
     def found(self) -> Mapping[str, list[str]]:
@@ -109,7 +109,7 @@ class LazyModule(ModuleType):
 
 
 class LazyFinder:
-    """Finder of a package whose modules get stand-ins: those that there are, since peft asks for its version so."""
+    """Finder of a package whose modules get stand-ins: of existing ones, as peft asks for its version."""
 
     def __init__(self, package: str) -> None:
         self.package = package

@@ -95,7 +95,7 @@ def held_out(columns: MetricColumns) -> list[Curve]:
 
 
 def by_level(columns: MetricColumns) -> list[Curve]:
-    """Return the held-out loss of each range of noise levels, of the trained weights, or else of the average."""
+    """Return the held-out loss of each range of noise levels, of trained weights, else of the average."""
     for name in HELD_OUT:
         for count in range(LEVELS, 1, -1):
             names = [LEVEL_OF.format(name, number, count) for number in range(1, count + 1)]

@@ -185,7 +185,7 @@ class MetricColumn:
         return steps, values
 
     def means(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Mean step, mean value and number of points of each block, and of the points that do not fill one."""
+        """Mean step, mean value and number of points of each block, and of the remaining points."""
         rest = [self.tail.mean(axis=1, keepdims=True)] if self.tail.size else []
         steps, values = np.concatenate([self.mean[:, : self.count], *rest], axis=1)
         return steps, values, np.array([self.size] * self.count + [self.tail.shape[1]] * len(rest))
@@ -203,7 +203,7 @@ PIECE_BYTES = 4 << 20
 
 
 class MetricColumns:
-    """The metrics of a run as columns, thinned out for charts; `update` parses only what was appended to the file."""
+    """A run's metrics as columns, thinned out for charts; `update` parses only what was appended."""
 
     def __init__(self, path: Path, names: Collection[str] | None = None) -> None:
         """Keep the metrics of these names, of all without any."""
@@ -241,7 +241,7 @@ class MetricColumns:
         return self.columns.get(name) or MetricColumn()
 
     def finite(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a metric that are drawn, both (points,) float64: all, or the extremes of each block."""
+        """Steps and values of a metric to draw, both (points,) float64: all, or each block's extremes."""
         return self.column(name).extremes()
 
     def smoothed(self, name: str, share: float) -> tuple[int, np.ndarray]:

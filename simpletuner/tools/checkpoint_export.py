@@ -70,7 +70,7 @@ def write_export(
     step: int,
     write_card: Callable[[Path], None],
 ) -> None:
-    """Write the LoRA or the pipeline whose weights `read` returns by name; one is in memory, of a pipeline."""
+    """Write the LoRA or pipeline whose weights `read` returns by name; a pipeline has one in memory."""
     shapes = {name: torch.empty(shape, device="meta") for name, shape in family.trained_shapes().items()}
     if family.adapter is not None:
         export_lora(family, family.adapter, target, {name: read(name) for name in shapes}, world, step, write_card)

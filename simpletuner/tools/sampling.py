@@ -1,4 +1,4 @@
-"""`simpletuner sample`: an image of a prompt by a run's weights: asked of a run that trains, or sampled here."""
+"""`simpletuner sample`: an image of a prompt, asked of a run that trains, or sampled here."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def request_of(settings: Settings, family: ModelFamily, options: SampleOptions) 
 
 
 def shape_of(settings: Settings, size: str) -> Shape:
-    """Return the shape that --size names, else the first of the run's validation, else its training square."""
+    """Return the shape that --size names, else the first of the run's validation, else its square."""
     validation = settings.validation
     try:
         shape = [*parse_shapes(size or validation.validation_resolution), settings.data.square][0]

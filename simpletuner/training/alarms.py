@@ -105,7 +105,7 @@ class GradientWatch:
         trained = {name: each for name, each in named if each.requires_grad}
         self.names, self.steps, self.device = [*trained], 0, device
         self.norms: dict[str, Tensor] = {}
-        """Of this step, by name: the largest of its micro-batches, since ZeRO removes the gradients of each."""
+        """Of this step, by name: the largest of its micro-batches, as ZeRO removes each one's gradients."""
         self.largest: Tensor | None = None
         """Largest norm of each weight, (weights,) float32; on the host once `copied` has passed."""
         self.copied: Timestamp | None = None
@@ -119,7 +119,7 @@ class GradientWatch:
         self.norms[name] = torch.maximum(norm, self.norms[name]) if name in self.norms else norm
 
     def next_step(self) -> list[str] | None:
-        """Take a step whose backward pass is queued; return the weights without gradients once they are known."""
+        """Take a step whose backward pass is queued; return the weights without gradients once known."""
         if not self.names:
             return []
         if self.copied is not None:

@@ -194,7 +194,7 @@ def open_alarms(
 
 
 def best_chooser(session: Session, plan: Plan) -> ChooseStep:
-    """Return the function that names the best of some checkpoints of a run, which has one with a held-out loss."""
+    """Return the function that names the best of some checkpoints of a run with a held-out loss."""
     if not len(plan.held_out):
         return no_best
     from simpletuner.runs.health.best_step import best_saved_of

@@ -118,7 +118,7 @@ class Checkpointer:
         size_bytes: int,
         choose_best: ChooseStep = no_best,
     ) -> None:
-        """`size_bytes` are those of one checkpoint, over all ranks; `choose_best` names one to keep. Collective."""
+        """`size_bytes` is one checkpoint's, over all ranks; `choose_best` names one to keep. Collective."""
         self.choose_best = choose_best
         self.durations, self.size_bytes = durations, size_bytes
         self.settings, self.world, self.state, self.report = session.settings, session.world, state, session.report

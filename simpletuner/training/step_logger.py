@@ -52,7 +52,7 @@ class RequestWatcher:
         self.folder, self.looked, self.found = output / REQUESTS, -math.inf, False
 
     def is_asked(self) -> bool:
-        """True if a request waits; at the first look, also if an earlier start has taken one and not answered."""
+        """True if a request waits; at first also if an earlier start has taken one and not answered."""
         is_first, now = self.looked < 0, time.monotonic()
         if not self.found and now - self.looked < self.EVERY_SECONDS:
             return False

@@ -27,7 +27,7 @@ from simpletuner.settings.values.spelling import SWITCH_WORDS, normalize_name
 
 @dataclass
 class ParseState:
-    """A command, the options given to it by name, the option that waits for a value, and how many arguments it has."""
+    """A command, its options by name, the option that waits for a value, and the number of its arguments."""
 
     command: TyperGroup | TyperCommand
     given: dict[str, str] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def completions_for(command: TyperGroup | TyperCommand, line: str, programs: Ite
 
 
 def words_of(line: str, programs: Iterable[str]) -> list[str]:
-    """Split the words after the program's name as a shell does; the last one is at the cursor and may be empty."""
+    """Split the words after the program's name as a shell does; the last, at the cursor, may be empty."""
     # A mark, since shlex drops the empty word after a blank. NUL cannot be typed: arguments end at it.
     lexer = shlex.shlex(line + CURSOR, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""

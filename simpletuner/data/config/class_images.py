@@ -70,7 +70,7 @@ OF_CAPTIONS: dict[str, object] = {"caption_strategy": "textfile", "prepend_insta
 
 
 def with_class_words(caption: str, class_words: Mapping[str, str]) -> str:
-    """Return a caption with class words in place of trigger words: whole words, in any case, the longest first."""
+    """Return a caption with class words in place of trigger words, any case, the longest first."""
     found = "|".join(re.escape(each) for each in sorted(class_words, key=len, reverse=True))
     by_lower = {trigger.lower(): word for trigger, word in class_words.items()}
     text = " ".join(caption.split())

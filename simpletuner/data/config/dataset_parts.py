@@ -98,7 +98,7 @@ class VideoSettings(Section):
     is_i2v: bool | None = None
     """True if the model is given the first frame of a clip; None: where it always is."""
     sound: bool | None = None
-    """False for clips that are trained on their video alone; None: as sound_loss_weight says, which makes it True."""
+    """False for clips that train on video alone; None: as sound_loss_weight says, which makes it True."""
 
     @model_validator(mode="after")
     def check_lengths(self) -> VideoSettings:

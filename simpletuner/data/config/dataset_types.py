@@ -135,7 +135,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys, ClassImageKeys):
         return self.clips is not None and bool(self.clips.is_i2v)
 
     def has_file(self, stem: str) -> bool:
-        """Return whether a file of this name, without its suffix, is of this dataset or of masks beside its images."""
+        """Return whether a file of this name, without suffix, is of this dataset or of its masks."""
         others = tuple(each.name_ending for each in self.conditioning if each.name_ending)
         return stem.endswith(self.name_ending) and not (others and stem.endswith(others))
 
@@ -341,7 +341,7 @@ def conditioning_of(dataset: ImageDataset, datasets: Iterable[ImageDataset]) -> 
 def mistakes_of_class_images(
     entries: Sequence[tuple[ImageDataset, DatasetEntry]], refused: Collection[str]
 ) -> Iterator[Mistake]:
-    """Yield mistakes in names of datasets whose captions are prompts of class images, and in their folders."""
+    """Yield mistakes in the names and folders of datasets whose captions are prompts of class images."""
     scanned = [
         (each.id, each.instance_data_dir.resolve())
         for each, _ in entries

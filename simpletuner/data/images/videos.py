@@ -257,7 +257,7 @@ def film_stream(container: InputContainer) -> VideoStream:
 
 
 def sound_track(container: InputContainer) -> AudioStream | None:
-    """Return the track that players choose: the default one, else the best; None without one that can be decoded."""
+    """Return the track that players choose: the default, else the best; None if none can be decoded."""
     found = container.streams.best("audio")
     # FFmpeg has no decoder for a stream without a codec context.
     return found if getattr(found, "codec_context", None) is not None else None  # pyright: ignore[reportReturnType]

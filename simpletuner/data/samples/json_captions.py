@@ -1,4 +1,4 @@
-"""Captions of models that were trained on JSON alone: a damaged one is a text of a form that they have never read."""
+"""Captions of models that were trained on JSON alone: to them, a damaged one is an unknown form."""
 
 from __future__ import annotations
 

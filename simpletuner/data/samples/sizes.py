@@ -61,7 +61,7 @@ class Sizes:
 
     @property
     def target_codes(self) -> np.ndarray:
-        """Return sound << 63 | frames << 48 | width << 24 | height of the target of each size, (sizes,) int64."""
+        """Return sound << 63 | frames << 48 | width << 24 | height of each size's target, (sizes,) int64."""
         codes = self.targets @ np.array([1 << 24, 1]) + (self.frames.astype(np.int64) << 48)
         return codes | (self.sounds.astype(np.int64) << 63)
 

@@ -95,7 +95,7 @@ def remove_all_but(folder: Path, name: str) -> None:
 
 
 def copy_scans(kept: Path, folder: Path) -> Path:
-    """Link or copy the files of kept scans, so that neither this process nor their run removes what the other reads."""
+    """Link or copy the files of kept scans, so that neither this process nor their run removes them."""
     for path in kept.glob(f"*/*{SUFFIX}"):
         copy = folder / path.relative_to(kept)
         copy.parent.mkdir(parents=True, exist_ok=True)

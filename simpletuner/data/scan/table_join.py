@@ -76,7 +76,7 @@ def describe_files(table: TableFile, rows: pa.Table, names: pa.ChunkedArray) -> 
 
 
 def below_folder(identifiers: pa.ChunkedArray, names: pa.ChunkedArray, dataset: ImageDataset) -> pa.ChunkedArray:
-    """Return paths below a dataset's folder of a table that has all of them with the folder, such as absolute ones."""
+    """Return paths below a dataset's folder of a table that names all of them with it, as absolute ones."""
     folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) else Path("/")
     for path in (folder, folder.absolute()):
         prefix = f"{path.as_posix().rstrip('/')}/"

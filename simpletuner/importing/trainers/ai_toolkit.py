@@ -299,7 +299,7 @@ def guidance(run: Translation, name: str) -> None:
 
 
 def network(run: Translation) -> None:
-    """Kind, layers, rank and scale: transformers have scale 1 whatever is written, U-Nets alpha 1 where silent."""
+    """Kind, layers, rank and scale: transformers always have scale 1, U-Nets alpha 1 where silent."""
     if run.defaults["model_type"] == "full":
         return
     name = arch_of(run)
@@ -355,7 +355,7 @@ def layers(run: Translation, arch: Arch) -> None:
 
 
 def patterns(word: str, chosen: str) -> Iterator[str]:
-    """Patterns of the layers of blocks whose whole name, which begins with `transformer.` there, holds a text."""
+    """Patterns of the layers in blocks whose whole name, after `transformer.`, holds a text."""
     inner = word.removeprefix("transformer.")
     blocks = [block.removesuffix("*") for block in chosen.split(",") if block.endswith(".*")]
     if chosen == UNET or chosen == "*":

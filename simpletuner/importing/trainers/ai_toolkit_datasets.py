@@ -140,7 +140,7 @@ def speed(found: Translation, video: Mapping[str, Any]) -> None:
 
 
 def captions(run: Translation, found: Translation, path: object) -> None:
-    """Captions of text files, which are one text each; the trigger word is put in front where it is missing."""
+    """Captions of text files, one text each; a missing trigger word is put in front."""
     suffix = str(found.get("caption_type") or found.get("caption_ext") or ".txt")
     suffix = suffix if suffix.startswith(".") else f".{suffix}"
     if suffix != ".txt":

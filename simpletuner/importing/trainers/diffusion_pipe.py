@@ -55,7 +55,7 @@ BLOCKS = {
     "krea2": "transformer_blocks.*,text_fusion.*,txt_in.*",
     "sdxl": "*.attentions.*,*.time_emb_proj",
 }
-"""Linear layers of the classes of blocks that an adapter has there (adapter_target_modules of each pipeline)."""
+"""Linear layers of the block classes that an adapter has there (adapter_target_modules of pipelines)."""
 FUSED_THERE = ("flux2", "chroma", "hunyuanimage", "z_image", "lumina2")
 """Families whose q, k and v are one matrix in the files that it loads."""
 CAPTIONS = "captions.json"
@@ -153,7 +153,7 @@ WITH_ENCODERS = "both text encoders are trained there, too, with an adapter or w
 
 
 def text_encoders(run: Translation, family: str) -> None:
-    """Lose text encoders of SDXL, which are trained unless their rates are 0 (lines 407 and 615 of its sdxl.py)."""
+    """Lose SDXL's text encoders, trained unless their rates are 0 (lines 407 and 615 of its sdxl.py)."""
     rates = [key for key in ("model.text_encoder_1_lr", "model.text_encoder_2_lr") if run.get(key) == 0]
     if family == "sdxl" and len(rates) < 2:
         run.remark("model.type", WITH_ENCODERS, effect="lost")
@@ -186,7 +186,7 @@ def monitoring(run: Translation) -> None:
 
 
 def levels(run: Translation) -> None:
-    """Noise levels: logit-normal and unshifted where the file is silent; flux_shift is FLUX's line for all models."""
+    """Noise levels: logit-normal, unshifted where silent; flux_shift is FLUX's line for all models."""
     family, is_uniform = run.defaults["model_family"], run.word("model.timestep_sample_method") == "uniform"
     if family == "sdxl":
         run.drop(["model.flux_shift", "model.shift", "model.sigmoid_scale"], "used only with another model")
@@ -293,7 +293,7 @@ def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iter
 
 
 def of_folder(run: Translation, given: Mapping[str, Any]) -> Iterator[Translation]:
-    """Yield a dataset for each resolution, and for stills and clips. What is said of the folder is said once."""
+    """Yield a dataset for each resolution, and for stills and clips. Remarks on the folder are made once."""
     written = given.get("resolutions") or [512]
     resolutions = written if isinstance(written, list) else [written]
     is_first = True
@@ -329,7 +329,7 @@ def edge_of(resolution: object) -> object:
 
 
 def nearest(run: Translation, given: Mapping[str, Any], edge: object) -> dict[str, Any]:
-    """Return the keys of a dataset with the aspects of a folder; none for what diffusion-pipe could not read."""
+    """Return the keys of a dataset with a folder's aspects; none for what diffusion-pipe could not read."""
     ratios = [ratio(each) for each in given["ar_buckets"]] if isinstance(given.get("ar_buckets"), list) else []
     least, most, count = (positive(given.get(name)) for name in ("min_ar", "max_ar", "num_ar_buckets"))
     if not ratios and least * most * count:

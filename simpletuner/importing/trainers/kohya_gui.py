@@ -206,7 +206,7 @@ def base(run: Translation) -> None:
 
 
 def of_family(run: Translation, family: str) -> None:
-    """Leave out values that the GUI passes for another family, and drop the prefixes of those that it does."""
+    """Leave out values of other families; drop the prefixes of those that the GUI passes."""
     run.refuse(["train_inpainting"], "models that fill in are not trained by this version")
     if family not in UNETS:
         leave_out(run, ["max_token_length"], "used only with another model")
@@ -326,14 +326,14 @@ def steps_of_epochs(run: Translation) -> int:
 
 
 def split_arguments(run: Translation) -> None:
-    """Split arguments at spaces, without quotes: `betas=(0.9, 0.95)` becomes two, with which sd-scripts fails."""
+    """Split arguments at spaces, without quotes: `betas=(0.9, 0.95)` becomes two, and sd-scripts fails."""
     for name in ("optimizer_args", "lr_scheduler_args"):
         if isinstance(run.get(name), str):
             set_value(run, name, run.written[name].replace('"', "").split())
 
 
 def leave_zeros_out(run: Translation, zeros: tuple[int, ...]) -> None:
-    """Leave out the values that the GUI leaves out; those of networks with 0 and 0.0, too (lora_gui.py:2562)."""
+    """Leave out the values that the GUI does; for networks 0 and 0.0, too (lora_gui.py:2562)."""
     for name, value in list(run.values.items()):
         is_zero = name in OFF_AT_ZERO and run.number(name, 1) == 0
         if value in ("", None) or value is False or is_zero or (value in zeros and not isinstance(value, list)):

@@ -187,7 +187,7 @@ def model(run: Translation) -> None:
 
 
 def of_keys(run: Translation) -> str:
-    """Return the family of a file without a network of one, by the task, the version or the encoders that it names."""
+    """Return the family of a file without its network, by the task, version or encoders that it names."""
     task, version = str(run.get("task", "")).lower(), str(run.get("model_version", "")).lower()
     if task.startswith(("t2v-", "i2v-", "t2i-", "flf2v-")):
         return "wan"
@@ -241,7 +241,7 @@ def network(run: Translation) -> None:
 
 
 def optimizer(run: Translation) -> None:
-    """Its names are AdamW, AdamW8bit, Adafactor, and classes of torch.optim or of packages, with their module."""
+    """Its names are AdamW, AdamW8bit, Adafactor, and classes of torch.optim or packages by module."""
     run.defaults |= {"max_grad_norm": 1.0, "lr_scheduler": "constant", "learning_rate": 2e-6, "mixed_precision": "bf16"}
     run.rename("learning_rate", "learning_rate")
     if normalize_name(run.get("mixed_precision", "no")) == "no":
@@ -259,7 +259,7 @@ def optimizer(run: Translation) -> None:
 
 
 def levels(run: Translation) -> None:
-    """Noise levels: with `sigma`, which is its default, discrete_flow_shift has no effect (trainer_base.py:706)."""
+    """Noise levels: with the default, `sigma`, discrete_flow_shift has no effect (trainer_base.py:706)."""
     family, sampling = run.defaults["model_family"], run.word("timestep_sampling", "sigma")
     weighting = run.word("weighting_scheme", "none")
     shift = 1.0 if sampling == "sigma" else run.number("discrete_flow_shift", 1.0)

@@ -365,7 +365,7 @@ LINEAR = "to_q,to_k,to_v,to_out.0,ff.net.0.proj,ff.net.2,time_emb_proj,linear_1,
 
 
 def layers(run: Translation) -> None:
-    """Layers whose names hold one of the texts of `layer_filter`; a preset's name has no effect without it."""
+    """Layers whose names hold a text of `layer_filter`; without it, a preset's name has no effect."""
     words = [word.strip() for word in str(run.get("layer_filter", "")).split(",")]
     is_linear_only = run.of("lora_type") in ("dora", "oft") and run.defaults["model_family"] in ("sd1x", "sd2x", "sdxl")
     if run.is_on("layer_filter_regex") and not all(word in REGEXES for word in words):

@@ -241,7 +241,7 @@ def precision(run: Translation) -> None:
 
 
 def schedule(run: Translation) -> None:
-    """Schedules that are called otherwise here: cosine_with_restarts of one cycle, and the ends of two others."""
+    """Schedules named otherwise here: cosine_with_restarts of one cycle, and the ends of two others."""
     name, cycles = run.word("lr_scheduler", "constant"), run.number("lr_scheduler_num_cycles", 1)
     if run.word("optimizer_type").endswith("schedulefree"):
         run.drop(["lr_scheduler", "lr_warmup_steps"], "optimizers without a schedule leave it out there, too")
@@ -407,7 +407,7 @@ LISTS = ("resolution", "face_crop_aug_range", "custom_attributes")
 
 
 def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iterator[Translation]:
-    """Yield a translation for each subset. Values of the training file hold where the dataset file has none."""
+    """Yield a translation for each subset; the training file's values hold where the dataset's are silent."""
     listed = values if isinstance(values, Mapping) else {}
     own = {name: run.written[name] for name in OF_ALL if name in run.written}
     if "dataset_repeats" in own:
@@ -521,7 +521,7 @@ LONG = math.sqrt(2)
 
 
 def buckets(found: Translation, edge: object) -> None:
-    """Take the sizes of buckets, and name the limits that one of 2:1 passes: sides within them have another area."""
+    """Take the bucket sizes, and name the limits that one of 2:1 passes: others within have another area."""
     reason = "there no side of a bucket passes it; here buckets have the area of resolution, whatever their sides"
     most, least = found.get("max_bucket_reso", 1024), found.get("min_bucket_reso", 256)
     step = found.get("bucket_reso_steps", 64)

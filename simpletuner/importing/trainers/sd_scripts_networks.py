@@ -1,4 +1,4 @@
-"""Networks of sd-scripts (48d368fa) and of LyCORIS (3.2.0): module and arguments become kind, layers and scale."""
+"""Networks of sd-scripts (48d368fa) and LyCORIS (3.2.0): modules become kind, layers and scale."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NOTHING = ("verbose", "preset", "algo", "rank_dropout_scale", "constraint", "res
 
 
 def network(run: Translation) -> None:
-    """Take kind, layers, rank and scale: rank 4 and alpha 1 where the file is silent, and an alpha of 0 is the rank."""
+    """Take kind, layers, rank and scale: rank 4 and alpha 1 where silent; an alpha of 0 is the rank."""
     module = str(run.get("network_module", ""))
     arguments = dict(arguments_of(run.values.pop("network_args", None)))
     if not module:
@@ -109,7 +109,7 @@ def whole(run: Translation) -> None:
 
 
 def own_layers(run: Translation, arguments: dict[str, str]) -> None:
-    """Layers of sd-scripts' own networks. With conv_dim, `networks.lora` also adapts convolutions of 3 x 3."""
+    """Layers of sd-scripts' networks; with conv_dim, `networks.lora` also adapts convolutions of 3 x 3."""
     family = run.defaults["model_family"]
     layers = BLOCKS.get(family, ATTENTIONS)
     if family in UNETS:

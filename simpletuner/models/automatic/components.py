@@ -175,7 +175,7 @@ class AutomaticVae(Vae):
 
 
 def remember_encodings(model: Any) -> None:
-    """Encode equal pixels once: a proof shows a VAE the same few images dozens of times, 5 CPU s each at 1024 px."""
+    """Encode equal pixels once: a proof shows a VAE few images dozens of times, 5 CPU s each at 1024 px."""
     known, own = dict[tuple[object, ...], Any](), model.encode
 
     def encode(pixels: Tensor, *args: object, **kwargs: object) -> Any:

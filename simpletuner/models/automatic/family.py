@@ -129,7 +129,7 @@ class AutomaticFamily(ModelFamily):
         return self._found
 
     def smallest_sample(self) -> SampleShape:
-        """Return what is studied where no data are known, with the image that the call must be given, if any."""
+        """Return what is studied where no data are known, with the image that the call requires, if any."""
         is_given = self.image_to_video == "always" or self.least_references
         return self.sample_with_image() if is_given else SampleShape(SMALLEST)
 

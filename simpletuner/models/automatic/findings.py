@@ -145,7 +145,7 @@ class GuidedText:
     """Numbers of the leaves that depend on given images alone, as many as a caption's own encoding has."""
 
     def as_caption(self, leaves: Sequence[Any], text: TextLayout) -> list[Any]:
-        """Return the leaves of the negative prompt, and of images, in the order of a caption's own encoding."""
+        """Return the leaves of the negative prompt and images, in the order of a caption's own encoding."""
         own, images = iter(self.negative), iter(self.images)
         return [leaves[next(images if number in text.of_images else own)] for number in text.names]
 

@@ -161,7 +161,7 @@ class HookedPipeline:
         return run.drawn[0]
 
     def remember_images(self) -> None:
-        """Prepare each image once, on this device: those of training are placeholders, whose sizes alone matter."""
+        """Prepare each image once, on this device: only sizes matter of those of training."""
         from diffusers.image_processor import VaeImageProcessor
 
         for name, each in list(vars(self.pipeline).items()):
@@ -309,7 +309,7 @@ class HookedPipeline:
 
 
 def mean_of(encoded: Any) -> Tensor:
-    """Mean of a VAE's posterior; an autoencoder without one (AutoencoderDC) returns the latents themselves."""
+    """Mean of a VAE's posterior; an autoencoder without one (AutoencoderDC) returns the latents."""
     posterior = encoded[0] if isinstance(encoded, tuple) else encoded
     posterior = getattr(posterior, "latent_dist", posterior)
     if isinstance(posterior, Tensor):

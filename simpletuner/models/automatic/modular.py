@@ -43,7 +43,7 @@ GIVEN_IMAGES = {"image_conditioned", "image2video"}
 
 
 def modular_class(cls: Any, index: Mapping[str, object]) -> Any:
-    """Subclass of a modular pipeline whose call has the arguments of its blocks for text, or text and image."""
+    """Subclass of a modular pipeline whose call takes its blocks' arguments for text, or text and image."""
     if not (isinstance(cls, type) and issubclass(cls, ModularPipeline)):
         raise refused(str(index.get("_class_name")), "it is no DiffusionPipeline")
     found = blocks_of(cls, index)

@@ -69,7 +69,7 @@ class VaeMap:
 
 @dataclass(frozen=True)
 class PipelineCall:
-    """Arguments of one call of a pipeline: the noised latents, times, latents of images, and leaves of texts."""
+    """Arguments of one call of a pipeline: noised latents, times, latents of images, leaves of texts."""
 
     tensors: Sequence[Tensor]
     images: int
@@ -77,7 +77,7 @@ class PipelineCall:
     leaves: Sequence[Any]
     """Leaves of texts that are the same for all captions, None for the others."""
     together: bool = False
-    """True for samples that share a call of the denoiser, in the first axis of the tensors, before those of a call."""
+    """True for samples that share a denoiser call, in the tensors' first axis, before those of a call."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -205,7 +205,7 @@ class Predictor:
         return prediction
 
     def vae_latents(self, given: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Convert latents (B, ...) of a given image to the VAE's own; `axes` are those of the sample's latents."""
+        """Convert latents (B, ...) of a given image to the VAE's own; `axes` are those of sample latents."""
         frames = self.found.layout.frames
         if given.ndim != len(axes) + 1 or tuple(given.shape[1:]) == axes or frames is None:
             return self.to_vae(given)
@@ -238,7 +238,7 @@ class Predictor:
         return empty(len(flat), count).index_copy(1, where, flat).view(-1, *shape)
 
     def to_step(self, latents: Tensor, like: Tensor) -> Tensor:
-        """Reorder latents as the scheduler's `step` gets them; a first frame that is given is that of `like`."""
+        """Reorder latents as the scheduler's `step` gets them; a given first frame is that of `like`."""
         taken, where, _ = self.order(tuple(latents.shape[1:]), like.device)
         values = latents.flatten(1).to(like.device)[:, where]
         if taken is None:
@@ -287,7 +287,7 @@ class Predictor:
         return self.maps[axes]
 
     def _fill_first_frame(self, where: Tensor, scale: Tensor, shift: Tensor, axes: tuple[int, ...]) -> None:
-        """Write the map of the second latent frame (1, C, F, H, W) into the first, which is not of the noise."""
+        """Write the map of the second latent frame (1, C, F, H, W) into the first, which is no noise."""
         frames = self.found.layout.frames
         if frames is None or axes[frames] < 2 or where.ndim != 5:
             raise refused(self.hooked.cls.__name__, "a first frame has none after it to tell its latents by")
@@ -339,7 +339,7 @@ class Predictor:
         return refused(self.hooked.cls.__name__, "it never calls its scheduler's `step`")
 
     def _checked(self, where: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return places (N) in latents of a shape, if they are all of them once, but for a given first frame."""
+        """Return places (N) in latents of a shape, if they are all of them once, but for a given frame."""
         count, (images, frames) = math.prod(shape), (self.found.images, self.found.layout.frames)
         wanted = torch.arange(count, device=where.device).view(shape)
         if len(where) < count and images is not None and images.replaces_noise and frames is not None:

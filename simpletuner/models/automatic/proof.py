@@ -198,7 +198,7 @@ class Proof:
         return "" if off < CLOSE else f"two samples in one call differ by {off:.1g} from each alone"
 
     def find_replays(self) -> None:
-        """Find whether traced calls predict what calls do, and whether their samples can share the denoiser's."""
+        """Find whether traced calls predict what calls do, and whether samples can share a denoiser call."""
         known = self.found
         self.study.hooked.remember_images()  # as in training: PIL and numpy are not traced
         for joins in (True, False) if known.axes is None else (False,):
@@ -248,7 +248,7 @@ class Proof:
             return distance(found, predictions(plain, 4))
 
     def without_gradient(self, named: Callable[[], object]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the parameters that the prediction does not depend on, and prefixes of those with zero gradients."""
+        """Return the parameters without effect on predictions, and prefixes of those with zero gradients."""
         noised = random(self.axes, 4).to(self.device)
         time = self.found.schedule.timesteps(0.5).to(self.device)
         plain = self._predictor(replace(self.found, replays=False))  # shapes that cannot be traced are called
@@ -282,7 +282,7 @@ class Proof:
         return self.found.arguments | image_argument(self.study.images)
 
     def cached(self, images: Sequence[Image.Image]) -> list[Tensor]:
-        """Latents (1, ...) of images as caches hold them: of references, or of a clip that begins with one."""
+        """Latents (1, ...) of images as caches hold them: of references, or of a clip beginning with one."""
         given = self.found.images
         if given is None or not images:
             return []

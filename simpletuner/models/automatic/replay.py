@@ -41,7 +41,7 @@ class CallReplay:
     examples: InitVar[Sequence[Tensor]]
     """Values that the call is given, of which shapes and dtypes matter."""
     together: bool = False
-    """True for samples that share a call of the denoiser: all that is given has an axis more, the first, of samples."""
+    """True for samples that share a denoiser call: all that is given has a first axis more, of samples."""
     leaves: list[Any] = field(default_factory=list)
     """The denoiser's inputs, flat; tensors are those of the last call."""
     structure: TreeSpec | None = None

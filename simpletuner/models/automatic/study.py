@@ -73,7 +73,7 @@ class Study:
         return refused(self.name, why)
 
     def given_images(self, sample: SampleShape) -> Study:
-        """Return the study with images of the sizes that a sample is given: of clips their own first frame."""
+        """Return the study with images of a sample's sizes: of clips, their own first frame."""
         if sample.has_first_frame:
             images = (image_of(moving_ramp(sample.target)[0, :, 0]),)
         else:
@@ -151,7 +151,7 @@ class Study:
         return Findings(self.shape, schedule, text, layout, known, name, frozenset(fixed), outputs, images)
 
     def find_text(self, arguments: Mapping[str, object]) -> TextLayout:
-        """Find the layout of texts. Raises SettingsError where one depends on images, and is cached without."""
+        """Find the layout of texts. Raises SettingsError where one depends on images but not its cache."""
         if not self.images:
             return TextLayout.of(self.encoded, self.name)
         given = {**arguments, **image_argument(self.others)}
@@ -210,7 +210,7 @@ class Study:
         layout: Layout,
         images: GivenImages | None,
     ) -> tuple[str, GivenImages | None]:
-        """Find the input that holds the latents, and whether a given image takes the place of the first frame."""
+        """Find the input that holds the latents, and whether a given image replaces the first frame."""
         names = [name for name, tensor in given.items() if not same(tensor, changed.get(name))]
         kinds = {name.partition("[")[0] for name in names}
         if len(kinds) != 1:

@@ -90,7 +90,7 @@ class ModelFamily(PipelineFolder, ABC):
     """
 
     encodes_frame_alone: bool = False
-    """True if that clip ends with its first frame: the latents of a whole clip begin with others (CogVideoX)."""
+    """True if that clip ends with its first frame: CogVideoX's latents of a whole clip begin with others."""
 
     shifts_levels: ClassVar[bool] = False
     """True if the pipeline gives its scheduler noise levels that it has shifted itself, by exp(`mu`)."""
@@ -142,7 +142,7 @@ class ModelFamily(PipelineFolder, ABC):
     def predict_streams(
         self, model: nn.Module, noised: Mapping[str, Tensor], timesteps_B: Tensor, conditioning: Conditioning, /
     ) -> Mapping[str, Tensor]:
-        """Return the prediction of each stream of `noised` (`models/family/streams.py`); here there is one."""
+        """Return the prediction of each stream of `noised` (`models/family/streams.py`); here, one."""
         return {LATENTS: self.predict(model, noised[LATENTS], timesteps_B, conditioning)}
 
     @property
@@ -298,7 +298,7 @@ class ModelFamily(PipelineFolder, ABC):
     def input_shapes(
         self, target: Shape, references: Sequence[Shape] = (), has_first_frame: bool = False, has_sound: bool = False
     ) -> dict[str, tuple[int, ...]]:
-        """Shapes of all streams and conditioning of one sample of a SampleShape, in px; latents: (C, [F,] H, W)."""
+        """Shapes of a sample's streams and conditioning, by SampleShape in px; latents: (C, [F,] H, W)."""
         channels = self.exported_config()["in_channels"] // self.packing
         latents, *others = ((channels, *each.in_cells(self.cell).axes) for each in (target, *references))
         first = {FIRST_FRAME: (channels, 1, *latents[-2:])} if has_first_frame else {}

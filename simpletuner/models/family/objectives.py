@@ -160,7 +160,7 @@ def round_to_bf16_times_1000(sigmas: Tensor) -> Tensor:
 
 
 def round_time_to_bf16(sigmas: Tensor) -> Tensor:
-    """Sigmas as a denoiser computes with them whose time is 1 - sigma in bf16: steps of 0.004 near the image."""
+    """Sigmas of a denoiser whose time is 1 - sigma in bf16: steps of 0.004 near the image."""
     return 1 - round_to_bf16(1 - sigmas)
 
 

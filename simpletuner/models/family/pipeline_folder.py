@@ -86,7 +86,7 @@ class PipelineFolder:
         return ()
 
     def zero_gradients(self) -> tuple[str, ...]:
-        """Prefixes of trained parameters with gradients of zero in healthy runs: only some samples depend on them."""
+        """Prefixes of trained parameters that only some samples depend on: gradients of zero are healthy."""
         return ()
 
     def optional_encoders(self) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ class SoundVae:
         return torch.from_numpy(found.astype(np.float32).T).to(self.device)
 
     def spectrogram(self, sound: Tensor) -> Tensor:
-        """Return the logarithmic mel spectrogram (B, channels, times, mel bins) of sound (B, channels, samples)."""
+        """Return the log-mel spectrogram (B, channels, times, mel bins) of sound (B, channels, samples)."""
         window = torch.hann_window(WINDOW, device=sound.device)
         hop = self.model.config.mel_hop_length
         found = torch.stft(
@@ -56,7 +56,7 @@ class SoundVae:
 
     @torch.no_grad()
     def encode(self, sound: Tensor, tokens: int) -> Tensor:
-        """Encode sound (B, channels, samples) to its first `tokens` tokens, normalized, float32, on the CPU."""
+        """Encode sound (B, channels, samples) to its first `tokens` tokens, normalized float32 on the CPU."""
         # A token depends on no later sound, so those that are left out have no effect on the others.
         encoded = self.model.encode(self.spectrogram(sound.to(self.device)).to(self.dtype)).latent_dist.mode()
         found = encoded[:, :, :tokens].transpose(1, 2).flatten(2).float()

@@ -1,4 +1,4 @@
-"""The Detect Blocks dialog: classes that FSDP should wrap. Results that are not cached come from a process."""
+"""The Detect Blocks dialog: classes that FSDP should wrap. Uncached results come from a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form of a config file: a field per setting, from its declaration, with origin, mistakes and warnings."""
+"""The form of a config file: a field per setting with its origin, mistakes and warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that are tried on a run from its page: `simpletuner sample` in a process of its own, and its images."""
+"""Prompts that are tried on a run from its page: `simpletuner sample` as a process, and its images."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TriedImage:
 
 
 def tried_images(run: RunFolder) -> list[list[TriedImage]]:
-    """Return the images of the folder, the newest first: those of one prompt, seed and size beside one another."""
+    """Return the images of the folder, newest first; those of one prompt, seed and size stand together."""
     if not run.holds_folder(SAMPLES):
         return []
     with os.scandir(run.path / SAMPLES) as entries:
@@ -148,7 +148,7 @@ def play_clip(request: Request) -> Response:
 
 
 def image_of(request: Request) -> tuple[RunFolder, Path]:
-    """The PNG that a request names. Its place is put together here, from a name that cannot lead elsewhere."""
+    """The PNG that a request names, at a place put together here: its name cannot lead elsewhere."""
     run, name = open_run(folders_of(request), field(request, "run")), field(request, "name")
     path = run.file(f"{SAMPLES}/{name}") if FILE.fullmatch(name) else None
     if path is None:

@@ -31,7 +31,7 @@ def set_recomputation(model: nn.Module, settings: Settings) -> None:
 
 
 def recompute_within(model: Any, budget: float | None, memory: HostMemory | None = None) -> None:
-    """Keep a share of what blocks that are not compiled return from products, in `memory`; None: recompute nothing."""
+    """Keep a share of the products in blocks that are not compiled, in `memory`; None: recompute nothing."""
     if budget is None:
         model.disable_gradient_checkpointing()
     else:
@@ -123,7 +123,7 @@ MULTIPLICATIONS: dict[Any, Callable[[Any], int]] = {
     aten._scaled_dot_product_cudnn_attention: of_keys,
     aten._scaled_dot_product_fused_attention_overrideable: of_keys,
 }
-"""Operators whose outputs are worth keeping, and the multiplications for each value of an output, by their inputs."""
+"""Operators whose outputs are worth keeping: multiplications for each value of an output, by inputs."""
 
 
 def held(output: Any, memory: HostMemory | None) -> Callable[[], Any]:
@@ -136,7 +136,7 @@ def held(output: Any, memory: HostMemory | None) -> Callable[[], Any]:
 
 
 class Region:
-    """Record of one call of a block: sizes of the outputs of products and attention, and those that are kept."""
+    """Record of one call of a block: sizes of the outputs of products and attention, and the kept ones."""
 
     def __init__(self, kept: frozenset[int], memory: HostMemory | None) -> None:
         self.kept, self.memory = kept, memory
@@ -219,7 +219,7 @@ class SelectiveRecomputation:
     """
 
     def __init__(self, share: float, memory: HostMemory | None = None) -> None:
-        """`share` is of the bytes that the products and attention of a block return; 1 recomputes none of them."""
+        """`share` is of the bytes of a block's products and attention; 1 recomputes none of them."""
         self.share, self.memory = share, memory
         self.chosen: WeakKeyDictionary[nn.Module, dict[Any, frozenset[int]]] = WeakKeyDictionary()
 

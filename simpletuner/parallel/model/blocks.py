@@ -39,7 +39,7 @@ def class_stats(model: nn.Module) -> tuple[dict[str, ClassStats], int]:
     stats: dict[str, ClassStats] = {}
 
     def visit(module: nn.Module, path: str, above: tuple[str, ...]) -> dict[int, int]:
-        """Elements of each parameter in a module, by its id; a parameter that is shared is one of each that has it."""
+        """Elements of each parameter in a module, by its id; a shared one counts once for each owner."""
         held = {id(parameter): parameter.numel() for parameter in module.parameters(recurse=False)}
         repeated, pattern = repeated_in(module), re.sub(r"\b\d+\b", "*", path)
         for child_name, child in module.named_children():

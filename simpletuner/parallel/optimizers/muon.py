@@ -80,7 +80,7 @@ class Muon(ShardOptimizer):
 
 
 def batches(sizes: Sequence[int], ranks: int) -> Iterator[slice]:
-    """Cut matrices into batches of whole rounds, each a matrix per rank: of BATCH_ELEMENTS per rank, or one round."""
+    """Cut matrices into batches of whole rounds, a matrix per rank: BATCH_ELEMENTS each, or one round."""
     start = 0
     while start < len(sizes):
         rounds = max(1, BATCH_ELEMENTS // sizes[start])

@@ -148,7 +148,7 @@ def launch(updates: Sequence[Update], gradient_scale: Tensor) -> None:
 
 
 def tensors_of(update: Update) -> tuple[Tensor, ...]:
-    """Return a weight's tensors in the order of the table; one without remainders stands in for them, unread."""
+    """Return a weight's tensors in the table's order; it stands in, unread, for a missing remainder."""
     low = update.weight if update.remainder is None else update.remainder
     moments = (update.mean.codes, update.mean.scales, update.square.codes, update.square.scales)
     return (update.weight, low, update.gradient, *moments)
@@ -157,7 +157,7 @@ def tensors_of(update: Update) -> tuple[Tensor, ...]:
 def launch_alike(
     table: Tensor, factors: Tensor, gradient_scale: Tensor, in_bf16: bool, keeps_remainder: bool, aligned: bool
 ) -> None:
-    """Step weights that one compiled kernel fits: gradients in bf16, remainders, tensors at multiples of 16 bytes."""
+    """Step weights that one compiled kernel fits: bf16 gradients, remainders, multiples of 16 bytes."""
     programs = -(-table[:, 7] // (TILES * ROWS * BLOCK))
     table[:, 9] = programs.cumsum(0) - programs
     device = gradient_scale.device

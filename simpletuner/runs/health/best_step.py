@@ -50,7 +50,7 @@ class Measured:
         return WEIGHTS[self.name]
 
     def spread_to(self, other: Measured) -> float:
-        """Half the 95 % interval of the difference to another loss; 0 where it is not known, as of one image."""
+        """Half the 95 % interval of the difference to another loss; 0 where unknown, as of one image."""
         count = len(self.parts)
         if not 2 <= count <= PARTS or count != len(other.parts):
             return 0.0
@@ -98,7 +98,7 @@ class BestStep:
         return f"{said}; at step {last.step:,} it is higher by {last.difference_to(self.best)}{rises}"
 
     def most_overfitted(self) -> str:
-        """Name the range of noise levels whose loss has risen most, in percent; empty where that is not known."""
+        """Name the range of noise levels whose loss has risen most, in percent; empty where not known."""
         last = self.since[-1] if self.since else self.best
         pairs = [*zip(self.best.levels, last.levels, strict=False)]
         if len(pairs) < 2 or not all(before > 0 for before, _ in pairs):

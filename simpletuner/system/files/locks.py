@@ -114,7 +114,7 @@ def retry_until_unlocked(attempt: Callable[[], int], why: str, timeout_seconds: 
 
 @contextmanager
 def removed_lock(path: Path, wait: Callable[[], object]) -> Iterator[None]:
-    """Hold a lock file that is removed at the end; `wait`, which may raise, is called while another process has it."""
+    """Hold a lock file, removed at the end; `wait`, which may raise, is called while another has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:

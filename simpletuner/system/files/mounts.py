@@ -183,7 +183,7 @@ def rename_over(new: Path | str, name: Path | str, folder: int | None = None) ->
 
 
 def rename_to_free(new: Path | str, name: Path | str, folder: int | None = None) -> None:
-    """Give a file a name that no other one has. Raises FileExistsError where one has it, and other OSError."""
+    """Give a file a name that is free. Raises FileExistsError where it is not, and other OSError."""
     try:
         os.link(new, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except OSError as error:

@@ -89,7 +89,7 @@ def described(files: Sequence[Path], shares: Sequence[float]) -> list[tuple[Path
 
 
 def shares_of(weights: Sequence[float], count: int) -> list[float]:
-    """Weights whose sum is 1, equal ones by default. Raises SettingsError for another number, or a sum of 0."""
+    """Weights whose sum is 1, by default equal. Raises SettingsError for another number or a sum of 0."""
     given = [*weights] or [1.0] * count
     if len(given) != count:
         raise SettingsError(f"--weights has {len(given)} numbers for {count} files or checkpoints", "give one for each")

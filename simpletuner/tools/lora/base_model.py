@@ -21,7 +21,7 @@ from simpletuner.system.processes.signals import StopRequest
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A pipeline, a folder or a hub id, with its revision and variant; `flavour` says which of two denoisers."""
+    """A pipeline, folder or hub id, with revision and variant; `flavour` says which of two denoisers."""
 
     name: str
     revision: str = ""

@@ -130,7 +130,7 @@ def added(difference: Tensor) -> Delta:
 
 
 def of_other_kind(file: LoraFile, family: ModelFamily) -> Iterator[tuple[str, Delta]]:
-    """Yield what LoHa, LoKr or OFT add to each weight. Raises SettingsError for what is no layer of the model."""
+    """Yield what LoHa, LoKr or OFT add to each weight. Raises SettingsError for unknown layers."""
     layers = parts_of_layers(file)
     adapter = adapter_of(file)
     file.check_config(adapter)
@@ -195,7 +195,7 @@ def dense(layer: OtherLayer, file: LoraFile) -> Tensor:
 
 
 def hadamard(parts: Mapping[str, Tensor]) -> tuple[Tensor, int | None]:
-    """Product by element of LoHa's two matrices, and the rank; `hada_t1` is the core of LyCORIS' Tucker form."""
+    """Elementwise product of LoHa's two matrices, and the rank; `hada_t1` is the core of the Tucker form."""
     one_a, one_b, two_a, two_b = (parts[name] for name in HADA)
     if "hada_t1" in parts:
         # As LyCORIS (functional/loha.py): cores are (rank, rank, height, width).

@@ -1,4 +1,4 @@
-"""`simpletuner lora extract`: the difference of two models as a LoRA, layer by layer, and exactly what is no matrix."""
+"""`simpletuner lora extract`: the difference of two models as a LoRA, and exactly what is no matrix."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from simpletuner.tools.lora.results import ResultOrigin, check_result, writing_t
 
 @dataclass(frozen=True)
 class Extracted:
-    """Layers and ranks of an extracted LoRA, and squared sums: all that changed, and what the files hold of it."""
+    """Layers and ranks of an extracted LoRA, and squared sums: all that changed, and the part in files."""
 
     ranks: Mapping[str, int]
     others: Sequence[str]
@@ -154,7 +154,7 @@ def decompose(
 
 
 def shaped(layer: str, down: Tensor, up: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    """Return a pair in float32 as peft has it for a layer: that of a convolution has its kernel in the first one."""
+    """Return a pair in float32 as peft has it: of a convolution, the first has its kernel."""
     kernel = weight.shape[2:]
     down, up = down.float().view(len(down), *weight.shape[1:]), up.float().view(*up.shape, *[1] * len(kernel))
     return {f"{layer}.{NAMES['down']}": down.contiguous(), f"{layer}.{NAMES['up']}": up.contiguous()}

@@ -1,4 +1,4 @@
-"""LoRA files layer by layer in their own names: pairs of matrices are read at the scale 1, and written again."""
+"""LoRA files layer by layer in their own names: pairs of matrices are read at scale 1 and written again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KOHYA_RANK, KOHYA_ALPHA = "ss_network_dim", "ss_network_alpha"
 
 @dataclass
 class MatrixPair:
-    """Matrices of one layer as the file has them, (rank, inputs...) and (outputs, rank...), with a bias or without."""
+    """Matrices of one layer as in the file, (rank, inputs...) and (outputs, rank...), and any bias."""
 
     names: dict[str, str] = field(default_factory=dict)
     """The file's name of `down`, `up`, `alpha` and `bias`."""
@@ -63,7 +63,7 @@ class MatrixPair:
         return (up @ down).view(len(up), *self.tensors["down"].shape[1:])
 
     def with_matrices(self, down: Tensor, up: Tensor) -> MatrixPair:
-        """Return the pair with others (rank, inputs) and (outputs, rank) at the scale 1, in the shapes of its own."""
+        """Return the pair with others (rank, inputs) and (outputs, rank) at scale 1, in its own shapes."""
         own = self.tensors
         shaped = {
             "down": down.reshape(len(down), *own["down"].shape[1:]),
@@ -209,7 +209,7 @@ def scale_all(file: LoraFile, layers: Mapping[str, MatrixPair], is_of_peft: bool
 
 
 def configs_of(file: LoraFile, is_of_peft: bool) -> dict[str, LoraFile]:
-    """The file with the config of each of its components, by what names of the component's tensors begin with."""
+    """The file with each component's config, by the prefix of the names of its tensors."""
     if is_of_peft:
         return {PEFT_PREFIX: file}
     found: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Pairs of matrices of a low rank: the best ones for a matrix (Eckart and Young 1936), by rank or by energy."""
+"""Pairs of low-rank matrices, the best for a matrix (Eckart and Young 1936), by rank or by energy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`simpletuner lora merge`: write a pipeline whose weights have adapters merged into them, one weight in memory."""
+"""`simpletuner lora merge`: write a pipeline with adapters merged into its weights, one in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that `simpletuner lora` writes: whole or not at all, never over what they are made from, with a card."""
+"""Folders that `simpletuner lora` writes with a card: whole or not at all, never over their sources."""
 
 from __future__ import annotations
 

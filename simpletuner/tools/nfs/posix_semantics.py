@@ -98,7 +98,7 @@ def check_rename(peers: Rendezvous) -> Finding:
 
 
 class Renamer:
-    """A thread that replaces a file and renames a folder for RENAMING_SECONDS, and REPLACEMENTS times at least."""
+    """A thread that replaces a file and renames a folder, for RENAMING_SECONDS and REPLACEMENTS at least."""
 
     def __init__(self, peers: Rendezvous) -> None:
         self.file = peers.workspace.file(peers.node.rank, "renamed")

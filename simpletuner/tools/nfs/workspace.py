@@ -143,7 +143,7 @@ class Workspace:
 
 
 def arriving(action: Callable[[], T]) -> T:
-    """Call `action` again where the last node of an earlier check removes the folder meanwhile. Raises OSError."""
+    """Repeat `action` where an earlier check's last node removes the folder meanwhile. Raises OSError."""
     for _ in range(ARRIVAL_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
             return action()

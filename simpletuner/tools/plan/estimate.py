@@ -58,7 +58,7 @@ class SampleShapes:
         return max(self.counts, key=attrgetter("pixels"))
 
     def epoch_steps(self, batch_size: int) -> int | None:
-        """Mean steps of an epoch, rounded up; None where there are no images, of which a square stands for one."""
+        """Mean steps of an epoch, rounded up; None without images, of which a square stands for one."""
         samples = sum(self.counts.values())
         return math.ceil(samples / batch_size) if samples > 1 else None
 

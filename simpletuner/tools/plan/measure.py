@@ -111,7 +111,7 @@ def take_step(settings: Settings, family: ModelFamily, engine: Engine, inputs: d
 
 
 COMPILED_TRAFFIC, COMPILED_LAUNCHES = 0.28, 0.49
-"""Shares of the traffic of pointwise operators, and of launches, that are left once a compiler has fused them."""
+"""Shares of the traffic of pointwise operators, and of launches, that a compiler's fusion leaves."""
 
 # Bytes moved per value by the optimizer of a state_layout: by its kernel, which reads gradients, weights and state once
 # and writes the latter two, and 2 for the norm of the gradients.

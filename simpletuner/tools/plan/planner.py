@@ -76,7 +76,7 @@ class Planner:
         return Proposal(plan, shapes.largest.target, changed, reasons)
 
     def say_what_is_known(self, workload: Workload) -> None:
-        """Say what needs no trace of a step: memory of weights and optimizer, whether that fits, and the disk."""
+        """Say what needs no traced step: memory of weights and optimizer, whether that fits, and the disk."""
         settings = self.loaded.settings
         least = estimate_without_step(settings, workload)
         disk = estimate_disk_usage(

@@ -46,7 +46,7 @@ def prices_file() -> Path:
 
 
 def read_offers(path: Path) -> list[Offer]:
-    """Read the user's table. Raises SettingsError that says which entry is wrong, or that there is no table."""
+    """Read the user's table. Raises SettingsError that names the wrong entry or the missing table."""
     try:
         offers = Offers.model_validate(tomllib.loads(read_file(path).decode())).offer
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def read_offers(path: Path) -> list[Offer]:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a run at an offer; None for what is not known, such as the steps of a run without images."""
+    """The cost of a run at an offer; None for what is unknown, such as the steps without images."""
 
     offer: Offer
     fits: bool

@@ -38,7 +38,7 @@ class Rates:
 
 
 def rates_of(device: Device, measured: Path = MEASURED) -> Rates:
-    """Return the rates of a device, each of the most similar card that has it measured; the others are assumed."""
+    """Return a device's rates, each of the most similar card that has it measured; else assumed."""
     known = tomllib.loads(measured.read_text(encoding="utf-8"))
     found, cards = dict[str, float](), list[str]()
     for card in sorted(known, key=lambda name: distance(DEVICES[name], device)):

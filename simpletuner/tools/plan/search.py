@@ -80,7 +80,7 @@ def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
 
 
 def simpler(values: Mapping[str, Any]) -> list[dict[str, object]]:
-    """Return the same settings with less of what saves memory and never makes a step faster, as small batches do."""
+    """Return the same settings with less of what saves memory and never makes a step faster."""
     found = [{**values, name: False} for name in SLOWER if values.get(name)]
     if (own := recomputation_of(values)) is not None:
         rest = {name: value for name, value in values.items() if name not in own}
@@ -112,7 +112,7 @@ class Search:
     known: dict[tuple[object, ...], RunPlan | None] = field(default_factory=dict)
 
     def plan_of(self, values: Mapping[str, object]) -> RunPlan | None:
-        """Return the plan of these settings; None where they contradict each other, as a layout and an optimizer."""
+        """Return the plan of these settings; None where they conflict, as a layout and an optimizer do."""
         key = tuple(sorted(values.items()))
         if key not in self.known:
             try:
@@ -141,7 +141,7 @@ class Search:
     def fitting(
         self, all_values: Sequence[dict[str, object]], report: Report
     ) -> list[tuple[dict[str, object], RunPlan]]:
-        """Return the combinations that fit, without those that only save memory beside a simpler one that fits."""
+        """Return the combinations that fit, without those that only save memory beside a simpler one."""
         found: list[tuple[dict[str, Any], RunPlan]] = []
         as_fast: list[dict[str, object]] = []  # what fits, and what is no faster than one of these
         with report.progress("combinations", len(all_values)) as progress:
@@ -240,7 +240,7 @@ def batch_reason(
 
 
 def compared(value: str, alternative: Mapping[str, object], plan: RunPlan, search: Search) -> str:
-    """Return what is said of an alternative to a plan; one that is too large without activations is not traced."""
+    """Describe an alternative to a plan; one that is too large without activations is not traced."""
     if lack := search.lack_of(alternative):
         return f"{value} would need {lack}, without activations"
     if (other := search.plan_of(alternative)) is None:

@@ -130,7 +130,7 @@ class RunMirror(RunHook):
         return name in fetched or (is_image and self.remote.sizes.get(name) == (self.output / name).stat().st_size)
 
     def resuming(self, damaged: Mapping[Path, str]) -> None:
-        """Fetch the checkpoint to resume from, where the bucket has a newer one. Raises EnvironmentNotReady."""
+        """Fetch the checkpoint to resume from, if the bucket's is newer. Raises EnvironmentNotReady."""
         if self.is_listed and self.restoring.wish != "none":
             self.restoring.fetch_checkpoint(damaged)
 

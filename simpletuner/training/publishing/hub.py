@@ -57,7 +57,7 @@ def repository_of(settings: Settings) -> str:
 
 
 def uploads(settings: Settings) -> Iterator[list[str]]:
-    """Yield a command for each exported folder; the average goes below `ema/`, the best step below `best/`."""
+    """Yield a command per exported folder; the average goes below `ema/`, the best step below `best/`."""
     private = ["--private"] if settings.hub.model_card_private else []
     for folder in pipelines_of(settings):
         if not folder.is_dir():  # no step was measured, of which one would be the best

@@ -241,7 +241,7 @@ def is_best_exported(settings: Settings, world: World) -> bool:
 
 
 def best_checkpoint(settings: Settings, world: World, damaged: Collection[int]) -> Checkpoint | None:
-    """Return the checkpoint of the best step that has one, none of the `damaged`; None without any. Collective."""
+    """Return the checkpoint of the best step that has a whole one; None without any. Collective."""
     from simpletuner.runs.health.best_step import best_saved_of
 
     output, found = settings.training.output_dir, None

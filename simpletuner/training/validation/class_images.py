@@ -124,7 +124,7 @@ def with_class_images(session: Session, plan: Plan, family: ModelFamily) -> Plan
 
 
 def base_fingerprint(family: ModelFamily) -> str:
-    """Return a fingerprint of all components of the base model, as it was published: an assistant LoRA has no part."""
+    """Return a fingerprint of the base model's components as published: without an assistant LoRA."""
     folders = sorted(family.folder / name for name in family.index if not name.startswith("_"))
     return short_hash([folder_fingerprint([each]) for each in folders])
 
@@ -260,7 +260,7 @@ def make_share(
 def encode_prompts(
     images: Sequence[ClassImage], family: ModelFamily, device: torch.device, dtype: torch.dtype
 ) -> Mapping[tuple[str, str], Mapping[str, Conditioning]]:
-    """Encode each pair of prompts once, and keep them in the machine's memory; the text encoders are freed."""
+    """Encode each pair of prompts once, into the machine's memory; the text encoders are freed."""
     pairs = dict.fromkeys((each.planned.prompt.prompt.prompt, each.planned.prompt.negative_prompt) for each in images)
     encoder, encoded = family.text_encoder(device, dtype), {}
     for pair in pairs:

@@ -145,7 +145,7 @@ class HeldOutLoss:
         self.watch.judge(step, self.metrics, self.mesh)
 
     def is_complete(self, step: int) -> bool:
-        """True if the metrics have the loss of a step, which is then judged as when it was written. Collective."""
+        """True if the metrics have a step's loss, which is then judged as when written. Collective."""
         last = self.metrics.last_step([*NAMES.values()]) if self.metrics is not None else -1
         is_there = int(self.mesh.world.gather_texts(str(last))[0]) >= step
         if is_there:

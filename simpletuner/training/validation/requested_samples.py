@@ -44,7 +44,7 @@ from simpletuner.training.validation.sample_requests import (
 from simpletuner.training.validation.validator import PlannedImage, Validator, open_validator
 
 TIMES_AS_LARGE = 4
-"""Pixels of all frames that a request may have, as a multiple of the largest that the run trains on or samples."""
+"""Pixels of all frames in a request, as a multiple of the largest that the run trains on or samples."""
 MOST_TOKENS = 4096
 
 
@@ -91,7 +91,7 @@ class RequestedSamples:
             self.session.report.warn(f"cannot answer a request for an image: {reason_of_os(error)}")
 
     def check(self, request: SampleRequest, tensors: Mapping[str, Conditioning], references: Images) -> None:
-        """Raise ValueError for what the denoiser cannot take: it would fail on all ranks, within a collective."""
+        """Raise ValueError for what the denoiser cannot take, which would fail within a collective."""
         settings, family = self.session.settings, self.family
         if "base" in request.weights and not family.adapter:
             raise ValueError("a run of all weights has no base model at hand: sample it after the run")
@@ -125,7 +125,7 @@ class RequestedSamples:
         references: Images,
         advance: Callable[[int], None],
     ) -> SampleAnswer:
-        """Sample with each set of weights. Collective; memory or a disk that does not suffice is an answer."""
+        """Sample with each set of weights. Collective; lack of memory or disk is an answer."""
         output = self.session.settings.training.output_dir
         validator = replace(self.validator, images=[planned(request, tensors, references)])
         images, refused = list[str](), ""
@@ -151,7 +151,7 @@ HINT = "`simpletuner sample --help` says what is taken"
 
 
 def check_references(family: ModelFamily, count: int) -> None:
-    """Raise ValueError for more references than the pipeline takes, and for none where it samples from some."""
+    """Raise ValueError for too many references, and for none where the pipeline samples from some."""
     least, most = family.images_of_sample
     if count > most:
         takes = f"at most {most}" if most else "none"
@@ -161,7 +161,7 @@ def check_references(family: ModelFamily, count: int) -> None:
 
 
 def check_as(sign: str, tensors: Conditioning, expected: Conditioning, is_of_any_length: bool) -> None:
-    """Raise ValueError unless tensors are of the kind of others: names, and sizes but for one count of tokens."""
+    """Raise ValueError unless tensors match others by name, and by size but for one count of tokens."""
     if tensors.keys() != expected.keys():
         raise ValueError(f"{sign} has {', '.join(tensors) or 'nothing'}, and this model takes {', '.join(expected)}")
     lengths = set[int]()

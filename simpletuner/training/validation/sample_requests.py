@@ -128,7 +128,7 @@ def answer(output: Path, name: str, found: SampleAnswer) -> None:
 
 
 def read_answer(output: Path, name: str) -> SampleAnswer | None:
-    """Return the answer to a request; None while there is none. Raises EnvironmentNotReady for a damaged one."""
+    """Return the answer to a request, None while there is none. Raises EnvironmentNotReady."""
     path = output / REQUESTS / f"{name}{ANSWER}"
     try:
         found: Any = json.loads(read_file(path, MOST_ANSWER_BYTES))

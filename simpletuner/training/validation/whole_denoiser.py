@@ -40,7 +40,7 @@ Read = Callable[[str], Tensor]
 def encode_pair(
     family: ModelFamily, encoder: TextEncoder, prompt: str, negative_prompt: str, references: Images = ()
 ) -> dict[str, Conditioning]:
-    """Encode both prompts, as a run's cache has them: without a batch axis; with the references where they are read."""
+    """Encode both prompts as a run's cache has them, without a batch axis, with any references."""
 
     def read(text: str) -> Conditioning:
         if family.reads_references:
@@ -52,7 +52,7 @@ def encode_pair(
 
 
 def build_denoiser(family: ModelFamily, read: Read | None, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Build the denoiser on a device with a set of weights, each read and cast by itself; None: the base's."""
+    """Build the denoiser on a device with a set of weights, cast one by one; None: the base's."""
     model = family.denoiser()
     base = denoiser_weights(family)
     own = read if read is not None and family.adapter is None else base.read
