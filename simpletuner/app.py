@@ -47,8 +47,8 @@ def show_version(wanted: bool) -> None:
 def build_app(only: str = "") -> typer.Typer:
     """Assemble the command line: one short file per subcommand in `commands/`.
 
-    With `only` the name of a command, just that one: the settings of all of them take Typer 80 ms. With one of LISTS
-    all commands, but nothing of them that runs.
+    With `only` the name of a command, just that one: the settings of all of them take Typer 80 ms. With one
+    of LISTS all commands, but nothing of them that runs.
     """
     app = typer.Typer(
         cls=LightGroup,
@@ -75,8 +75,8 @@ def build_app(only: str = "") -> typer.Typer:
 def command_of(program: str, first_word: str = "") -> TyperGroup | TyperCommand:
     """Return the command that a program runs: the root command, or the subcommand named on the command line.
 
-    Where its arguments begin with the name of a command, the others are left out. Built once in a process: that was a
-    third of what tests of commands took.
+    Where its arguments begin with the name of a command, the others are left out. Built once in a process:
+    that was a third of what tests of commands took.
     """
     command = get_command(build_app([*PROGRAMS[program], first_word][0]))
     for name in PROGRAMS[program]:

@@ -45,8 +45,8 @@ REQUESTS, REQUEST, TAKEN_REQUEST = "sample-requests", ".request", ".taken"
 REQUEST_NAME = re.compile(rf"(?P<id>[0-9a-f]{{24}})\{REQUEST}", re.ASCII)
 # Names of that folder that a run looks at, so that a full one costs no time.
 MOST_LISTED = 1000
-# Folders beside `checkpoints` to which a run exports, by model_type; of the average with `-ema`, of a checkpoint with
-# its step.
+# Folders beside `checkpoints` to which a run exports, by model_type; of the average with `-ema`, of a
+# checkpoint with its step.
 EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
 BEST_SUFFIX = "-best"
 """Ending of the folder to which the best step by the held-out loss is exported."""

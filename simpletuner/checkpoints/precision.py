@@ -20,8 +20,8 @@ EIGHT_BITS = torch.float8_e4m3fn
 def exported_dtypes(family: ModelFamily, stored: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
     """Return the dtype in which each weight of the denoiser is written; `stored` has those that they have.
 
-    float8 is for the linear layers of the repeated blocks, as files named `fp8_e4m3fn` have it; what else is in
-    float32 becomes bf16. Modules that diffusers keeps in float32 stay as they are in 8 and 16 bits.
+    float8 is for the linear layers of the repeated blocks, as files named `fp8_e4m3fn` have it; what else is
+    in float32 becomes bf16. Modules that diffusers keeps in float32 stay as they are in 8 and 16 bits.
     """
     precision = family.settings.checkpoints.export_precision
     if precision is None:

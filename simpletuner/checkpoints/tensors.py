@@ -218,8 +218,8 @@ def plan_of(
     plan: dict[str, WrittenTensor] = {}
     # Once per mesh, not per tensor: DeviceMesh.mesh recomputes its ranks in 0.3 ms, before each save.
     holders_in = {mesh: holders_of(mesh) for mesh in {mesh for *_, mesh in contents}}
-    # By element size, for alignment; largest first, so that the ranks' loads come out even; names break ties, so that
-    # all ranks agree.
+    # By element size, for alignment; largest first, so that the ranks' loads come out even; names break ties,
+    # so that all ranks agree.
     for name, dtype, shape, mesh in sorted(contents, key=lambda each: (-each[1].itemsize, -prod(each[2]), each[0])):
         holders = holders_in[mesh]
         shapes = shard_shapes(shape, len(holders))

@@ -40,8 +40,8 @@ def shapes_of(latents_BCHW: Tensor, conditioning: Mapping[str, Tensor]) -> Shape
 class FlopCounterMode(TorchDispatchMode):
     """Count all products, convolutions and attention of this thread, by the formulas of torch's own mode.
 
-    That one registers hooks in all modules of the process, where other threads may be encoding, and asks of every
-    operator what it decomposes into: nothing, since below autograd all are decomposed.
+    That one registers hooks in all modules of the process, where other threads may be encoding, and asks of
+    every operator what it decomposes into: nothing, since below autograd all are decomposed.
     """
 
     def __init__(self) -> None:
@@ -58,8 +58,8 @@ class FlopCounterMode(TorchDispatchMode):
 def convolution_backward(
     output_shape: list[int], input_shape: list[int], weight_shape: list[int], *others: Any, **_: Any
 ) -> int:
-    # Each of the two gradients, of input and weight, costs as much as the convolution.
-    # torch's own formula leaves `groups` out, and Sana's depthwise convolutions would count thousands of times.
+    # Each of the two gradients, of input and weight, costs as much as the convolution. torch's own formula
+    # leaves `groups` out, and Sana's depthwise convolutions would count thousands of times.
     is_transposed, is_wanted = others[4], others[7]
     return conv_flop_count(input_shape, weight_shape, output_shape, is_transposed) * sum(is_wanted[:2])
 
@@ -93,8 +93,8 @@ class HostTensorsMoved(TorchFunctionMode):
 
 
 class AutocastOfMeta(torch.autocast):
-    """Autocast that takes the meta device for the CPU: Ideogram 4 leaves autocast where its input is, and torch knows
-    none of the meta device."""
+    """Autocast that takes the meta device for the CPU: Ideogram 4 leaves autocast where its input is, and
+    torch knows none of the meta device."""
 
     def __init__(self, device_type: str, *arguments: Any, **named: Any) -> None:
         super().__init__("cpu" if device_type == META.type else device_type, *arguments, **named)

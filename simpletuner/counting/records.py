@@ -1,8 +1,8 @@
 """Counts of earlier commands and starts, kept in the user's home: one file for each thing that was counted.
 
-A record answers only the very question that it holds: family, configs, settings, shapes, versions of the libraries, and
-the code that counts. It is written whole or not at all, and ends with a checksum; whatever else lies there counts as
-nothing, and is written again.
+A record answers only the very question that it holds: family, configs, settings, shapes, versions of the
+libraries, and the code that counts. It is written whole or not at all, and ends with a checksum; whatever
+else lies there counts as nothing, and is written again.
 """
 
 from __future__ import annotations

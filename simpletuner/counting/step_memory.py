@@ -270,8 +270,8 @@ def key_value_copies(parallel: Parallel) -> int:
     return parallel.context_parallel_size if parallel.context_parallel_comm_strategy == "allgather" else 1
 
 
-# Of CUDA, kernels and the libraries' workspaces in each process: what nvidia-smi showed over what torch held in steps
-# of SDXL, Qwen-Image and Wan on an H100 (767 to 769 MiB; 529 before the first step).
+# Of CUDA, kernels and the libraries' workspaces in each process: what nvidia-smi showed over what torch held
+# in steps of SDXL, Qwen-Image and Wan on an H100 (767 to 769 MiB; 529 before the first step).
 CONTEXT_BYTES = 770 * 2**20
 
 

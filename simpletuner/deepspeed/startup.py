@@ -28,8 +28,8 @@ COMPILE_WAIT_SECONDS = 1800
 """Longest wait for another rank that compiles."""
 
 # A compilation counts as killed if no process of this machine has its lock open and it has written nothing
-# for so long: it could belong to another machine or container that shares the home folder. One source takes 20
-# to 40 s.
+# for so long: it could belong to another machine or container that shares the home folder. One source takes
+# 20 to 40 s.
 STALE_LOCK_SECONDS = 120
 
 

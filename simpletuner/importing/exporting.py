@@ -1,8 +1,8 @@
 """Write a run as a file of another trainer: what its own import reads back decides what the file says.
 
-A writer makes the parts of a file that no table holds: model, network, noise levels, folders. Values that differ
-after this file is read back are written by the trainer's table of keys; what differs still cannot be said there.
-So a file is as true as the import, which has the trainer's meanings and defaults.
+A writer makes the parts of a file that no table holds: model, network, noise levels, folders. Values that
+differ after this file is read back are written by the trainer's table of keys; what differs still cannot be
+said there. So a file is as true as the import, which has the trainer's meanings and defaults.
 """
 
 from __future__ import annotations

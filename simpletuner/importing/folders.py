@@ -75,8 +75,8 @@ def closest(sizes: Iterable[tuple[float, float]]) -> dict[str, Any]:
 
 
 def sizes_of_area(area: int, step: int, widths: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield the buckets of sd-scripts (model_util.py:1316) and musubi-tuner: widths with the height that fits, and both
-    turned."""
+    """Yield the buckets of sd-scripts (model_util.py:1316) and musubi-tuner: widths with the height that
+    fits, and both turned."""
     for width in widths:
         height = area // width // step * step
         if width > 0 < height:

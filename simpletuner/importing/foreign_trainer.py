@@ -1,8 +1,8 @@
 """The mechanism by which files of other trainers are translated: a table of keys, and functions of meaning.
 
 A trainer has a `KeyTable` for its run and one for a dataset. What several keys decide together is answered by
-functions, which come first and take the keys that they answer; the table answers the others, one by one. A key
-that neither knows is lost. The same mechanism fills settings (of a run) and keys of our dataset file.
+functions, which come first and take the keys that they answer; the table answers the others, one by one. A
+key that neither knows is lost. The same mechanism fills settings (of a run) and keys of our dataset file.
 """
 
 from __future__ import annotations

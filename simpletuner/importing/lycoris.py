@@ -44,8 +44,8 @@ SAME = ("bypass_mode",)
 def lycoris_values(given: RawValue, path: Path, family: str) -> list[RawValue]:
     """Return what a file of LyCORIS says as values of a LoRA's settings.
 
-    Raises ValueError with the reason where no setting has its meaning, and SettingsError for a file that cannot be
-    read.
+    Raises ValueError with the reason where no setting has its meaning, and SettingsError for a file that
+    cannot be read.
     """
     own = {entry.key: entry.value for entry in read_entries(path)}
     if (kind := OF_ALGORITHMS.get(normalize_name(own.get("algo", "lora")))) is None:

@@ -40,8 +40,8 @@ class Engine(Protocol):
         ...
 
     before_update: list[Callable[[], None]]
-    """Called before weights change, in `step`, backward or `update_shards`, to finish reads of them first: by the EMA,
-    and by a checkpoint that is copied."""
+    """Called before weights change, in `step`, backward or `update_shards`, to finish reads of them first: by
+    the EMA, and by a checkpoint that is copied."""
 
     @property
     def saves_views(self) -> bool:

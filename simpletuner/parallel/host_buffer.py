@@ -13,8 +13,8 @@ from torch import Tensor
 class HostBuffer:
     """A block of host memory with the bytes of tensors like those given, in their order; `views` are these by name.
 
-    Each must begin at a multiple of its element size. The block is page-locked if asked: torch's own pinned memory
-    would be rounded up to a power of two.
+    Each must begin at a multiple of its element size. The block is page-locked if asked: torch's own pinned
+    memory would be rounded up to a power of two.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], page_locked: bool) -> None:

@@ -234,8 +234,8 @@ class TorchEngine:
         }
 
     def moment(self, each: ShardedParameter, name: str) -> Tensor | None:
-        """Return this rank's shard of a moment; a new one for a parameter that never had a gradient, and None for one
-        that has no such moment."""
+        """Return this rank's shard of a moment; a new one for a parameter that never had a gradient, and None
+        for one that has no such moment."""
         shard = self.optimizer.state.get(each.shard, {}).get(name)
         # An unused parameter never gets a gradient, hence no state; checkpoints have moments of all weights,
         # so that those of every engine have the same names.

@@ -1,7 +1,7 @@
 """Class images of a dataset: names, prompts and seeds of what the base model makes, before it is made.
 
-An image's name has a hash of its prompt and of how it is sampled, so what has changed is made by another name, and the
-rest is found again. Samples are known without the files: plans and checks need none.
+An image's name has a hash of its prompt and of how it is sampled, so what has changed is made by another
+name, and the rest is found again. Samples are known without the files: plans and checks need none.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false

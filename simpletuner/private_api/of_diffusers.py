@@ -70,8 +70,8 @@ def distributions_read_later() -> Iterator[None]:
 
 
 class LazyClass:
-    """A class or module of a package that is imported when it is used; whether something is one of it needs no import
-    before the package has one. A class that is derived from it is derived from nothing."""
+    """A class or module of a package that is imported when it is used; whether something is one of it needs
+    no import before the package has one. A class that is derived from it is derived from nothing."""
 
     def __init__(self, package: str, name: str) -> None:
         self.package, self.name = package, name

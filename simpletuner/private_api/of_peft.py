@@ -73,9 +73,9 @@ def as_autocast(*tensors: Tensor) -> Iterator[Tensor]:
 def apply_kronecker_products(model: nn.Module) -> None:
     """Let LoKr's linear layers apply W1 (x) W2 to their inputs without computing that product.
 
-    peft computes it in each layer at each call, a matrix as large as the layer's, and multiplies by it: twice the
-    products of a frozen layer. A step of SDXL's LoKr of factor 16 was 21,492 launches on an H100, for which the host
-    took 0.83 s and the GPU 0.15.
+    peft computes it in each layer at each call, a matrix as large as the layer's, and multiplies by it: twice
+    the products of a frozen layer. A step of SDXL's LoKr of factor 16 was 21,492 launches on an H100, for
+    which the host took 0.83 s and the GPU 0.15.
     """
     from peft.tuners.lokr import Linear
 
@@ -96,9 +96,9 @@ def kronecker_activations(layer: Any, adapter: str, x: Tensor, *_: object, **__:
 class KroneckerProduct(torch.autograd.Function):
     """Y = (W1 X) W2^T for each token, where X is (inputs of W1, inputs of W2) and Y (outputs of W1, outputs of W2).
 
-    Keeps x alone of what is as large: W1 X is computed again in the backward pass, at factor / outputs of the layer's
-    own FLOPs, 1/40 to 1/80 in SDXL at a factor of 16. Products in batches read and write matrices as they lie;
-    F.linear would have both transposed.
+    Keeps x alone of what is as large: W1 X is computed again in the backward pass, at factor / outputs of the
+    layer's own FLOPs, 1/40 to 1/80 in SDXL at a factor of 16. Products in batches read and write matrices as
+    they lie; F.linear would have both transposed.
     """
 
     @staticmethod

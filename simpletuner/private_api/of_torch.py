@@ -114,14 +114,14 @@ def equal_gradient_layouts(
     operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
     dispatch_key: str = "AutogradCUDA",
 ) -> torch.library.Library:
-    """Give an attention's backward its output's gradient in the layout of the output, as long as what this returns
-    lives.
+    """Give an attention's backward its output's gradient in the layout of the output, as long as what this
+    returns lives.
 
-    torch (2.11, aten/native/cudnn/MHA.cpp) looks up the graph that cuDNN has compiled by the strides of query, key and
-    value, but compiles it for those of the gradient, too. In FLUX the gradient is a slice of rows of 15,360 values in
-    the single blocks and rows of 3,072 in the double ones: the first step on an H100 ended with an illegal memory
-    access, and dense rows followed by a slice would give wrong gradients without an error. By its bytes a copy takes
-    20 us per sample of FLUX.
+    torch (2.11, aten/native/cudnn/MHA.cpp) looks up the graph that cuDNN has compiled by the strides of
+    query, key and value, but compiles it for those of the gradient, too. In FLUX the gradient is a slice of
+    rows of 15,360 values in the single blocks and rows of 3,072 in the double ones: the first step on an H100
+    ended with an illegal memory access, and dense rows followed by a slice would give wrong gradients without
+    an error. By its bytes a copy takes 20 us per sample of FLUX.
     """
 
     def backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, *more: Any, **named: Any):
@@ -166,8 +166,8 @@ def device_of(tensor: FakeTensor) -> torch.device:
 def trace_operators(function: Any, given: Iterable[Tensor]) -> object:
     """Return a graph of the operators of a function of tensors, none of which writes into a tensor.
 
-    torch.fx.symbolic_trace gives a function proxies for tensors, which pipelines do not take; torch.export wants a
-    module. Raises RuntimeError where the function reads a value.
+    torch.fx.symbolic_trace gives a function proxies for tensors, which pipelines do not take; torch.export
+    wants a module. Raises RuntimeError where the function reads a value.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy
 
@@ -227,8 +227,8 @@ ALONE = [f"{COMPILER}.config", f"{COMPILER}._trace_wrapped_higher_order_op"]
 
 
 class ModuleStub(ModuleType):
-    """Stand-in for a module of the compiler, with what is asked of it where nothing is compiled. Asked for more, it
-    loads the compiler, which takes its place."""
+    """Stand-in for a module of the compiler, with what is asked of it where nothing is compiled. Asked for
+    more, it loads the compiler, which takes its place."""
 
     def __init__(self, name: str, answers: Mapping[str, Any]) -> None:
         super().__init__(name)
@@ -248,8 +248,8 @@ class UnnamedSource:
 
 
 class LoadsCompiler:
-    """Finder that loads the compiler in place of its stand-in before another module of it is imported, and before
-    torch._inductor, whose modules import one another in an order that only works after it."""
+    """Finder that loads the compiler in place of its stand-in before another module of it is imported, and
+    before torch._inductor, whose modules import one another in an order that only works after it."""
 
     def find_spec(self, name: str, path: Any = None, _: Any = None) -> ModuleSpec | None:
         if name in ALONE:

@@ -14,8 +14,8 @@ from simpletuner.settings.declared.sections import setting_fields
 UNPROVEN = "not proven here"
 COMPUTED = "computed here"
 YOURS = "yours"
-# Words in place of a source: not shown here by anybody, counted by `simpletuner plan`, or dependent on the images
-# alone.
+# Words in place of a source: not shown here by anybody, counted by `simpletuner plan`, or dependent on the
+# images alone.
 OWN_SOURCES = (UNPROVEN, COMPUTED, YOURS)
 # Settings that decide every run's result: by a default, their numbers would have no source.
 REQUIRED = (

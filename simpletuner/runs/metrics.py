@@ -218,8 +218,8 @@ class MetricColumns:
             rows, from_start = self.reader.read()
             if from_start:
                 self.columns.clear()
-            # Most rows have the same names as the one before: columns of 100,000 such take 0.1 s, values one by one
-            # 0.5 s.
+            # Most rows have the same names as the one before: columns of 100,000 such take 0.1 s, values one
+            # by one 0.5 s.
             for names, alike in groupby(rows, key=tuple):
                 self._extend(names, list(zip(*(row.values() for row in alike), strict=True)))
         return self

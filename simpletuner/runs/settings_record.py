@@ -109,8 +109,8 @@ def gpus_of(world: World) -> dict[str, float]:
 
 
 def images_of_sample(path: Path) -> tuple[int, int]:
-    """Return the fewest and most images that a sample of a run is made from, by its history; none where it is damaged
-    or of an earlier version."""
+    """Return the fewest and most images that a sample of a run is made from, by its history; none where it is
+    damaged or of an earlier version."""
     try:
         least, most = json.loads(read_file(path).splitlines()[-1])[IMAGES]
         return int(least), int(most)
@@ -189,9 +189,9 @@ def recorded_settings(
 ) -> Settings:
     """Return the settings that an export of a run needs, with its folder as it is called now.
 
-    `more` are further facts that a `command` needs. `named` has the user's values of `NAMED`, and of settings that the
-    command has options for: these count, not the run's. Raises SettingsError where settings.json cannot be read, or
-    has a value of `NAMED` that the user has not given.
+    `more` are further facts that a `command` needs. `named` has the user's values of `NAMED`, and of settings
+    that the command has options for: these count, not the run's. Raises SettingsError where settings.json
+    cannot be read, or has a value of `NAMED` that the user has not given.
     """
     recorded = read_settings(output / SETTINGS)
     if recorded is None:

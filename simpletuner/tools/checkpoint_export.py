@@ -40,9 +40,9 @@ def export_checkpoint(
 ) -> Path:
     """Verify a checkpoint of a run, write its pipeline or LoRA, without a model card, and return the folder.
 
-    An empty name means the newest, digits a step, `best` the one with the best held-out loss; `average` takes the EMA;
-    `named` as in `recorded_settings`. Raises SettingsError where there is no such checkpoint, or it has no EMA,
-    EnvironmentNotReady where it is damaged or not of the base model that its run names.
+    An empty name means the newest, digits a step, `best` the one with the best held-out loss; `average` takes
+    the EMA; `named` as in `recorded_settings`. Raises SettingsError where there is no such checkpoint, or it
+    has no EMA, EnvironmentNotReady where it is damaged or not of the base model that its run names.
     """
     settings, checkpoint = recorded_settings(output, named), find_checkpoint(output, name)
     if average and checkpoint.state["ema_updates"] is None:

@@ -41,8 +41,8 @@ from simpletuner.system.processes.host_memory import available_bytes
 # and torch's allocator leaves gaps between tensors. Not measured on a GPU.
 USABLE = 0.9
 
-# Taken of a GPU after its free memory is read: buffers of NCCL's communicators, workspaces of cuBLAS and cuDNN. Not
-# measured.
+# Taken of a GPU after its free memory is read: buffers of NCCL's communicators, workspaces of cuBLAS and
+# cuDNN. Not measured.
 LATER_BYTES = 600 * 2**20
 
 KEPT, RECOMPUTED = {"gradient_checkpointing": False}, {"gradient_checkpointing": True}

@@ -43,8 +43,8 @@ ASKED = 2.0**-10
 
 
 class RequestWatcher:
-    """Looks for requests for images in a run's folder: twice a second, since a network file system is asked, and
-    before each step while there are some."""
+    """Looks for requests for images in a run's folder: twice a second, since a network file system is asked,
+    and before each step while there are some."""
 
     EVERY_SECONDS = 0.5
 
@@ -78,8 +78,8 @@ class StopVote:
         has_failed: Callable[[], bool] = lambda: False,
         is_asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`has_failed`: a failure in this rank's background, which the others may not know; `is_asked`, on the
-        first rank: a request for an image."""
+        """`has_failed`: a failure in this rank's background, which the others may not know; `is_asked`, on
+        the first rank: a request for an image."""
         self.request, self.has_failed, self.is_asked = request, has_failed, is_asked
         self.passed = self.asked = False
 

@@ -19,8 +19,8 @@ from simpletuner.settings.values.spelling import normalize_name, normalize_value
 from simpletuner.system.files.paths import expand_path
 from simpletuner.system.files.regular_files import read_file
 
-# Not all at which str.splitlines() ends a line: U+2028, U+2029, NEL, VT, FF, FS, GS and RS stand within captions that
-# were copied from documents and web pages.
+# Not all at which str.splitlines() ends a line: U+2028, U+2029, NEL, VT, FF, FS, GS and RS stand within
+# captions that were copied from documents and web pages.
 LINE_ENDS = re.compile(r"\r\n|\n|\r")
 # Characters that make a rule a regular expression. A dot alone does not: it ends sentences.
 REGULAR = re.compile(r"[\\^$*+?{}\[\]()|]")

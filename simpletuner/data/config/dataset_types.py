@@ -54,8 +54,8 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys, ClassImageKeys):
     source_dataset_id: str | None = None
     """For a dataset of type conditioning: id of its images' dataset, instead of `conditioning_data` there."""
     name_ending: str = ""
-    """For a dataset of type conditioning: end of its files' names, such as `-masklabel` of NAME-masklabel.png, the mask
-    of NAME.png. Datasets of images that name it leave such files out."""
+    """For a dataset of type conditioning: end of its files' names, such as `-masklabel` of
+    NAME-masklabel.png, the mask of NAME.png. Datasets of images that name it leave such files out."""
     video: VideoSettings | None = None
     text_embeds: str | None = None
     image_embeds: str | None = None

@@ -27,8 +27,8 @@ DECODE_ERRORS = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image
 MAX_PIXELS = 400_000_000
 PILLOW_MAX_PIXELS = {"WEBP": 178_956_970}
 """Pixel limits of Pillow decoders with a limit of their own, one for the whole process."""
-# Pixel count of a large image: it is decoded alone, and shrunk before the conversion of its colours, which takes up to
-# four times its memory.
+# Pixel count of a large image: it is decoded alone, and shrunk before the conversion of its colours, which
+# takes up to four times its memory.
 LARGE_PIXELS = 1 << 26
 STRIP_PIXELS = 1 << 22
 ONE_LARGE_IMAGE = Lock()
@@ -233,8 +233,8 @@ ALL_BLACK = "its mask is black where the image is trained: nothing of it counts"
 PAINTED = "its mask has an alpha channel: what is transparent does not count, the rest by its grey"
 CUT_OUT = "its mask is a picture with an alpha channel, which is taken for the mask"
 EDGE_GREY = 16
-# Share of opaque pixels in black or white (up to EDGE_GREY) that makes the grey the mask; otherwise the alpha channel
-# is.
+# Share of opaque pixels in black or white (up to EDGE_GREY) that makes the grey the mask; otherwise the alpha
+# channel is.
 MOSTLY = 0.9
 
 

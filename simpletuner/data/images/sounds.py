@@ -42,8 +42,8 @@ class Sound(NamedTuple):
 def read_sound(file: BinaryIO, clip: Clip, frames: int, wanted: SoundFormat) -> np.ndarray:
     """Return the sound of a clip's frames, (channels, samples) float32, as long as the model shows them.
 
-    Where the model shows frames faster or slower than the video does, their sound is as much higher or lower. Mono
-    is on both channels, and more channels than two are mixed.
+    Where the model shows frames faster or slower than the video does, their sound is as much higher or lower.
+    Mono is on both channels, and more channels than two are mixed.
 
     Raises one of DECODE_ERRORS for a track that is damaged.
     """

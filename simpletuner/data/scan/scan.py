@@ -25,9 +25,9 @@ from simpletuner.data.scan.captions import form_of, lines_of, read_caption_file
 from simpletuner.data.scan.file_list import CAPTION_VERSION, FILE, OtherFiles, printable
 from simpletuner.data.storage.storage import MAX_BYTES, Storage, UnreadableFileError
 
-# Columns of an image or a video: sizes in px as displayed, 0 with a `problem`; frames, 1 for an image; frames per
-# second, 0 if unknown; true of a video with a sound track; lines of the caption file or captions of the table, or the
-# reason for having none; and the kind of text that the lines form (`captions.py`).
+# Columns of an image or a video: sizes in px as displayed, 0 with a `problem`; frames, 1 for an image; frames
+# per second, 0 if unknown; true of a video with a sound track; lines of the caption file or captions of the
+# table, or the reason for having none; and the kind of text that the lines form (`captions.py`).
 SCANNED = pa.schema(
     [
         *FILE,

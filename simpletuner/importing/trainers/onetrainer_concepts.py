@@ -169,8 +169,8 @@ SPLITS = {",": "comma", " ": "space", ".": "period"}
 
 
 def captions(run: Translation, found: Translation) -> None:
-    """Captions of text files, names, or one file; lines and orders are drawn once for each image where texts are
-    cached."""
+    """Captions of text files, names, or one file; lines and orders are drawn once for each image where texts
+    are cached."""
     source, path = found.word("text.prompt_source", "sample"), found.defaults["instance_data_dir"]
     is_cached = run.is_on("latent_caching", True)
     if source == "filename":

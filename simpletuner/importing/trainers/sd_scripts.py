@@ -43,8 +43,8 @@ from simpletuner.settings.foreign.key_table import Maps
 from simpletuner.settings.foreign.original_names import is_off
 from simpletuner.settings.foreign.recognition import KOHYA
 
-# Optimizers that differ from those here in the precision of their moments at most; Prodigy's package also uses each
-# estimate one step earlier than its paper.
+# Optimizers that differ from those here in the precision of their moments at most; Prodigy's package also
+# uses each estimate one step earlier than its paper.
 OPTIMIZERS = {
     **dict.fromkeys(("adamw", "adamw8bit", "pagedadamw8bit", "adamw8bitkahan", "adamw_optimi"), "adamw"),
     **dict.fromkeys(("lion", "lion8bit", "pagedlion8bit"), "lion"),

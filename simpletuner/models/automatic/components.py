@@ -284,8 +284,8 @@ class MetaCalls:
     def inputs(
         self, shape: tuple[int, ...], rows: Mapping[str, int], images: Sequence[tuple[int, ...]] = ()
     ) -> list[dict[str, Any]]:
-        """Return all inputs of the denoiser in the calls for a batch, given the rows of its texts, and the shapes
-        of the latents of images.
+        """Return all inputs of the denoiser in the calls for a batch, given the rows of its texts, and the
+        shapes of the latents of images.
         """
         key = (shape, *rows.items(), *images)
         if key not in self.recorded:

@@ -85,8 +85,8 @@ def takes_images(blocks: Any) -> bool:
 
 
 def blocks_for(cls: Any, found: Any, image: object) -> tuple[Any, list[str]]:
-    """Return the blocks that run where a prompt is given, with an image or alone, and the names of those that would
-    rewrite it.
+    """Return the blocks that run where a prompt is given, with an image or alone, and the names of those that
+    would rewrite it.
 
     Raises SettingsError where none encodes text.
     """

@@ -62,8 +62,8 @@ class PipelineRun:
     """Latents of the given images as the VAE makes them, (B, ...) each, returned by its `encode`; None: as
     `encodes` says."""
     encodes: Literal["zeros", "mean", "drawn", "nothing"] = "zeros"
-    """Result of the VAE's `encode`: zeros, the mean of the posterior, what the pipeline draws from it, or the end of
-    the run."""
+    """Result of the VAE's `encode`: zeros, the mean of the posterior, what the pipeline draws from it, or the
+    end of the run."""
     has_images: bool = False
     stop_at_noise: bool = False
     encoded: list[Any] = field(default_factory=list)

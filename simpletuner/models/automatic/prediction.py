@@ -246,8 +246,8 @@ class Predictor:
         return like.flatten(1).to(values.dtype).index_copy(1, taken, values).view(like.shape)
 
     def order(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor, bool]:
-        """Return places in the noise of the elements that the scheduler's `step` gets; before them which of these are
-        of the noise, None for all; and whether each is in its own place.
+        """Return places in the noise of the elements that the scheduler's `step` gets; before them which of
+        these are of the noise, None for all; and whether each is in its own place.
         """
         if shape not in self.orders:
             low, high = (self._stepped(noise) for noise in digits(shape, device))

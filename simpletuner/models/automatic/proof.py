@@ -239,8 +239,8 @@ class Proof:
             return predictor.predict(denoise, noised, times.roll(seed), text, given)
 
         with torch.no_grad():
-            # The second replay is compared: it is given other values than the trace was made with, and the constants
-            # that the denoiser may have written into in the first.
+            # The second replay is compared: it is given other values than the trace was made with, and the
+            # constants that the denoiser may have written into in the first.
             for seed in (3, 4):
                 found = predictions(replayed, seed)
                 if not any(replayed.replays.values()) or (self.found.joins and len(calls) > 1):

@@ -21,8 +21,8 @@ from simpletuner.private_api.of_torch import TreeSpec, trace_operators, tree_fla
 
 Denoise = Callable[[dict[str, Any]], Any]
 Run = Callable[[Sequence[Tensor], Denoise], Tensor | None]
-"""A pipeline's call, given the noise, the time and all else that samples differ by; returns the prediction, None if
-`denoise` ended it."""
+"""A pipeline's call, given the noise, the time and all else that samples differ by; returns the prediction,
+None if `denoise` ended it."""
 Traced = Callable[..., list[Tensor]]
 """A function of tensors, or a trace of one."""
 
@@ -116,8 +116,8 @@ def traced(function: Traced, given: Sequence[Tensor]) -> Any:
 
 @torch.no_grad()
 def traced_together(function: Traced, given: Sequence[Tensor]) -> Traced:
-    """Trace a function of one sample as one of all, (B, ...) each: by operators over a batch, or one by one where
-    these make other bits.
+    """Trace a function of one sample as one of all, (B, ...) each: by operators over a batch, or one by one
+    where these make other bits.
 
     Raises NotTraced where a result that differs between samples has no axis for them.
     """

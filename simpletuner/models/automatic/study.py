@@ -24,8 +24,8 @@ from simpletuner.models.family.vae import frames_of_cell
 from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.system.numbers import count_noun
 
-# Short and long ones; the last is as long as text encoders read. Words in quotation marks are encoded once more by
-# HunyuanVideo 1.5, HunyuanImage and LongCat-Image.
+# Short and long ones; the last is as long as text encoders read. Words in quotation marks are encoded once
+# more by HunyuanVideo 1.5, HunyuanImage and LongCat-Image.
 CAPTIONS = (
     "a red circle",
     'two large blue squares and the words "three four" below them on a bright background, in pink',

@@ -139,8 +139,8 @@ class TextLayout:
 
 
 def collate_texts(axes: Sequence[int | None], texts: Sequence[Sequence[object]]) -> list[object]:
-    """Return leaves of single captions as those of what `encode_prompt` returns for all; shorter ones are padded
-    with zeros.
+    """Return leaves of single captions as those of what `encode_prompt` returns for all; shorter ones are
+    padded with zeros.
 
     `axes` has each leaf's batch axis, None for one that has none.
     """

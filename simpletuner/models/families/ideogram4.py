@@ -148,8 +148,8 @@ class PatchesFirst(Vae):
 
 
 def packed(conditioning: Conditioning, shape: Shape, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the embeddings of texts and an image of `shape` in latent cells, (B, L + tokens, D), and the places, the
-    segments and the kinds of all tokens."""
+    """Return the embeddings of texts and an image of `shape` in latent cells, (B, L + tokens, D), and the
+    places, the segments and the kinds of all tokens."""
     embeds = conditioning["prompt_embeds"].to(device)
     batch, length = embeds.shape[:2]
     is_text = conditioning["prompt_embeds_mask"].to(device).bool()

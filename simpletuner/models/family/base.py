@@ -326,8 +326,8 @@ class ModelFamily(PipelineFolder, ABC):
 
     @cached_property
     def trained_on_meta(self) -> nn.Module:
-        """Float32 denoiser without memory, with the trainable parameters of the one that is trained. Not to be
-        modified: an adapter of FLUX takes 0.4 CPU s to attach."""
+        """Float32 denoiser without memory, with the trainable parameters of the one that is trained. Not to
+        be modified: an adapter of FLUX takes 0.4 CPU s to attach."""
         if self.adapter is None:
             return self.meta_denoiser
         model = self.denoiser(include_buffers=True)

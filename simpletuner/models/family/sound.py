@@ -1,7 +1,7 @@
 """Sound to latents and back: the audio VAE and vocoder of LTX-2, and the spectrogram that they work on.
 
-diffusers has only the way back. The spectrogram is that of ltx-core's AudioProcessor (Lightricks/LTX-2): magnitudes
-of a centred short-time Fourier transform, Slaney's mel scale and norm, logarithm of at least 1e-5.
+diffusers has only the way back. The spectrogram is that of ltx-core's AudioProcessor (Lightricks/LTX-2):
+magnitudes of a centred short-time Fourier transform, Slaney's mel scale and norm, logarithm of at least 1e-5.
 """
 
 from __future__ import annotations

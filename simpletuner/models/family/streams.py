@@ -1,7 +1,7 @@
 """Several latents of one sample, denoised together: the video and the sound of a clip.
 
-A mapping by stream has the sample's own latents first, under LATENTS, and of most models nothing else. Streams
-share the noise level: pipelines sample all of them over the same levels.
+A mapping by stream has the sample's own latents first, under LATENTS, and of most models nothing else.
+Streams share the noise level: pipelines sample all of them over the same levels.
 """
 
 from __future__ import annotations

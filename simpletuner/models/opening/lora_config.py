@@ -149,8 +149,8 @@ def check_is_there(path: Path, setting: str) -> None:
 def read_lora(path: Path, prefix: str, setting: str) -> LoraFile:
     """Read a file of any program whole; `prefix` is the denoiser's name in diffusers' metadata.
 
-    Raises EnvironmentNotReady for a file that is damaged or without its config, SettingsError for a pickle and
-    for values that are no finite real numbers.
+    Raises EnvironmentNotReady for a file that is damaged or without its config, SettingsError for a pickle
+    and for values that are no finite real numbers.
     """
     if path.suffix.lower() in PICKLE_SUFFIXES:
         raise SettingsError(

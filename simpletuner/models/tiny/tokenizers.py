@@ -22,8 +22,8 @@ circle square triangle star cross ring heart shape background left right above b
 MOTION_WORDS = "moves up down"
 """The same, of models of clips."""
 
-# The words of the template that Qwen-Image puts before captions. Its pipeline drops the template's 34 tokens from the
-# embeddings, a number that is right only if each of these words is one token.
+# The words of the template that Qwen-Image puts before captions. Its pipeline drops the template's 34 tokens
+# from the embeddings, a number that is right only if each of these words is one token.
 QWEN_WORDS = """
 system user assistant Describe the image by detailing the color shape size texture quantity text spatial relationships
 of the objects and background

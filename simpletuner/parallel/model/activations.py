@@ -157,8 +157,8 @@ class Region:
         self.sizes.append((multiplications / tensors[0].element_size(), sum(each.nbytes for each in tensors)))
 
     def forget(self, written: Iterable[Tensor]) -> None:
-        """Keep no output whose memory is written into: what a layer without bias returns counts no writing (`+=`)
-        into what it is a view of, so the numbers of versions do not tell.
+        """Keep no output whose memory is written into: what a layer without bias returns counts no writing
+        (`+=`) into what it is a view of, so the numbers of versions do not tell.
         """
         for each in written:
             if (number := self.numbers.get(each.untyped_storage())) is not None:
@@ -213,9 +213,9 @@ class Returning(TorchDispatchMode):
 class SelectiveRecomputation:
     """Run blocks again in the backward pass, but for those products and attention that take longest for their bytes.
 
-    torch's create_selective_checkpoint_contexts counts every operator, and ends a run whose second forward pass has
-    others than the first, as FSDP2's has. A block's first call for inputs of some shapes keeps nothing: it shows what
-    there is to keep.
+    torch's create_selective_checkpoint_contexts counts every operator, and ends a run whose second forward
+    pass has others than the first, as FSDP2's has. A block's first call for inputs of some shapes keeps
+    nothing: it shows what there is to keep.
     """
 
     def __init__(self, share: float, memory: HostMemory | None = None) -> None:

@@ -30,9 +30,9 @@ class Muon(ShardOptimizer):
     """Take the steps of torch.optim.Muon with adjust_lr_fn="match_rms_adamw" for `matrices`, of AdamW for
     `others`.
 
-    Momentum is sharded like the weights. Of a batch of matrices each rank orthogonalizes as many as the others:
-    an all-to-all in bf16, the dtype of the computation, gathers them, and another one returns their rows. So
-    neither work nor memory is repeated, and results equal those for whole matrices.
+    Momentum is sharded like the weights. Of a batch of matrices each rank orthogonalizes as many as the
+    others: an all-to-all in bf16, the dtype of the computation, gathers them, and another one returns their
+    rows. So neither work nor memory is repeated, and results equal those for whole matrices.
     """
 
     def __init__(self, matrices: Sequence[ShardedParameter], others: Sequence[ShardedParameter], **adamw: Any) -> None:
@@ -101,8 +101,8 @@ def orthogonalize_shared(
         found = orthogonalize_all([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
         return [matrix.flatten() for matrix in found]
     own = range(rank, len(parts), size)
-    # There may be fewer matrices than ranks: those without one receive nothing, and still enter both all-to-alls,
-    # which are collective.
+    # There may be fewer matrices than ranks: those without one receive nothing, and still enter both
+    # all-to-alls, which are collective.
     sent = [[len(part) for part in parts[other::size]] for other in range(size)]
     received = [[counts[index][other] for index in own] for other in range(size)]
     by_owner = [part for other in range(size) for part in parts[other::size]]

@@ -1,9 +1,9 @@
 """Triton kernel of SplitAdamW: weights, gradients and state are read once and written once, 14 bytes per
 value with remainders and 10 without.
 
-One launch steps all weights: SDXL has 1,680, most of them so small that launching a kernel takes the host longer
-than the GPU needs for it. Imported where a GPU steps: torch's CUDA builds bring Triton with them. It computes what
-`update_in_chunks` does.
+One launch steps all weights: SDXL has 1,680, most of them so small that launching a kernel takes the host
+longer than the GPU needs for it. Imported where a GPU steps: torch's CUDA builds bring Triton with them. It
+computes what `update_in_chunks` does.
 """
 
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
@@ -132,8 +132,8 @@ def adamw_kernel(
 
 
 def launch(updates: Sequence[Update], gradient_scale: Tensor) -> None:
-    """Step weights by one launch for each kind that there is: all have bf16 gradients at multiples of 16 bytes but for
-    FSDP2's, which lie one behind the other in what was reduced."""
+    """Step weights by one launch for each kind that there is: all have bf16 gradients at multiples of 16
+    bytes but for FSDP2's, which lie one behind the other in what was reduced."""
     rows = [[*map(Tensor.data_ptr, tensors_of(each)), each.weight.numel(), each.seed, 0] for each in updates]
     table = torch.tensor(rows)
     factors = torch.tensor([each.factors for each in updates], dtype=torch.float32)

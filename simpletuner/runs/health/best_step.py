@@ -1,9 +1,9 @@
 """The best step of a run by the loss on held-out images, from the rows of `metrics.jsonl`. No torch.
 
-All losses of a run are those of the same images, noise and noise levels, so two steps are compared image by image:
-the mean difference of their losses, and its standard error over PARTS of the images (random groups: Wolter 2007,
-Introduction to Variance Estimation, chapter 2). A step is better where zero is below the 95 % interval of the
-difference, by Student's t: of two groups that is 12.7 standard errors, of sixteen 2.1.
+All losses of a run are those of the same images, noise and noise levels, so two steps are compared image by
+image: the mean difference of their losses, and its standard error over PARTS of the images (random groups:
+Wolter 2007, Introduction to Variance Estimation, chapter 2). A step is better where zero is below the 95 %
+interval of the difference, by Student's t: of two groups that is 12.7 standard errors, of sixteen 2.1.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ STUDENT_T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 # Evaluations in a row above the best one, after which a run says so.
 RISES = 3
 WEIGHTS: Mapping[str, str] = dict(zip(HELD_OUT, ("trained", "ema"), strict=True))
-# Names in a row: of the mean losses of the groups, and of a digest of what is measured. Losses of other images, or at
-# other noise levels, are not compared.
+# Names in a row: of the mean losses of the groups, and of a digest of what is measured. Losses of other
+# images, or at other noise levels, are not compared.
 PARTS_OF, SET = "{}_parts", "eval_set"
 
 
@@ -126,8 +126,8 @@ def find_best(measured: Sequence[Measured]) -> BestStep | None:
 def best_saved(measured: Sequence[Measured], steps: Collection[int]) -> Measured | None:
     """Return the best of the steps that have a checkpoint; None where none of them was measured.
 
-    It is the best step, or where that has none, the one with the lowest loss: of whatever steps are there, and
-    whoever has removed others before.
+    It is the best step, or where that has none, the one with the lowest loss: of whatever steps are there,
+    and whoever has removed others before.
     """
     found = find_best(measured)
     if found is not None and found.best.step in steps:

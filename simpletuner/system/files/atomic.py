@@ -36,8 +36,8 @@ def unfinished_path(folder: Path, writer: str = "") -> Path:
 def replace_folder(new: Path, folder: Path, check: Callable[[], None] = lambda: None) -> None:
     """Sync `new` and rename it to `folder`. The previous folder is removed only once the new one is in place.
 
-    Where the previous one cannot be renamed, `new` waits as `.NAME.new` while that is removed in place. `check` may
-    raise right before the renames, as syncing takes long.
+    Where the previous one cannot be renamed, `new` waits as `.NAME.new` while that is removed in place.
+    `check` may raise right before the renames, as syncing takes long.
     """
     old, waiting = (folder.with_name(f".{folder.name}.{state}") for state in ("old", "new"))
     flush_tree(new)
@@ -137,8 +137,8 @@ def atomic_file(path: Path, durably: bool = True, mode: int = 0o666, replaces: b
     Raises FileExistsError where another file has that name by then, unless it `replaces` that.
 
     All of it happens in the folder that is opened first, under a name that is created exclusively: an archive
-    may have brought links by that name, or by the final one, to any file of its reader's. Each writer has a name of
-    its own: of several at once the last one wins, and none sees another's.
+    may have brought links by that name, or by the final one, to any file of its reader's. Each writer has a
+    name of its own: of several at once the last one wins, and none sees another's.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     new = unfinished_path(path, secrets.token_hex(4)).name

@@ -30,8 +30,8 @@ from simpletuner.system.files.mounts import FileSystem
 # Longest wait for a run whose launcher has died: its ranks save their last step and exit.
 HANDOVER_SECONDS = 30
 POLL_SECONDS = 0.2
-# Longest time that a write is on its way, where two may create one file: who still reads his own then has
-# it, which is Fischer's algorithm (Lamport, A Fast Mutual Exclusion Algorithm, 1987). Slower writes are waited
+# Longest time that a write is on its way, where two may create one file: who still reads his own then has it,
+# which is Fischer's algorithm (Lamport, A Fast Mutual Exclusion Algorithm, 1987). Slower writes are waited
 # for four times as long.
 SETTLE_SECONDS = 5.0
 READS, REREAD_SECONDS = 3, 0.1

@@ -131,8 +131,8 @@ def without_links(samples: DatasetSamples, captions: pa.Array) -> pa.Array:
     return pc.if_else(linked, "", captions)
 
 
-# Columns of an image with a finding: the finding's number, the row of the image, the group of duplicates that it is in,
-# and the reason or the measure.
+# Columns of an image with a finding: the finding's number, the row of the image, the group of duplicates that
+# it is in, and the reason or the measure.
 FOUND = pa.schema(
     {"finding": pa.int32(), "row": pa.int32(), "group": pa.int32(), "why": pa.large_string()},
 )

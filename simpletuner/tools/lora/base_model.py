@@ -39,8 +39,8 @@ def open_base(
     """Open a model by the family of the pipeline that its index names; `auto` where none has it.
 
     With `lora` as the base of a LoRA that is to be written, with `precision` to be written in that. Raises
-    SettingsError for what is neither folder nor hub id, and for weights in 8 bits; EnvironmentNotReady for a folder
-    that is incomplete or damaged.
+    SettingsError for what is neither folder nor hub id, and for weights in 8 bits; EnvironmentNotReady for a
+    folder that is incomplete or damaged.
     """
     given, name = named.as_settings(), named.name
     model = Model(model_family=AUTO, pretrained_model_name_or_path=name, revision=given.get("revision"))

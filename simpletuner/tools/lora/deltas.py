@@ -1,8 +1,8 @@
 """Deltas that an adapter adds to the weights of a model, for LoRA, DoRA, LoHa, LoKr and OFT, in files of any program.
 
-Each formula is that of the paper and of peft's layer: LoRA's product of matrices, DoRA's rows at their length,
-LoHa's product by element (LyCORIS' Tucker form too), LoKr's Kronecker product; OFT's rotation is peft's own. A
-LoRA of text encoders is read by the names of their weights, without their code.
+Each formula is that of the paper and of peft's layer: LoRA's product of matrices, DoRA's rows at their
+length, LoHa's product by element (LyCORIS' Tucker form too), LoKr's Kronecker product; OFT's rotation is
+peft's own. A LoRA of text encoders is read by the names of their weights, without their code.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ def merge_loras(
 ) -> Rounding:
     """Write the pipeline `base` with LoRAs merged, each at its strength, to `target`.
 
-    The denoiser is written in a `precision`, else in its own. Sums are made in float32 (float64 where the base is
-    in that) and rounded once. Raises SettingsError for a LoRA that does not fit, naming its
-    keys, EnvironmentNotReady for what is damaged or cannot be written.
+    The denoiser is written in a `precision`, else in its own. Sums are made in float32 (float64 where the
+    base is in that) and rounded once. Raises SettingsError for a LoRA that does not fit, naming its keys,
+    EnvironmentNotReady for what is damaged or cannot be written.
     """
     check_result(target, replace, [path for path, _ in loras])
     rounding = Rounding()

@@ -57,8 +57,8 @@ class Resized:
 def resize_lora(path: Path, target: Path, wanted: Wanted, replace: bool, report: Report) -> Resized:
     """Write a LoRA in its own names with layers of no more than the wanted rank or energy.
 
-    A LoHa or LoKr becomes a LoRA, by the delta of each layer. Raises SettingsError for what is no adapter, and for
-    DoRA and OFT, EnvironmentNotReady for a damaged one.
+    A LoHa or LoKr becomes a LoRA, by the delta of each layer. Raises SettingsError for what is no adapter,
+    and for DoRA and OFT, EnvironmentNotReady for a damaged one.
     """
     check_result(target, replace, [path])
     pairs = read_pairs(path)

@@ -88,8 +88,8 @@ def refuse_existing(target: Path, replace: bool) -> None:
 def writing_to(target: Path, family: ModelFamily | None, world: World, replace: bool) -> Iterator[None]:
     """Write a result in the block; what was begun is removed where it fails.
 
-    What a killed command has left, is removed or put back first. Raises EnvironmentNotReady where another command
-    writes there, and SettingsError where one has done so meanwhile.
+    What a killed command has left, is removed or put back first. Raises EnvironmentNotReady where another
+    command writes there, and SettingsError where one has done so meanwhile.
     """
     if family is not None:
         check_export(family, [target])

@@ -1,7 +1,7 @@
 """Seconds of an optimizer step: from data sheets, or measured here with random weights of the true shapes.
 
-An estimate adds up arithmetic, memory traffic and communication, at the share of a data sheet's figures that `rates.py`
-knows; `simpletuner plan --measure` measures instead.
+An estimate adds up arithmetic, memory traffic and communication, at the share of a data sheet's figures that
+`rates.py` knows; `simpletuner plan --measure` measures instead.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def take_step(settings: Settings, family: ModelFamily, engine: Engine, inputs: d
 COMPILED_TRAFFIC, COMPILED_LAUNCHES = 0.28, 0.49
 """Shares of the traffic of pointwise operators, and of launches, that a compiler's fusion leaves."""
 
-# Bytes moved per value by the optimizer of a state_layout: by its kernel, which reads gradients, weights and state once
-# and writes the latter two, and 2 for the norm of the gradients.
+# Bytes moved per value by the optimizer of a state_layout: by its kernel, which reads gradients, weights and
+# state once and writes the latter two, and 2 for the norm of the gradients.
 KERNEL_BYTES = {"split": 16, "bf16": 12}
 
 HOST_BYTES = 800

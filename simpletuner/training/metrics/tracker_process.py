@@ -141,8 +141,8 @@ LIBRARIES: dict[str, Callable[[RunOptions], TrackerRun]] = {
 
 
 POLL_SECONDS = 1.0
-# Longest time to connect before a report, and before a run that ends gives up; WANDB_INIT_TIMEOUT, which is the
-# library's own, takes precedence.
+# Longest time to connect before a report, and before a run that ends gives up; WANDB_INIT_TIMEOUT, which is
+# the library's own, takes precedence.
 CONNECT_SECONDS = 30.0
 FINISH_SECONDS = 110.0
 """Longest time in which the rest is sent once the run has ended."""

@@ -196,8 +196,8 @@ def remove_leftovers(output: Path) -> None:
 
 
 def pipelines_of(settings: Settings) -> list[Path]:
-    """Folders that a run exports to: for the trained weights; with EMA for the average, and with export_best for the
-    best step, too."""
+    """Folders that a run exports to: for the trained weights; with EMA for the average, and with export_best
+    for the best step, too."""
     name, is_wanted = EXPORTS[settings.model.model_type], (settings.ema.use_ema, settings.checkpoints.export_best)
     kinds = ["", *(kind for kind, wanted in zip(("-ema", BEST_SUFFIX), is_wanted, strict=True) if wanted)]
     return [settings.training.output_dir / f"{name}{kind}" for kind in kinds]
@@ -228,8 +228,8 @@ def is_of_best(pipeline: Path) -> bool:
 
 
 def is_best_exported(settings: Settings, world: World) -> bool:
-    """True if nothing is left to do for export_best: the best step that has a checkpoint is exported, or none has.
-    Collective."""
+    """True if nothing is left to do for export_best: the best step that has a checkpoint is exported, or none
+    has. Collective."""
     best = best_checkpoint(settings, world, ())
     if best is None:
         return True
@@ -288,8 +288,8 @@ WriteCard = Callable[[Path, Path], None]
 def export(session: Session, family: ModelFamily, state: TrainingState, steps: int, write_card: WriteCard) -> None:
     """Write the pipelines, or LoRAs, as trained after `steps`. Collective.
 
-    `write_card` is called on rank 0 with each of `pipelines_of` and the folder in which it is written. The weights
-    of the engine may be those of the best step afterwards.
+    `write_card` is called on rank 0 with each of `pipelines_of` and the folder in which it is written. The
+    weights of the engine may be those of the best step afterwards.
     """
     session.world.activity.begin("writing the pipeline", watched=False)
     write = partial(write_export, session, family, state, write_card)

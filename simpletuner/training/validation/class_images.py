@@ -217,8 +217,8 @@ def from_queue(count: int, session: Session) -> Iterator[tuple[int, bool]]:
 def in_step(images: Sequence[ClassImage], session: Session) -> Iterator[tuple[int, bool]]:
     """Yield the numbers of images that this rank samples, and whether it writes them. Collective.
 
-    All ranks call the denoiser equally often, since each gathers its shards from the others; one without an image left
-    samples the last one as well.
+    All ranks call the denoiser equally often, since each gathers its shards from the others; one without an
+    image left samples the last one as well.
     """
     world, numbers = session.world, {id(each.planned): number for number, each in enumerate(images)}
     for group in group_by_denoiser_calls([each.planned for each in images]):

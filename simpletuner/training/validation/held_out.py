@@ -153,8 +153,8 @@ class HeldOutLoss:
         return is_there
 
     def measure(self, name: str, advance: Callable[[int], None]) -> dict[str, float | list[float]]:
-        """Return the mean loss over all images and timesteps as `name`, and those of parts of both, and of each
-        stream where there are several. Collective."""
+        """Return the mean loss over all images and timesteps as `name`, and those of parts of both, and of
+        each stream where there are several. Collective."""
         device, ranges, groups = self.mesh.world.device, min(self.timesteps, LEVELS), max(self.group_of.values()) + 1
         # In float64, since the order of additions depends on the number of ranks.
         total = torch.zeros(2, dtype=torch.float64, device=device)

@@ -1,9 +1,9 @@
 """Requests for an image that a running run answers between two steps: files in its folder. No torch.
 
 `sample-requests/ID.request` is a safetensors file with the encoded prompts, and what to sample as JSON in its
-metadata. The run renames it to `ID.taken` before it looks into it, writes `ID.answer` and removes it: a file that
-ends a run is not taken again. A file of another user, a link, one that is too large and names that nobody here
-writes are not read.
+metadata. The run renames it to `ID.taken` before it looks into it, writes `ID.answer` and removes it: a file
+that ends a run is not taken again. A file of another user, a link, one that is too large and names that
+nobody here writes are not read.
 """
 
 from __future__ import annotations
