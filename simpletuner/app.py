@@ -128,7 +128,7 @@ def with_hint(said: str, program: str, arguments: Sequence[str]) -> tuple[str, s
 
 def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -> None:
     """Run the command line. Errors of settings or machine end in one sentence and an exit code."""
-    # Else the interpreter's end collects garbage among all objects, several times: a second where torch is loaded.
+    # Else the interpreter's end collects garbage several times: a second where torch is loaded.
     atexit.register(gc.freeze)
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Read before Typer parses anything: a command line that does not parse must be traceable, too.

@@ -201,7 +201,7 @@ HINTS = {
 }
 OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|std::bad_alloc|failed to allocate|unable to mmap|os error 12\)"
-    # The loader of shared libraries; with a reason behind it, the reason is another one (a folder mounted noexec).
+    # The loader of shared libraries; a reason behind it is another one (a folder mounted noexec).
     r"|failed to map segment from shared object$"
     r"|can't start new thread|could not create a primitive$",
     re.IGNORECASE,
@@ -242,7 +242,7 @@ def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
     except SimpleTunerError:
         raise
     except Exception as error:
-        # Of a command's results: `head` has read enough. What a run prints raises none (system/processes/console.py).
+        # A command's results: `head` has read enough. What a run prints raises none (processes/console.py).
         if isinstance(error, BrokenPipeError) and folder is None:
             raise
         if is_out_of_memory(error):
@@ -251,7 +251,7 @@ def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
             raise explain_os_error(failed, folder) from error
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ImportError):
-            cause = cause.__cause__  # not of __context__: after a failed import, another way may have been tried
+            cause = cause.__cause__  # not __context__: after a failed import, another way may be tried
         if cause is not None and (explained := explain_import_error(cause)):
             raise explained from error
         if number := RUST_ERRNO.search(str(error)):
@@ -271,7 +271,7 @@ def system_error(error: BaseException) -> OSError | None:
 def is_out_of_memory(error: BaseException) -> bool:
     """True if an error in the chain was raised because the machine has no memory left.
 
-    Libraries hide it: diffusers says of a file that it could not map that it is "unable to load weights from" it.
+    Libraries hide it: of a file that it cannot map, diffusers says "unable to load weights from" it.
     """
     return any(
         isinstance(one, MemoryError)

@@ -1,6 +1,6 @@
 """Optional dependencies and the commands that install them, each by its own name.
 
-`simpletuner` on the package index is another program, which an extra of that name would put in the place of this one.
+`simpletuner` on the package index is another program, which an extra of that name would install instead.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Report:
         text = as_text(table) if plain or LOGGER.isEnabledFor(logging.INFO) else ""
         LOGGER.info("\n".join(line.rstrip() for line in text.splitlines() if line.strip()))
         if plain and encodable(text, sys.stderr.encoding):
-            sys.stderr.write(f"\n{text}")  # not laid out again: a start prints three tables in 7 % of its CPU time
+            sys.stderr.write(f"\n{text}")  # a new layout of a start's three tables is 7 % of its CPU time
         else:
             self.talk.print(*self._erase(), "", table, markup=False)
 

@@ -183,7 +183,7 @@ class Progress:
 
     def _left_at_mean_speed(self, done: int) -> float | None:
         done_now, seconds = done - self.done_before, time.monotonic() - self.began
-        # Threads start and files are opened meanwhile: from the first of 100,000 images followed 7 minutes, not one.
+        # Threads start and files are opened meanwhile: 7 minutes passed from the first of 100,000 images.
         if done_now <= 0 or seconds < SOON_SECONDS:
             return None
         return (self.total - done) * seconds / done_now

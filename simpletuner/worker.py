@@ -147,7 +147,7 @@ def run(session: Session, hooks: Sequence[RunHook]) -> None:
             checkpoint = checkpoint_to_resume(session, damaged)
             shown = resume(session, hooks, checkpoint)
             break
-        except CheckpointDamaged as error:  # known before the engine is built; what was encoded is in the caches
+        except CheckpointDamaged as error:  # known before the engine is built; encodings are in the caches
             damaged[error.folder] = error.message
             session = session.restarted()
     export_single_files(session)
@@ -162,7 +162,7 @@ def resume(session: Session, hooks: Sequence[RunHook], checkpoint: Checkpoint | 
     settings, world = session.settings, session.world
     refuse_other_order(checkpoint)
     changes = report_changes(session, checkpoint)
-    # Begun here and waited for in `prepare_data`: reading the files overlaps with scanning data and base model.
+    # Begun here, awaited in `prepare_data`: reading the files overlaps with scanning data and base model.
     verification = Verification(checkpoint, world) if checkpoint else None
     plan = plan_data(session, accept=partial(accept_start, session))
     planned = Run(session, hooks, plan, checkpoint, verification)

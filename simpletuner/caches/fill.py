@@ -103,7 +103,7 @@ def fill_missing(
     """Compute the missing records; return a reader that has them, and why some could not be made."""
     if world.is_first:
         report_missing(job, missing, report)
-    world.store_barrier(f"{place}/read", stop)  # all see the same queue only if none writes before all have read
+    world.store_barrier(f"{place}/read", stop)  # all see the same queue only if none writes before
     written = make_missing(job, missing, place, world, report, stop)
     reader = open_on_all_ranks(job, f"{place}/filled", world, stop, written)
     left, broken = look_up(reader, (job.request_at(position) for position in np.flatnonzero(missing)))

@@ -70,7 +70,7 @@ def export_pipeline(
     """Collective: write the pipeline to `target`, and return the checksum of every file by name.
 
     All ranks write weights, rank 0 copies the rest and calls `write_card` with the folder as it is written.
-    The denoiser is written in export_precision. `encoders` has the weights of text encoders that are not copied.
+    The denoiser is written in export_precision. `encoders` has weights of text encoders that are not copied.
     """
     denoiser = family.denoiser_name
     weights = in_precision(

@@ -234,7 +234,7 @@ def no_best(_: Collection[int]) -> None:
 def prune_checkpoints(
     root: Path, keep: int, check: Callable[[], None] = lambda: None, choose_best: ChooseStep = no_best
 ) -> None:
-    """Remove all complete checkpoints but the newest and the best. A damaged one is neither counted nor removed.
+    """Remove all complete checkpoints but the newest and the best. Damaged ones are not counted or removed.
 
     `check` is called before each is removed, and may raise.
     """

@@ -59,7 +59,7 @@ class Snapshot:
 def save(
     root: Path, snapshot: Snapshot, world: World, full: bool, keep: int, choose_best: ChooseStep = no_best
 ) -> Path:
-    """Collective: write a checkpoint to a hidden folder, rename it when complete, keep the newest `keep` and the best.
+    """Collective: write a checkpoint to a hidden folder, rename it once complete, keep the newest and best.
 
     `full` writes whole tensors as other tools read them, otherwise each rank writes its shards. Raises
     EnvironmentNotReady on all ranks when one of them cannot write; older checkpoints stay as they are.

@@ -86,7 +86,7 @@ def build(
     template_path = user_template_path(save_template) if save_template is not None else None
     check_targets(output, template_path, apply, force)  # before the first question
     report = Report()
-    # Until `auto` has chosen, the stage that allows all offloading: without one --offload_optimizer is a mistake.
+    # Until `auto` has chosen, the stage that allows all offloading: without, --offload_optimizer is refused.
     typed = dict(flags) | ({"zero_stage": "3" if stage is StageOption.AUTO else stage.value} if stage else {})
     builder = DeepSpeedBuilder.from_arguments(typed, config, template, apply, gpu_memory, host_memory, parameters)
     is_interactive = stage is not StageOption.AUTO and builder.load().settings.parallel.zero_stage is None
@@ -246,7 +246,7 @@ class Wizard:
             self.report.say("with --model_family or --parameters=2.6e9 this would show the memory of each choice")
             return
         has_folder = builder.load().settings.parallel.offload_param_path is not None
-        folder = {} if has_folder else {OFFLOAD_FOLDER.setting: "/"}  # any folder: settings refuse nvme without one
+        folder = {} if has_folder else {OFFLOAD_FOLDER.setting: "/"}  # any folder: nvme needs one
         rows = []
         for candidate in stage_candidates(with_files=True):
             estimate = builder.estimate(**candidate, **folder)

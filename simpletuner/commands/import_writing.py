@@ -109,7 +109,7 @@ def report_written(run: ReadyRun, names: Sequence[str]) -> None:
     command = f"`simpletuner train {shlex.quote(f'--config={names[-1]}')}`"
     try:
         check_run(run.loaded)
-    except SimpleTunerError as error:  # as `config validate` would, such as of a tracker that is not installed
+    except SimpleTunerError as error:  # as `config validate` would, as of a missing tracker
         Report().warn(f"{written} {verb} written, but {command} is refused: {error.message}", error.hint)
     else:
         Report().say(f"{written} {verb} written: {command} {starts}")

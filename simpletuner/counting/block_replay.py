@@ -429,7 +429,7 @@ class BlockReplays:
                 return thread.submit(function).result()
         finally:
             self.counter.is_paused = False
-            # Autocast has one cache for all threads, which the end of the function's forward pass has cleared.
+            # Autocast has one cache for all threads, cleared by the end of the function's forward pass.
             memory = self.counter.memory
             self.counter.cast_weights.append(HeldBytes(memory, before - memory.live))
 

@@ -87,7 +87,7 @@ class HostTensorsMoved(TorchFunctionMode):
         tensors = list(tensors_among([*args, *given[1].values()]))
         if any(each.is_meta for each in tensors) and not all(each.is_meta or each.ndim == 0 for each in tensors):
             if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-                given = ((args[0], args[1].nonzero(as_tuple=True)), {})  # how many are chosen is known here alone
+                given = ((args[0], args[1].nonzero(as_tuple=True)), {})  # how many are chosen is known only here
             args, kwargs = tree_map_only(Tensor, lambda each: each.to(META) if each.ndim else each, given)
         return func(*args, **(kwargs or {}))
 
@@ -145,7 +145,7 @@ class FlopCounter:
 def count_flops(family: ModelFamily, model: nn.Module, shapes: Shapes) -> int:
     """Count forward and backward of one sample; the model is left as it was.
 
-    The inputs get gradients, too, so that without frozen weights the count is three times that of the forward pass.
+    The inputs get gradients, too: without frozen weights the count is three times the forward pass.
     """
     inputs = {name: meta_input(shape, dtype) for name, shape, dtype in shapes}
     noised, timesteps = take_streams(inputs), torch.empty(1, device=META)
@@ -195,7 +195,7 @@ class RepeatedBlocks:
         ]
         for block in blocks:
             trained = tuple(each.requires_grad for each in block.parameters())
-            # On the instance, where it hides the class's method. Non-parameters such as strides are in the repr.
+            # On the instance, where it hides the class's method. The repr has non-parameters such as strides.
             block.forward = self._counted(block.forward, block, (repr(block), trained))
         try:
             yield

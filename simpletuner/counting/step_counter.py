@@ -144,7 +144,7 @@ def attention_backward(
     return sdpa_backward_flop_count(gradient, query, key, value)
 
 
-# The CPU's flash attention keeps what that of CUDA does: query, key, value, output and the logarithm of the sums.
+# The CPU's flash attention keeps what CUDA's does: query, key, value, output and logsumexp.
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(attention_forward),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(attention_backward),

@@ -148,7 +148,7 @@ class Workload:
     def trace(self, settings: Settings, samples: int, on_gpu: bool) -> StepTrace:
         """Return the trace of a micro-batch as an engine of these settings would run it.
 
-        Compiled blocks with a budget are taken to lie between those that recompute all and those that keep all.
+        Compiled blocks with a budget are taken to lie between recomputing all and keeping all.
         """
         if self.interpolates and samples > 2:
             one, two = (self.trace(settings, count, on_gpu) for count in (1, 2))
@@ -261,7 +261,7 @@ def has_bf16_weights(settings: Settings) -> bool:
     """True if the weights that compute are bf16 themselves, not float32 under autocast."""
     parallel = settings.parallel
     is_cast = parallel.fsdp_enable or parallel.zero_stage is not None or settings.optimizer.state_layout != "fp32"
-    is_lora = settings.model.model_type == "lora"  # its matrices are float32, also over a base in bf16 under FSDP2
+    is_lora = settings.model.model_type == "lora"  # its matrices are float32, also over bf16 under FSDP2
     return settings.training.mixed_precision == "bf16" and is_cast and not is_lora
 
 
@@ -312,7 +312,7 @@ def step_rows(
 ) -> Iterator[MemoryRow]:
     """Yield what exists only at the peak of a backward pass; `gathered` has FSDP2's bytes at each point."""
     if settings.parallel.zero_stage is not None:
-        # DeepSpeed's rows hold the gradients of its optimizer step, which are more than those of the backward pass.
+        # DeepSpeed's rows hold the gradients of its optimizer step, more than those of the backward pass.
         yield activations_row(settings, trace.peak_bytes(0), trace.host_bytes)
         return
     is_synced = is_synced_each_batch(settings.parallel, inputs.num_parameters)

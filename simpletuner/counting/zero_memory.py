@@ -49,7 +49,7 @@ def estimate_weights(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryR
     """Estimate the compute-dtype weights: whole on every rank at stages 1 and 2, partitioned at stage 3."""
     block, width, share = config["zero_optimization"], weight_bytes(config), inputs.parameters_per_rank
     if block["stage"] < 3:
-        # DeepSpeed keeps a compute-dtype copy of this rank's partition in memory, next to offloaded master weights.
+        # DeepSpeed keeps a compute-dtype copy of this rank's partition next to offloaded master weights.
         is_copied = place_of(config, "offload_optimizer") != "none"
         formula = f"{width} P" + (f" + {width} P / N" if is_copied else "")
         return MemoryRow("weights", gpu=width * inputs.num_parameters, host=width * share * is_copied, formula=formula)
@@ -146,7 +146,7 @@ class StageChoice:
 def stage_candidates(with_files: bool, fixed: Mapping[str, object] | None = None) -> Iterator[dict[str, object]]:
     """Yield combinations of stage and offloading: lowest stage first, then least offloading.
 
-    `fixed` are settings that are chosen already. Below stage 3 DeepSpeed offloads no weights, and nothing to files.
+    `fixed` are settings already chosen. Below stage 3 DeepSpeed offloads no weights, and nothing to files.
     """
     for stage in (1, 2, 3):
         for optimizer, weights in OFFLOAD_PLACES:

@@ -70,7 +70,7 @@ class DeepSpeedBuilder:
     ) -> DeepSpeedBuilder:
         """Build from command-line arguments. Raises SettingsError for invalid ones.
 
-        The file to `apply` to is also read for settings, and so is a DeepSpeed JSON in it; one that it names is not.
+        The file to `apply` to is also read for settings, with a DeepSpeed JSON in it, but not one it names.
         """
         from simpletuner.models.catalog.architecture import parameters_of
 
@@ -197,7 +197,7 @@ class BuildResult:
 
 def read_inline(apply: Path, flags: Mapping[str, object]) -> Source:
     """Read the settings of a DeepSpeed JSON within a config file that the rest of the file does not set."""
-    ranks = from_flags({name: value for name, value in flags.items() if name == RANKS})  # they divide its batch size
+    ranks = from_flags({name: value for name, value in flags.items() if name == RANKS})  # they divide its batch
     sources = [*collect_from_file(apply), ranks]
     is_inline = any(
         canonical_name(given.name) == NAME and is_json(given.value) for each in sources for given in each.values

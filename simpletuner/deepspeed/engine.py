@@ -87,12 +87,12 @@ class DeepSpeedEngine:
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        # By default DeepSpeed counts micro-batches and compares with its JSON; here the trainer knows the last one.
+        # By default DeepSpeed counts micro-batches by its JSON; here the trainer knows the last one.
         self.model.set_gradient_accumulation_boundary(is_last)
         yield
 
     def inference(self) -> AbstractContextManager[None]:
-        # At stage 3 DeepSpeed's hooks on each module gather its weights and free them again, outside training too.
+        # At stage 3 DeepSpeed's hooks gather each module's weights and free them, outside training too.
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -214,7 +214,7 @@ def build_deepspeed_engine(
         buffers = move_buffers(model, world.device)
         load_weights({**weights, **buffers})
         trained = trainable_parameters(model).keys()
-        # In float32 DeepSpeed's masters come out exact, so these rows are freed as soon as they have been gathered.
+        # In float32 DeepSpeed's masters come out exact, so these rows are freed once they are gathered.
         read_once = trained if dtype == torch.float32 else ()
 
         def compute_weight(name: str) -> Tensor:
@@ -237,7 +237,7 @@ def build_deepspeed_engine(
 
 
 def refuse_scalar_parameters(model: nn.Module) -> None:
-    # 0.19.8: `DeepSpeedEngine._broadcast_model` views every parameter as uint8, which torch refuses for 0 dimensions.
+    # 0.19.8: `DeepSpeedEngine._broadcast_model` views parameters as uint8, which torch refuses for 0-D ones.
     names = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if names:
         raise SettingsError(

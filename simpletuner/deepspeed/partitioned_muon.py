@@ -69,7 +69,7 @@ class PartitionedMuon(ShardOptimizer):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every flat buffer that has a gradient. Collective.
 
-        DeepSpeed calls it once per group or sub-group; meanwhile the groups hold the buffers of that one alone.
+        DeepSpeed calls it per group or sub-group; meanwhile the groups hold only that one's buffers.
         """
         self.adamw.param_groups = [group for group in self.param_groups if not group["hidden"]]
         self.adamw.step()

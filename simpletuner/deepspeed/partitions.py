@@ -146,7 +146,7 @@ class OptimizerPartitions(Protocol):
     def places(self) -> Iterator[tuple[str, Tensor | None, int]]:
         """Yield every parameter's name, the flat buffer with its partition, and where that begins there.
 
-        The order is the same on all ranks. There is no buffer where this rank has no element of the parameter.
+        The order is the same on all ranks. Without an element of the parameter, this rank has no buffer.
         """
         ...
 

@@ -88,7 +88,7 @@ def rocm_version() -> str:
 def check_disk(folder: Path, needed_bytes: int | None) -> None:
     """Raise EnvironmentNotReady for a folder that cannot be created or written, or has too little free space.
 
-    `needed_bytes` is what all ranks of this machine write there together; None if that is unknown. Creates nothing.
+    `needed_bytes` is what all ranks of this machine write there; None if unknown. Creates nothing.
     """
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not nearest.is_dir():

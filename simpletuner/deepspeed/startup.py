@@ -64,7 +64,7 @@ def import_deepspeed(world: World) -> None:
 
         take_over("DeepSpeed")  # utils/logging.py binds its handler to the stdout of the time of import
         if world.device.type == "cpu":
-            # comm/torch.py, build_shm_op: on CPUs it would compile a shared-memory all-reduce that only inference uses.
+            # comm/torch.py, build_shm_op: on CPUs it would compile an all-reduce that only inference uses.
             deepspeed.ops.__dict__["__compatible_ops__"] = {}
         deepspeed.init_distributed(dist_backend=dist.get_backend())
 
@@ -72,7 +72,7 @@ def import_deepspeed(world: World) -> None:
 def compile_disk_operators(say: Callable[[str], None], check_stop: Callable[[], None]) -> None:
     """Load the operators that read and write disks; one rank after the other compiles those missing.
 
-    Others are not needed: the optimizer is torch's. Raises EnvironmentNotReady, with the command that fixes it.
+    Others are not needed: the optimizer is torch's. Raises EnvironmentNotReady with the remedy.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder  # pyright: ignore[reportAttributeAccessIssue]
 

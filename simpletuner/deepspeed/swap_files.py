@@ -58,7 +58,7 @@ def create_swap_folder(parent: Path, output_dir: Path) -> Iterator[Path]:
     owner = SwapOwner(socket.gethostname(), boot_id(), os.getpid(), str(output_dir.absolute()))
     try:
         folder.mkdir(parents=True)
-        # Locked first, written then: whoever can read an owner without finding it locked knows that it is dead.
+        # Locked first, written then: whoever reads an owner that is not locked knows that it is dead.
         descriptor = lock_file(folder / OWNER_FILE, exclusive=True, needed=False)
         os.write(descriptor, json.dumps(asdict(owner)).encode())
     except OSError as error:

@@ -85,7 +85,7 @@ def foreign_run(writer: Writer, loaded: Loaded, entries: Sequence[Mapping[str, A
 def trained_folders(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, object]], list[str]]:
     """Return the datasets that are folders of images, and a sentence on each other one that a run uses.
 
-    Written as a folder, masks and held-out images would be trained on. Raises SettingsError where none is left.
+    As a folder, masks and held-out images would be trained on. Raises SettingsError without any left.
     """
     used = [entry for entry in entries if is_off(entry.get("disabled"))]
     kinds = [normalize_name(entry.get("dataset_type") or "image") for entry in used]

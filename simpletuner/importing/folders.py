@@ -66,7 +66,7 @@ def size_of(resolution: object, is_bucketed: bool) -> dict[str, object]:
 
 
 def closest(sizes: Iterable[tuple[float, float]]) -> dict[str, Any]:
-    """Return the keys of a dataset whose images take the nearest of these sizes, and are cropped in the centre.
+    """Return the keys of a dataset whose images take the nearest of these sizes, cropped in the centre.
 
     Aspects beyond 10 are left out: no dataset here has such.
     """

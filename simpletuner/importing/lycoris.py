@@ -31,7 +31,7 @@ CLASSES: dict[str, dict[str, str]] = {
 """Layers in a class of modules of the original's denoisers, by our family."""
 # Ends of the names of denoisers' own classes: all layers.
 WHOLE_MODEL = ("Transformer2DModel", "Transformer3DModel", "UNet2DConditionModel")
-# A rank above any layer's: LyCORIS, ai-toolkit and peft then keep the second factor of LoKr as one matrix, at scale 1.
+# Above any layer's rank: LyCORIS, ai-toolkit and peft then keep LoKr's second factor whole, at scale 1.
 FULL_RANK = 65_536
 HALF = 10_000
 """Sizes from this on are written to have whole matrices."""

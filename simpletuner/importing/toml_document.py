@@ -30,7 +30,7 @@ def sources_of(original: Original, values: Mapping[str, Any]) -> list[Source]:
     """
     own = {each.name: each for each in original.their_defaults}
     unmapped = {canonical_name(item.name) for item in original.left_out if item.effect != "none"}
-    # A remark on a name of another trainer takes nothing from the value that its function of meaning has found.
+    # A remark on another trainer's name takes nothing from the value found by its function.
     known = {*values, *(unmapped if original.is_simpletuner else ())}
     defaults = [
         own.get(name) or RawValue(name, theirs, THEIR_DEFAULT)

@@ -62,7 +62,7 @@ class PeerMonitor:
         self.timeout_seconds, self.suspect_seconds = timeout_seconds, min(suspect_seconds, timeout_seconds)
         # four heartbeats within the timeout, so that a single late one does not end the run
         self.interval_seconds = min(HEARTBEAT_SECONDS, timeout_seconds / 4)
-        self.state, self.phase, self.lost_contact = "running", 0, False  # written by the launcher, sent by the thread
+        self.state, self.phase, self.lost_contact = "running", 0, False  # by the launcher, for the thread
         self.count = 0
         self.termination: Termination | None = None
         self.proposed: Termination | None = None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.05
 # Wait before a message says so.
 NOTICE_SECONDS = 5
-# How long number 0 waits for readers: of a run that begins, and of one that was refused, where some may never come.
+# How long number 0 waits for readers: of a run that begins, and of a refused one, where some may not come.
 READERS_SECONDS, LINGER_SECONDS = 30, 2
 
 

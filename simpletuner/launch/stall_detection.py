@@ -76,7 +76,7 @@ def usage_of(pid: int) -> Usage | None:
 
 def major_faults(pid: int) -> int:
     # The only count of reads from mapped files on FUSE.
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from state on, the third of proc(5)
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from state, proc(5)'s third
     return int(fields[9])  # which psutil leaves out
 
 

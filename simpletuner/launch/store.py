@@ -100,7 +100,7 @@ class MessageSigner:
             if hmac.compare_digest(signature.encode(), self._signature(key, text).encode()):
                 values = json.loads(text)
                 return {str(name): value for name, value in values.items()}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # whatever hostile input can raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # all that hostile input raises
             pass
         return None
 

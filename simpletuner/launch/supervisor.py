@@ -103,7 +103,7 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str], run_folder: Path | No
     if termination is not None:
         if prefix is not None and (place := where_dumps_are(prefix, dumps)):
             termination = replace(termination, hint="; ".join(filter(None, (termination.hint, place))))
-        status.fail(termination.error(launch.machine_rank, names))  # unless the rank that failed has written why
+        status.fail(termination.error(launch.machine_rank, names))  # unless the failed rank has written why
         exit_with_reason(termination, run)
 
 

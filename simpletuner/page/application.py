@@ -44,7 +44,7 @@ def build_application(
     """Page. `config` is the file that opens first; `entered` is called when a browser is let in."""
     static = Mount("/static", StaticFiles(directory=HERE / "static"))
     guard = Middleware(Guard, secrets=secrets, host=host, refuse=refuse, enter=enter)
-    # Handlers are plain functions: Starlette runs them in threads, so that one that reads files holds nobody up.
+    # Handlers are plain functions: Starlette runs them in threads, so reading files delays nobody.
     application = Starlette(
         routes=[Route("/", first_page), static, *(route for module in PAGES for route in module.ROUTES)],
         middleware=[guard],

@@ -117,7 +117,7 @@ def entries_of(folder: Path) -> tuple[list[Path], list[Path]]:
     # Folders of runs hold settings.json, which is the record of a run and not to be edited.
     if len(entries) > MAX_ENTRIES or any(entry.name == "metrics.jsonl" for entry in entries):
         return [], []
-    # By their names first: a hundred folders of a thousand images and captions would make 200,000 paths for nothing.
+    # By name first: a hundred folders of a thousand images would make 200,000 paths for nothing.
     named = [entry for entry in entries if not entry.name.endswith(NO_CONFIG)]
     inner = [
         Path(entry.path)

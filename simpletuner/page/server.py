@@ -82,7 +82,7 @@ def opened_browser(address: str) -> Iterator[None]:
         # Before it is written, so that no other user can read the token in between.
         file.touch(0o600)
         file.write_text(render("open", address=address), encoding="utf-8")
-        # In a thread: a browser that BROWSER names with `%s` is waited for until it ends, and it waits for this page.
+        # In a thread: a browser that BROWSER names with `%s` is waited for, and it waits for this page.
         threading.Thread(target=webbrowser.open, args=(file.as_uri(),), name="browser", daemon=True).start()
         yield
 

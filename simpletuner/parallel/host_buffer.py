@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class HostBuffer:
-    """A block of host memory with the bytes of tensors like those given, in their order; `views` are these by name.
+    """A block of host memory with the bytes of such tensors, in their order; `views` are these by name.
 
     Each must begin at a multiple of its element size. The block is page-locked if asked: torch's own pinned
     memory would be rounded up to a power of two.

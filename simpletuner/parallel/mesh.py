@@ -90,7 +90,7 @@ class Mesh:
 
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
     """The ranks over which a DTensor is sharded; None for a tensor that is whole on each of them."""
-    # Asked of the tensor: importing DTensor takes 0.4 CPU s, with sympy, which a run without shards does without.
+    # Asked of the tensor: importing DTensor takes 0.4 CPU s, which a run without shards saves.
     return getattr(tensor, "device_mesh", None)
 
 

@@ -35,7 +35,7 @@ LINES_OF_A_REASON, LETTERS_OF_A_REASON = 2, 300
 
 def compile_in_place(model: nn.Module, blocks: tuple[str, ...], settings: Compile) -> None:
     """Compile the blocks, or the whole denoiser, at their first call; equal blocks share one compilation."""
-    # Blocks of many widths that share a `forward` soon reach torch's default of 8; then it silently runs eager.
+    # Blocks of many widths that share a `forward` soon reach torch's default of 8, then run eager.
     of_torch.set_recompile_limit(RECOMPILE_LIMIT)
     # By block: equal blocks share one compilation (FLUX: 2 for 57), and FSDP2 gathers between them.
     for module in units_by_class(model, blocks) if settings.dynamo_use_regional_compilation else [model]:
@@ -92,7 +92,7 @@ def parallelize(
     if settings.compile.is_on:
         compile_in_place(model, blocks, settings.compile)
     if settings.parallel.fsdp_enable:
-        # The norms of a LoRA's bf16 base, and its matrices, are float32: gathered as they are, under autocast.
+        # The norms and matrices of a LoRA on a bf16 base are float32: gathered as is, under autocast.
         is_lora = settings.model.model_type == "lora"
         shard(model, blocks, settings.parallel, torch.float32 if is_lora else compute_dtype(settings), mesh)
 
@@ -107,7 +107,7 @@ def ddp_engine(
     make_engine: Callable[..., TorchEngine] = TorchEngine,
     skips_weights: bool = False,
 ) -> TorchEngine:
-    """Return the engine of a whole model on every rank; `skips_weights` if some steps have no gradient of some.
+    """Return the engine of a whole model on every rank; `skips_weights` if not all steps train all weights.
 
     Where weights that are trained are float32, autocast computes in `dtype`; bf16 weights compute without it.
     """

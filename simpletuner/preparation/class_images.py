@@ -73,7 +73,7 @@ class ClassSampling:
 
 
 def scan_of_class_images(settings: Settings, dataset: ImageDataset, scans: Mapping[str, Scan]) -> Scan:
-    """Return what a scan of the images would find, once they are made. `scans` are of the other datasets, by id.
+    """Return what a scan of the images would find, once they are made. `scans` are other datasets', by id.
 
     Raises DataError where no caption has a trigger word.
     """
@@ -166,7 +166,7 @@ class ClassImages:
     def sample_equivalents(self) -> float:
         """Number of trained samples whose work is that of sampling the missing ones.
 
-        A trained sample is a forward pass, and a backward pass of twice its work; guidance calls the denoiser twice.
+        A trained sample is a forward and a backward pass of twice its work; guidance doubles the calls.
         """
         passes = self.sampling.steps * (2 if self.sampling.guidance > 1 else 1)
         return self.missing * passes / 3

@@ -194,7 +194,7 @@ def create_probe(folder: Path) -> Iterator[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_stale_probes(folder)
-        # The lock tells it from one that a killed run has left; a run that looks whether it is locks it for a moment.
+        # The lock tells it from one that a killed run has left; a run that looks locks it for a moment.
         descriptor = retry_until_unlocked(
             lambda: lock_file(path, exclusive=True, needed=False), f"another process holds {path}", WAIT_SECONDS
         )

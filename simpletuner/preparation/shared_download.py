@@ -155,7 +155,7 @@ LEAST_BYTES = 1 << 20
 def share_arrays(arrays: Sequence[np.ndarray], place: str, world: World, stop: Callable[[], None]) -> list[np.ndarray]:
     """Return arrays equal to `arrays` in memory that the ranks of a machine share. Collective.
 
-    `place` is unique among those of a run. Where no file can be made, or its content is another, a rank keeps its own.
+    `place` is unique in a run. If no file can be made, or its content differs, a rank keeps its own.
     """
     if world.size == 1 or sum(each.nbytes for each in arrays) < LEAST_BYTES:
         return list(arrays)

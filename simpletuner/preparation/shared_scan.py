@@ -99,7 +99,7 @@ def scan_datasets(
             # `folders` is empty where a kept scan counts without a look at each file, which may be rewritten.
             if isinstance(scan.storage, LocalStorage) and not files.list.folders:
                 scan.check_files(checks, host)
-    world.barrier()  # what is wrong with the data ends all ranks alike, none while another still asks its store
+    world.barrier()  # what is wrong with the data ends all ranks alike, at one point
     return found
 
 
@@ -245,7 +245,7 @@ class SharedScan:
 
     def _merge(self, files: FileList, described: Callable[[], TableDescription | None], ranks: int) -> str:
         """Sort known and new scans of the first `ranks` in the order of the files; return its name."""
-        # Ranks of other machines wrote these, and a network file system may show new files late, or not list them.
+        # Other machines' ranks wrote these; a network file system may show new files late, or not list them.
         texts = [self.world.store.get(f"{self.place}/parts/{rank}") for rank in range(ranks)]
         parts = {name: size for text in texts for name, size in json.loads(text).items()}
         wait_for_files(self.folder, parts, self.stop)

@@ -162,7 +162,7 @@ def import_without_transformers() -> None:
         if "torch.distributed.tensor" not in sys.modules:
             import torch  # here, since the page, which names blocks, starts without it
 
-            # peft asks whether a weight is a DTensor. A module, since the package imports its own while it is there.
+            # peft asks if a weight is a DTensor. A module, since the package imports its own meanwhile.
             name: str = "torch.distributed.tensor"
             stub: Any = ModuleType(name)
             stub.DTensor = LazyClass(name, "DTensor")

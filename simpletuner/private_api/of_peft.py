@@ -65,7 +65,7 @@ class LowRankProduct(torch.autograd.Function):
 def as_autocast(*tensors: Tensor) -> Iterator[Tensor]:
     """Yield tensors in the dtype that autocast computes products in, where it is enabled."""
     x = tensors[0]
-    device = "cpu" if x.is_meta else x.device.type  # a count of FLOPs is on meta, of which autocast knows nothing
+    device = "cpu" if x.is_meta else x.device.type  # FLOPs are counted on meta, unknown to autocast
     enabled = torch.is_autocast_enabled(device)
     yield from (each.to(torch.get_autocast_dtype(device)) for each in tensors) if enabled else tensors
 
@@ -94,7 +94,7 @@ def kronecker_activations(layer: Any, adapter: str, x: Tensor, *_: object, **__:
 
 
 class KroneckerProduct(torch.autograd.Function):
-    """Y = (W1 X) W2^T for each token, where X is (inputs of W1, inputs of W2) and Y (outputs of W1, outputs of W2).
+    """Y = (W1 X) W2^T per token, where X is (inputs of W1, inputs of W2), Y (outputs of W1, outputs of W2).
 
     Keeps x alone of what is as large: W1 X is computed again in the backward pass, at factor / outputs of the
     layer's own FLOPs, 1/40 to 1/80 in SDXL at a factor of 16. Products in batches read and write matrices as

@@ -76,7 +76,7 @@ int8_matmul = torch._int_mm
 def register_flash3(operators: Any) -> Any:
     """Let torch's FlashAttention 3 call these operators, and return the handle that takes it back.
 
-    torch's own function looks for the namespace `flash_attn_3`, and those of the kernels hub have one of their own.
+    torch's own function looks for the namespace `flash_attn_3`; kernels of the hub have their own.
     """
     from torch.nn.attention import _fa3
 

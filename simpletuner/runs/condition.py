@@ -75,7 +75,7 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: KnownStart) 
         return condition_elsewhere(run, holder, status)
     if is_alive(status):
         return Condition(RunState.STOPPING, "its processes are exiting")
-    was_asked = status.state is RunState.STOPPING  # as by a signal to srun or mpirun, which leave no time to save
+    was_asked = status.state is RunState.STOPPING  # or by a signal to srun or mpirun, which leave no time
     why = (
         "asked to stop, and killed before it had saved"
         if was_asked

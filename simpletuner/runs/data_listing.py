@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 LISTINGS = "data_listings"
-# The oldest are removed: of 100,000 images, with captions of 30 random words, one has 6 MB, and takes 0.5 s to make.
+# The oldest are removed: of 100,000 images with captions of 30 words, one has 6 MB and takes 0.5 s.
 KEPT = 10
 # Images of a local dataset whose content is kept: a copy has another time, others may have its name.
 WITNESSES = 200

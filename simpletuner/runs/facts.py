@@ -215,7 +215,7 @@ def describe_times(starts: Sequence[Start], columns: MetricColumns) -> list[tupl
 def describe_energy(starts: Sequence[Start], columns: MetricColumns) -> str:
     """Upper bound of what the GPUs took for the steps: seconds x power limit, by the start that took each.
 
-    A board takes no more than its limit on average, so less is what was used; the machine around it is not in it.
+    A board takes no more than its limit on average, so less was used; the rest of the machine is left out.
     """
     steps, seconds, counts = columns.column("seconds").means()
     watts = np.zeros(len(steps))

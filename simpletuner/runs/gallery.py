@@ -181,7 +181,7 @@ def prompt_rounds(
 ) -> PromptRounds:
     """Images of one prompt; before training are those without the LoRA, or else those of step 0.
 
-    Of step 0 what differs from them is a round, such as that of a LoRA which goes on from another (lora_init).
+    Whatever of step 0 differs from them is a round, as of a LoRA that continues another (lora_init).
     """
     [*_, last] = rounds.values()
     info = next(iter(last.values())).info

@@ -1,4 +1,4 @@
-"""Runs as rows of a list: condition, steps, loss and time left, read again only where something may have changed.
+"""Runs as rows of a list: condition, steps, loss and time left, read again only after changes.
 
 Every open list asks every two seconds. With 200 runs that have ended, an answer takes 600 calls of lstat, and
 no file is read.

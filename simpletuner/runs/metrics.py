@@ -276,7 +276,7 @@ def rows_in(content: bytes) -> list[dict[str, Any]]:
 
 def parse_lines(lines: Sequence[bytes]) -> list[Any]:
     """Return the values of JSON lines that can be parsed."""
-    # All at once is a third faster. A line that begins or ends otherwise is torn, and could be joined with another one.
+    # All at once is a third faster. A line that begins or ends otherwise is torn, and could join another.
     if all(line[:1] == b"{" and line[-1:] == b"}" for line in lines):
         try:
             rows = json.loads(b"[" + b",".join(lines) + b"]")

@@ -1,6 +1,6 @@
 """The settings layer: every setting declared once, strict, frozen, passed explicitly.
 
-What is named here is imported when it is asked for: the list of settings (`declared/table.py`) needs nothing of it.
+What is named here is imported when asked for: the list of settings (`declared/table.py`) needs none of it.
 """
 
 from importlib import import_module

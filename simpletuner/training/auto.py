@@ -90,7 +90,7 @@ def choose_recomputation(
     if needed(KEPT) <= usable:
         return KEPT, needed(KEPT)
     least, most = needed(RECOMPUTED), needed(within(1.0))
-    # A step's peak is the largest of sums that grow linearly with the budget: the line between two lies above it.
+    # A step's peak is the largest of sums linear in the budget: the line between two lies above it.
     share = min(1.0, (usable - least) / max(1, most - least))
     budget = round(math.floor(share / BUDGET_STEP + 1e-9) * BUDGET_STEP, 2)
     return (within(budget), round(least + budget * (most - least))) if budget > 0 else (RECOMPUTED, least)

@@ -330,7 +330,7 @@ def build_engine(
     `plan` says where a sequence that ranks share is split.
     """
     precision = precision_of(settings)
-    # A precision replaces modules, and a LoRA has added some, which are then compiled and sharded like all others.
+    # A precision replaces modules, and a LoRA has added some: all are compiled and sharded alike.
     precision.prepare(model, blocks)
     parallelize(model, blocks, settings, mesh, plan)
     return ENGINES[settings.parallel.engine](model, blocks, settings, mesh, load_weights, make_optimizer)
@@ -357,7 +357,7 @@ def build_torch_engine(
     make_engine = precision_of(settings).load(model, blocks, device, parameters_on, load_weights, stepped_by)
     adapter = adapter_parameters(model) or None
     engine = wrap(model, parallel, mesh, make_optimizer, compute_dtype(settings), adapter, make_engine)
-    engine.skips_weights = trains_sound(settings)  # clips without sound leave those of the sound without gradients
+    engine.skips_weights = trains_sound(settings)  # clips without sound give its weights no gradients
     engine.step_as(settings.optimizer)
     return engine
 

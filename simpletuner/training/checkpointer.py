@@ -125,7 +125,7 @@ class Checkpointer:
         self.root = self.settings.training.output_dir / "checkpoints"
         self.is_async = self.settings.checkpoints.async_checkpointing
         """None until the first save, where no one has asked for either."""
-        # Now, since a process group is made through the store, which is gone when ranks save after their launcher died.
+        # Now, since process groups need the store, which is gone when ranks save after their launcher died.
         self.background = BackgroundSaver(self.world) if self.is_async is not False else None
         if self.background is not None:
             state.engine.before_update.append(self.background.finish_copying)

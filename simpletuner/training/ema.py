@@ -145,7 +145,7 @@ class DelayedAverage:
             # following forward pass on a stream of its own; `wait_for_copy` orders the next update of the
             # weights after it.
             self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):  # what an engine converts is allocated and freed on this stream, too
+        with torch.cuda.stream(self.stream):  # what an engine converts is allocated and freed here, too
             for name, shard in local_shards():
                 if (copy := self.copies.get(name)) is not None:
                     copy.copy_(shard, non_blocking=True)

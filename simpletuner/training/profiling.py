@@ -84,7 +84,7 @@ class StepProfiler:
             return
         path = self.folder / f"steps-{self.first}-{self.first + self.traced - 1}.json"
         self.folder.mkdir(exist_ok=True)
-        with TemporaryDirectory(prefix=".unfinished-", dir=self.folder) as hidden:  # torch would follow a link
+        with TemporaryDirectory(prefix=".unfinished-", dir=self.folder) as hidden:  # torch follows links
             profile.export_chrome_trace(f"{hidden}/{path.name}")
             rename_over(Path(hidden, path.name), path)
         title = f"{self.traced} traced steps, {seconds / self.traced:.3f} s each: {path} (chrome://tracing, Perfetto)"

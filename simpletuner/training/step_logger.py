@@ -1,6 +1,6 @@
 """Log each optimizer step: mean loss of the ranks, gradient norm, speed; and count the votes to stop.
 
-A step's scalars are read one step late, when device and other ranks have long computed them: nothing waits for either.
+A step's scalars are read one step late, when all ranks have long computed them: nothing waits for them.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class StepLogger:
         mean = self.mesh.begin_data_mean(torch.stack([output.loss, self.stop_vote.local_vote(device)]))
         gathered = self.sample_losses.begin(output.sample_losses) if self.sample_losses is not None else None
         scalars = DelayedScalars(mean, output.grad_norm, device, gathered)
-        flops = self.throughput.count(batch) if self.throughput is not None else None  # while the device works
+        flops = self.throughput.count(batch) if self.throughput is not None else None  # the device works meanwhile
         # After this step is queued: reading the numbers of the step before finds them computed.
         self.flush()
         row = {"step": step, "epoch": batch.next_state.epoch, "learning_rate": output.learning_rate}

@@ -66,7 +66,7 @@ class Evaluation(Protocol):
     def run(self, step: int, advance: Callable[[int], None]) -> None:
         """Call `advance` after each piece of work, with the count of all ranks together. Collective.
 
-        All ranks must call it equally often: it raises EvaluationStopped on all of them when a stop is asked for.
+        All ranks must call it equally often: at a stop it raises EvaluationStopped on all of them.
         """
         ...
 
@@ -133,7 +133,7 @@ class Trainer:
                     self.warn_of_cpu(time.perf_counter() - began)
                 if self.ema is not None:
                     self.ema.update(self.step)
-                self.logger.log(self.step, output, batch, data_seconds)  # reads the numbers of the step before
+                self.logger.log(self.step, output, batch, data_seconds)  # reads the previous step's numbers
                 if self.profiler is not None and self.profiler.end(self.step, data_seconds):
                     self.logger.restart_clock()
                 self.save_and_evaluate(batch)

@@ -65,7 +65,7 @@ class Mirror:
         self.folder.mkdir(parents=True, exist_ok=True)
         away = {name: size for name, size in self.storage.sizes().items() if OURS.fullmatch(name)}
         kept = (path for path in self.folder.iterdir() if path.name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)))
-        here = {path.name: size_of(path) for path in kept if OURS.fullmatch(path.name)}  # another run may remove one
+        here = {path.name: size_of(path) for path in kept if OURS.fullmatch(path.name)}  # another run may remove them
         here |= written
         shards = {name for name in away if name.endswith(SHARD_SUFFIX) and index_name(name) in away}
         with ThreadPoolExecutor(self.storage.concurrent_reads, thread_name_prefix="fetch") as pool:

@@ -65,7 +65,7 @@ def read_index_from(index: Path, start: int) -> tuple[Iterator[IndexEntry], int]
     with open_regular(index) as file:
         file.seek(start)
         content = file.read()
-    end = content.rfind(b"\n") + 1  # what follows the last newline is a torn line, or one that is being written
+    end = content.rfind(b"\n") + 1  # a torn line may follow, or one that is being written
     return parse_lines(content[:end], shard_of(index)), start + end
 
 
@@ -136,7 +136,7 @@ class MergedIndex:
         if not len(self.high):
             return np.full(len(keys), -1)
         found = np.searchsorted(self.high, keys[:, 0], side="right") - 1
-        # Two keys with the same first half (odds of 3e-6 in ten million) would hide one record: it is missing.
+        # Two keys with the same first half (odds of 3e-6 in ten million) would hide a record: it is missing.
         same = (found >= 0) & (self.high[found] == keys[:, 0]) & (self.rows["low"][found] == keys[:, 1])
         return np.where(same, found, -1)
 
@@ -183,7 +183,7 @@ def list_sources(folder: Path, named: Iterable[str] = ()) -> list[Source]:
     be listed yet. Raises OSError where one of those is missing."""
     if not folder.is_dir():
         return []
-    with os.scandir(folder) as entries:  # others are not looked at: a note that rank 0 writes may be gone meanwhile
+    with os.scandir(folder) as entries:  # others, as rank 0's note, may be gone meanwhile
         sources = [entry for entry in entries if entry.name.endswith((SHARD_SUFFIX, INDEX_SUFFIX))]
         found = {entry.name: entry.stat() for entry in sources if entry.is_file(follow_symlinks=False)}
     found |= {name: (folder / name).lstat() for name in named}
@@ -215,7 +215,7 @@ def extend(old: MergedIndex, sources: list[Source], new: Mapping[str, Sequence[I
     high, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     whole = ~is_among(rows, [(numbers.get(name, -1), offset) for name, offset in retracted])
     high, rows = high[whole], rows[whole]
-    order = np.lexsort((rows["shard"], rows["low"], high))  # stable: of one shard's records the last one stays last
+    order = np.lexsort((rows["shard"], rows["low"], high))  # stable: a shard's last record stays last
     return MergedIndex(sources, list(reasons), retracted, high[order], rows[order])
 
 

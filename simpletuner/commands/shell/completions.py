@@ -92,7 +92,7 @@ def names_of(option: TyperOption) -> list[str]:
 
 
 CURSOR = "\0"
-# Rare flag -> the one that is meant where only these two are left: a shell would stop at what both begin with.
+# Rare flag -> the one that is meant if only these two are left: a shell would stop at their prefix.
 RARE_FLAGS = {"model_families": "model_family"}
 
 

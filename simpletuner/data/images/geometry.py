@@ -90,7 +90,7 @@ def nearest_sizes(dataset: ImageDataset, shapes: np.ndarray, alignment_px: int) 
 
     Each area is a square with an edge that is a multiple of the alignment; an edge in px counts as it is.
     """
-    aspects = np.maximum(np.round(shapes[:, 0] / shapes[:, 1], 2), 0.01)  # above 100:1 nothing is left of them
+    aspects = np.maximum(np.round(shapes[:, 0] / shapes[:, 1], 2), 0.01)  # above 100:1 nothing is left
     if dataset.resolution_type == "pixel":
         edges = np.full(len(aspects), float(int(dataset.resolution)))
         ideal = np.stack([edges * np.maximum(aspects, 1), edges * np.maximum(1 / aspects, 1)], axis=1).astype(np.int64)

@@ -96,7 +96,7 @@ def open_image(file: BinaryIO) -> Image.Image:
             file.seek(0)
             try:
                 return factory(file, "")
-            except (SyntaxError, IndexError, TypeError, struct.error):  # as Image.open does, with the next plugin
+            except (SyntaxError, IndexError, TypeError, struct.error):  # as Image.open: the next plugin
                 continue
     lacks_plugin = is_heic and not has_plugin
     raise UnidentifiedImageError(

@@ -15,7 +15,7 @@ from simpletuner.data.images.videos import READ_BYTES, Clip, DecodedFilm, opened
 
 # Telephones have 8 kHz, studios 192; a damaged header may say four billion, for which there is no memory.
 LEAST_RATE, HIGHEST_RATE = 1_000, 768_000
-# What is decoded before a clip: the first frames after a place that was sought may be there to be decoded alone.
+# What is decoded before a clip: frames right after a place that was sought may not decode alone.
 LEAD_SECONDS = Fraction(1, 5)
 LAYOUTS = {1: "mono", 2: "stereo"}
 
@@ -86,7 +86,7 @@ def put(sound: np.ndarray, part: np.ndarray, place: int) -> None:
     """Write what is within `sound` of a part that begins at `place`, which may be before its beginning."""
     first, last = max(place, 0), min(place + part.shape[1], sound.shape[1])
     if first < last:
-        sound[:, first:last] = part[:, first - place : last - place].clip(-1, 1)  # channels that were mixed add up
+        sound[:, first:last] = part[:, first - place : last - place].clip(-1, 1)  # mixed channels add up
 
 
 def resampled(sound: np.ndarray, rate: int, new_rate: int, count: int) -> np.ndarray:

@@ -192,7 +192,7 @@ def longest_captions(samples: DatasetSamples) -> np.ndarray:
     prefix = len(captions_of(samples.dataset, "", [""])[0]) if own else 0
     parts = [np.zeros(0, np.int64)]
     for lines in samples.table["captions"].chunks:
-        letters = np.append(pc.utf8_length(lines.flatten()).to_numpy() + prefix, 0)  # an empty list may come last
+        letters = np.append(pc.utf8_length(lines.flatten()).to_numpy() + prefix, 0)  # a last list may be empty
         combine = np.add if samples.dataset.caption_lines == "one" else np.maximum
         counts = pc.list_value_length(lines).to_numpy()
         parts.append(combine.reduceat(letters, np.cumsum(counts) - counts) * (counts > 0))

@@ -176,7 +176,7 @@ class DatasetSamples(Sequence[Sample]):
 
     def checksum(self, *columns: str) -> str:
         """Checksum of all that these samples and their geometry are made of, and of columns of their scan."""
-        # Without what masks, references, class images and sound brought: the digests of caches from before them stay.
+        # Without what masks, references, class images and sound brought: digests of older caches stay.
         brought = {"conditioning_type", "conditioning_data", "source_dataset_id", "name_ending", *CLASS_IMAGE_KEYS}
         dumped = self.dataset.model_dump_json(exclude={**dict.fromkeys(brought, True), "video": {"sound"}})
         digest = xxhash.xxh3_128(f"{self.seed} {dumped}".encode())

@@ -55,7 +55,7 @@ ENDING: dict[str, tuple[str, str]] = {
 # Meanings of several codes each: the message has the one that came.
 NAMED = (DENIED, LOCKED, FULL, FAILS)
 REFUSALS = (DENIED, LOCKED)
-# Error texts about locked objects: AWS (InvalidRequest, AccessDenied), Google (AccessDenied), Azure's batches (409).
+# Error texts about locked objects: AWS (InvalidRequest, AccessDenied), Google (AccessDenied), Azure (409).
 IN_WORDS = re.compile(r"object.?lock|retention|immutab|legal hold|\bWORM\b", re.IGNORECASE)
 # Metadata server of a cloud instance, the last place that obstore asks, which other machines do not have.
 LAST_PLACES = r"Error performing \w+ \S*(/latest/(api|meta-data)/|/computeMetadata/|/metadata/identity/)"

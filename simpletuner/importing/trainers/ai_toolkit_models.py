@@ -60,7 +60,7 @@ ARCHS = {
     "wan22_14b_i2v": Arch(**WAN, flavours=("i2v-14b-2.2-high", "i2v-14b-2.2-low")),
     "wan22_5b": Arch("wan", "blocks.*", 32, 5.0),
 }
-# Models that are given control images, by what these are here: stretched to the image's size, or of their own.
+# Models that take control images, by their kind here: stretched to the image's size, or of their own.
 EDITORS = {"flux_kontext": "reference_strict", "qwen_image_edit": "reference_strict"} | dict.fromkeys(
     ("qwen_image_edit_plus", "flux2", "flux2_klein_4b", "flux2_klein_9b"), "reference_loose"
 )

@@ -72,7 +72,7 @@ OTHER_MODELS = {
 """Models without a family here."""
 KINDS = {"loha": "loha", "lokr": "lokr"}
 BOTH = ("transformer_blocks.*", "single_transformer_blocks.*")
-# Layers that its networks adapt, by diffusers' names: all linear ones of the blocks, mostly without modulation.
+# Layers that its networks adapt, by diffusers' names: the blocks' linear ones, mostly without modulation.
 LAYERS: dict[str, tuple[str, ...]] = {
     "wan": ("blocks.*",),
     "z_image": ("layers.*.attention.*", "layers.*.feed_forward.*"),
@@ -338,7 +338,7 @@ def entry(run: Translation, found: Translation, frames: Any) -> Translation:
     folder_entry(found, path_key, "num_repeats")
     caches(found, "cache_directory")
     resolution = found.values.pop("resolution", [960, 544])
-    # Videos are always cut to the nearest of their aspects, whatever enable_bucket says (image_video_dataset.py:698).
+    # Videos are always cut to their nearest aspect, whatever enable_bucket says (image_video_dataset.py:698).
     is_bucketed = found.is_on("enable_bucket") or frames is not None
     captions = {} if has_table else {"caption_lines": "one", "skip_uncaptioned": True}
     found.defaults |= size_of(resolution, is_bucketed) | captions
@@ -362,7 +362,7 @@ def entry(run: Translation, found: Translation, frames: Any) -> Translation:
 def table(found: Translation, key: str, path_key: str) -> None:
     """Let a file of JSON lines be the table of the folder that its images have in common.
 
-    Raises SettingsError for a file that musubi-tuner could not read, or whose images have no folder in common.
+    Raises SettingsError if musubi-tuner could not read it, or images have no folder in common.
     """
     column, named = f"{key.partition('_')[0]}_path", found.get(key)
     places = (Path(), found.file.parent, found.file.parent.parent)

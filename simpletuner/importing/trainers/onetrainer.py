@@ -514,7 +514,7 @@ def objective(run: Translation) -> None:
     average(run)
 
 
-# Tokens of 16 x 16 px at which the exponent of the shift is 1.15; it is 0.5 at 256 (schedulers of the models).
+# Tokens of 16 x 16 px at which the shift's exponent is 1.15; it is 0.5 at 256 (the models' schedulers).
 TOKENS = {"flux2": 4096, "z_image": 4096, "krea2": 6400}
 
 

@@ -56,7 +56,7 @@ OPTIMIZER = Maps("optimizer", one_of(OPTIMIZERS, "optimizer"))
 SCHEDULE = Maps("lr_scheduler", one_of(SCHEDULES, "schedule"))
 SHIFTS = {"flux": 3.0, "chroma": 3.0, "sd3": 1.0, "lumina2": 6.0, "hunyuanimage": 5.0}
 """Shift of the families that match flows, where the file is silent."""
-# Names of a training file that hold for datasets which are silent about them (config_util.py, argparse_config).
+# Names of a training file that hold for datasets without them (config_util.py, argparse_config).
 OF_ALL = (
     *("resolution", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_no_upscale", "caption_extension"),
     *("shuffle_caption", "keep_tokens", "keep_tokens_separator", "secondary_separator", "caption_separator"),
@@ -552,7 +552,7 @@ def of_run(
     general: Mapping[str, object],
     names: Sequence[tuple[str, str, str, int]] = PER_DATASET,
 ) -> None:
-    """Give the run what sd-scripts and musubi-tuner have per dataset: the size of a batch, and the step of sizes.
+    """Give the run what sd-scripts and musubi-tuner have per dataset: batch size and step of sizes.
 
     What the dataset file says goes before the training file (config_util.py, `search_value`).
     """

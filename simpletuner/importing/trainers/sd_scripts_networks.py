@@ -93,7 +93,7 @@ def text_encoders(run: Translation, is_adapted: bool) -> None:
 
 
 def whole(run: Translation) -> None:
-    """Say whether a whole model's script also trains text encoders: those of Stable Diffusion 1 and 2 do it by default.
+    """Say whether a whole model's script also trains text encoders: by default, Stable Diffusion 1 and 2 do.
 
     train_db.py:172: unless stop_text_encoder_training is below 0. All others, also fine_tune.py: with
     train_text_encoder.

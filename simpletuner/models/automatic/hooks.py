@@ -97,7 +97,7 @@ class HookedPipeline:
         self.stand_ins = {denoiser: StandIn(self.module, call=self._call_denoiser)}
         if (vae := getattr(self.pipeline, "vae", None)) is not None:
             self.stand_ins["vae"] = StandIn(vae, decode=self._decode, encode=self._encode_pixels)
-            # Where its inputs go, also if its weights are on no device; found by its modules otherwise, in 1 CPU ms.
+            # Its inputs' device, also for weights on none; else it is found by its modules, in 1 CPU ms.
             self.stand_ins["vae"].__dict__.update(device=device, modules=lambda: ())
         self.encoded_shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 

@@ -110,7 +110,7 @@ class Predictor:
     ) -> Tensor:
         """Predict the target for noised latents (B, ...), float32; `text` is what was recorded of captions.
 
-        `given` are latents (B, ...) of references, or of a first frame, as the denoiser sees those of samples.
+        `given` are latents (B, ...) of references or a first frame, as the denoiser sees samples'.
         """
         found, axes, count = self.found, tuple(noised.shape[1:]), len(noised)
         lengths = text[LENGTHS].tolist()

@@ -1,4 +1,4 @@
-"""Ideogram 4: a flow-matching transformer over text and image in one sequence, guided by a second transformer.
+"""Ideogram 4: a flow-matching transformer over text and image, guided by a second transformer.
 
 The first is trained. The second predicts without a text, and samples are guided away from it: it stays as published.
 """
@@ -60,13 +60,13 @@ class Ideogram4(ModelFamily):
         return self._frozen
 
     def encode_prompts(self, pipeline: DiffusionPipeline, captions: list[str]) -> Conditioning:
-        """Encode to prompt_embeds (B, L, 13 D), 13 layers of Qwen3-VL, zero after each caption, and their mask (B, L).
+        """Encode to prompt_embeds (B, L, 13 D), 13 layers of Qwen3-VL, zero after captions, and mask (B, L).
 
         Raises SettingsError for a caption that is longer than the pipeline takes.
         """
         encoded = []
         for caption in captions:
-            # The pipeline would pad to 2,048 tokens, a hundred times what a caption has; nothing attends to them.
+            # The pipeline would pad to 2,048 tokens, a hundred times a caption's; nothing attends to them.
             length = min(count_tokens(pipeline.tokenizer, caption), self.max_length)
             try:
                 embeds, _, _, _ = pipeline.encode_prompt([caption], 0, 0, length, pipeline.device)
@@ -83,7 +83,7 @@ class Ideogram4(ModelFamily):
         }
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the transformer as Ideogram4Pipeline does: its time is 1 at the image, and it predicts latents - noise.
+        """Call the transformer as Ideogram4Pipeline does: time 1 at the image, an output of latents - noise.
 
         Padding lies between text and image, where the pipeline has it before the text: nothing attends to it.
         """

@@ -122,6 +122,6 @@ def video_coords(shape: Shape, cell: Shape, has_short_first_frame: bool, device:
 
 def as_video(latents: Tensor, shape: Shape) -> Tensor:
     """Convert what LTX's pipelines return to BCFHW, or BCHW of an image."""
-    # LTXPipeline returns tokens (B, frames * height * width, C), the pipelines of conditions and of sound a video.
+    # LTXPipeline returns tokens (B, frames * height * width, C), those with conditions or sound a video.
     video_BCFHW = latents if latents.ndim == 5 else latents.transpose(1, 2).unflatten(2, shape)
     return video_BCFHW.squeeze(2) if shape.frames == 1 else video_BCFHW

@@ -292,7 +292,7 @@ def base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def freeze(model: nn.Module, dtype: torch.dtype) -> None:
-    """Freeze all weights of a model on the meta device, and convert its matrices and the biases beside them to `dtype`.
+    """Freeze all weights of a model on meta, and convert its matrices and their biases to `dtype`.
 
     Norms stay float32: they are small, and autocast uses them in float32. So do the modules in diffusers'
     `_keep_in_fp32_modules`. A float32 bias of a linear layer would be cast at each use, to the same values.

@@ -315,7 +315,7 @@ class ModelFamily(PipelineFolder, ABC):
         if self.settings.model.model_type != "lora":
             return None
         preset = preset_of(self.settings.model)
-        # The preset of a class says it (test_adapter.py): its pipeline takes 1 CPU s to import, with transformers.
+        # By the preset (test_adapter.py): importing the pipeline takes 1 CPU s, with transformers.
         knows = preset is not None and preset.has_class and preset.loads_lora
         if not (knows or hasattr(self.pipeline_class, "load_lora_weights")):
             raise SettingsError(

@@ -164,7 +164,7 @@ def build_on_meta(config: Mapping[str, object], include_buffers: bool = False) -
     cls = diffusers_class(name)
     if not (isinstance(cls, type) and issubclass(cls, ModelMixin)):
         raise EnvironmentNotReady(f"{name} is no model of diffusers", "name a denoiser's folder")
-    with init_empty_weights(include_buffers), no_init_weights():  # to fill what has no memory is 40 % of the time
+    with init_empty_weights(include_buffers), no_init_weights():  # filling what has no memory takes 40 % of it
         return cls.from_config({**config, "_class_name": name})
 
 

@@ -1,4 +1,4 @@
-"""Files of a pipeline folder: its index, weights as safetensors of one variant, its commit in the hub's cache.
+"""Files of a pipeline folder: its index, safetensors of one variant, its commit in the hub's cache.
 
 A pickle is never read, whatever its name. The index is model_index.json, or modular_model_index.json if it is
 alone. A folder of the hub's cache is `models--OWNER--NAME/snapshots/COMMIT`.

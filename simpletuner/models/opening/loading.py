@@ -41,7 +41,7 @@ def load_family(
     """Collective: open the base model's folder, which the first rank builds or downloads if need be.
 
     With `skips_checked`, what an earlier start has found complete here is not checked again (`note_checked`).
-    A model of the hub is of one commit on all ranks: of `commit`, or of the one that the first rank is answered.
+    A model of the hub is of one commit on all ranks: `commit`, or the one that the first rank is given.
     Raises EnvironmentNotReady for a folder that is malformed or lacks anything that would be made up.
     """
     model = settings.model
@@ -63,8 +63,8 @@ def load_family(
         folder = local_folder(model) or (download(model, commit) if world.is_first else None)
     world.store_barrier("base model", stop, DOWNLOAD_SECONDS)
     if world.size > 1:
-        world.barrier()  # what is wrong with the folder ends all ranks alike, none while another still asks its store
-    # Of the same commit, whatever the branch names by now; from the hub's cache, where ranks share it with the first.
+        world.barrier()  # what is wrong with the folder ends all ranks alike, at one point
+    # Of the same commit, whatever the branch is now; from the hub's cache, where ranks share it.
     first = world.from_first("commit of the base model", lambda: commit_of(folder) if folder else "", stop)
     folder = folder or download(model, first)
     with translate_load_errors(folder):

@@ -91,7 +91,7 @@ def record(path: Path, image: str, before: bytes | None, after: bytes | None) ->
     place.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(place, APPEND, 0o600)
     try:
-        # A line that a full disk has cut short must not take the next one with it, so each begins with an end of line.
+        # A line that a full disk has cut short must not damage the next: each begins with a newline.
         os.write(descriptor, f"\n{json.dumps(asdict(edit))}\n".encode())
         sync(descriptor)
     finally:
@@ -183,7 +183,7 @@ class Caption:
 def open_caption(folders: Folders, facts: ListedFacts, name: str) -> Caption:
     """Read the caption file of an image.
 
-    Raises SettingsError where it is not to be edited: outside the page's folders, a link, or not in a text file.
+    Raises SettingsError where it cannot be edited: outside the page's folders, a link, no text file.
     """
     if facts["not_editable"]:
         raise SettingsError(f"captions of {facts['id']} cannot be edited here", facts["not_editable"])

@@ -96,7 +96,7 @@ def check_state(request: Request, checked: Checked) -> CheckState:
     if not checked.run.path.is_dir():
         return CheckState()
     status = read_status_of(checked.run)
-    # Before the condition: what would end a run is printed after the results are there, and is no failure of the check.
+    # Before the condition: what would end a run is printed after the results, and is no failed check.
     if status is not None and status.has_ended:
         failed = status.state is not RunState.FINISHED
         return CheckState(error=EnvironmentNotReady(status.reason, status.hint) if failed else None)

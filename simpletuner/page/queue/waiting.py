@@ -191,7 +191,7 @@ class RunQueue:
             return entry
         run = RunFolder(Path(entry.output), self.folders)
         self.processes.is_started(run.path)  # reaps it
-        is_alive, status = entry.is_alive, read_status_of(run)  # in this order: it writes its status before it ends
+        is_alive, status = entry.is_alive, read_status_of(run)  # in this order: its status is written first
         has_reached = status is not None and (status.host, status.pid) == (socket.gethostname(), entry.pid)
         if is_alive:
             return replace(entry, state=EntryState.RUNNING) if has_reached else entry

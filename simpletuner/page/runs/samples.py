@@ -108,7 +108,7 @@ def images_taken(run: RunFolder) -> tuple[int, int]:
 
 
 def given_images(request: Request, run: RunFolder) -> list[bytes]:
-    """Return the images of a form, each in URL-safe base64. Raises SettingsError for what is no image by its header.
+    """Return the images of a form, each in URL-safe base64. Raises SettingsError for other headers.
 
     They are decoded in a process of its own: an image may take gigabytes.
     """

@@ -211,7 +211,7 @@ class Returning(TorchDispatchMode):
 
 
 class SelectiveRecomputation:
-    """Run blocks again in the backward pass, but for those products and attention that take longest for their bytes.
+    """Recompute blocks in the backward pass, but for the products that take longest for their bytes.
 
     torch's create_selective_checkpoint_contexts counts every operator, and ends a run whose second forward
     pass has others than the first, as FSDP2's has. A block's first call for inputs of some shapes keeps

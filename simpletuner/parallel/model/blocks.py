@@ -154,7 +154,7 @@ def block_paths(model: nn.Module, classes: Collection[str]) -> tuple[str, ...]:
 def is_hidden_matrix(name: str, dimensions: int, blocks: Collection[str]) -> bool:
     """True for the weight of a linear layer inside one of the blocks at these paths.
 
-    Embeddings and the first and last layers are outside; tables of shifts and scales, though 2-D, are no `weight`.
+    Embeddings, first and last layers are outside; 2-D tables of shifts and scales are no `weight`.
     """
     is_inside = any(name.startswith(f"{block}.") for block in blocks)
     return is_inside and name.endswith(".weight") and dimensions == 2

@@ -91,7 +91,7 @@ def batches(sizes: Sequence[int], ranks: int) -> Iterator[slice]:
 def orthogonalize_shared(
     parts: Sequence[Tensor], shapes: Sequence[torch.Size], counts: Sequence[Sequence[int]], ranks: dist.ProcessGroup
 ) -> Sequence[Tensor]:
-    """Orthogonalize matrices, each on one rank; takes and returns this rank's elements (1-D) of each. Collective.
+    """Orthogonalize matrices, each on one rank, given this rank's elements (1-D) of each. Collective.
 
     `counts` has how many elements of each matrix every rank holds; together, in rank order, they are the
     whole matrix.

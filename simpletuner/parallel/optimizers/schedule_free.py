@@ -33,7 +33,7 @@ class ScheduleFreeAdamW(ShardAdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # One by one: the foreach functions of torch would need the temporary tensors of all parameters at once.
+        # One by one: torch's foreach functions would need all parameters' temporary tensors at once.
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

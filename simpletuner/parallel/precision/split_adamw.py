@@ -235,7 +235,7 @@ def update_all(
     seeds: list[int],
     factors: list[float],
 ) -> None:
-    """Take a step of many weights by one kernel; an operator of its own, so that a rehearsal counts it as one.
+    """Step many weights by one kernel; an operator of its own, so that a rehearsal counts it as one.
 
     `remainders` is empty where no weight has any, and `factors` are those of each weight in turn.
     """

@@ -23,7 +23,7 @@ from simpletuner.parallel.precision.split_adamw import BLOCK, NUM_FACTORS, SMALL
 ROWS = 8
 # How often a program does so, so that finding its weight is a small part of its work.
 TILES = 8
-# Of a weight in the table: seven addresses, its number of values, its seed and the first program that steps it.
+# A weight in the table: seven addresses, number of values, seed and the first program that steps it.
 COLUMNS = 10
 
 CONSTANTS = {

@@ -1,6 +1,6 @@
 """Alarms: faults of a run that do not end it, seen in numbers that it measures anyway. No torch.
 
-Each check takes the rows of a run in their order and returns an alarm where its fault is there; it is silent otherwise.
+Each check takes the rows of a run in order and returns an alarm where its fault occurs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OF_SHAPE = 10
 
 
 class StepTimes:
-    """Steps that take longer than they did: medians of WINDOW, each step relative to the first ones of its shape.
+    """Steps that take longer than before: medians of WINDOW, each relative to the first steps of its shape.
 
     Without that a run of two resolutions would be slower whenever it draws more of the larger one.
     """
@@ -122,9 +122,9 @@ SAME = 1e-3
 
 
 def find_unchanged(measured: Sequence[Measured], max_steps: int) -> Alarm | None:
-    """Return the alarm of a held-out loss that is the base model's after a tenth of the run, of all groups of images.
+    """Return the alarm of a held-out loss that is still the base model's after a tenth of the run.
 
-    The same images, noise and noise levels give the same loss, so that training without an effect is seen exactly.
+    The same images, noise and noise levels give the same loss, so the lack of an effect is seen exactly.
     """
     last = measured[-1] if measured else None
     if last is None or last.step < max(LEAST_STEPS, max_steps / 10):

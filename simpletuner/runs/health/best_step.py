@@ -110,9 +110,9 @@ class BestStep:
 
 
 def find_best(measured: Sequence[Measured]) -> BestStep | None:
-    """Return the best step: each that is better than the best before it takes its place. None without any loss.
+    """Return the best step: each that beats the best before it takes its place. None without any loss.
 
-    So a step that is lower by chance is not the best, and who reads the file earlier or later sees no other order.
+    So a step that is lower by chance is not the best, and later readers see no other order.
     """
     best: Measured | None = None
     for each in measured:
@@ -138,7 +138,7 @@ def best_saved(measured: Sequence[Measured], steps: Collection[int]) -> Measured
 def read_measured(output: Path) -> list[Measured]:
     """Return the held-out losses of a run in their order, of what it measured last.
 
-    Lines that are torn or damaged are left out, losses that are no finite number, and files that cannot be read.
+    Torn or damaged lines, losses that are not finite, and unreadable files are left out.
     """
     rows: list[dict[str, Any]] = []
     try:

@@ -125,7 +125,7 @@ def with_expanded_path(value: Any, annotation: object) -> object:
 
 
 def refuse_addresses(checked: object) -> None:
-    # pathlib makes the relative folder `s3:/BUCKET` of s3://BUCKET. Settings that take addresses have replaced theirs.
+    # pathlib makes `s3:/BUCKET` of s3://BUCKET. Settings that take addresses have replaced theirs.
     for leaf in leaves(checked):
         if isinstance(leaf, Path):
             refuse_address(leaf)

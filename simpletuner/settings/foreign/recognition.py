@@ -62,9 +62,9 @@ OF_ONETRAINER = frozenset(
 
 
 def trainer_of(values: Mapping[str, object] | list[Any]) -> str:
-    """Name of the program that wrote a file, by what it holds; EITHER where it could be two; empty if unknown.
+    """Name of the program that wrote a file, by its content; EITHER if it could be two; empty if unknown.
 
-    Only keys that our own files never have count. A list is one of datasets: OneTrainer's have a path and no id.
+    Only keys that our own files never have count. A list is of datasets: OneTrainer's have path, no id.
     """
     if isinstance(values, list):
         concepts = all(isinstance(each, Mapping) and "path" in each and "id" not in each for each in values)

@@ -167,7 +167,7 @@ class Lease:
                 found = wait_until_free(place, False, stop, say, "")
             record = replace(own, token=found.token if found is not None else 0)
             place.write(place.name, record.encode())
-            # An exclusive claim of the next token is followed by reading the record: one of both sees the other.
+            # An exclusive claim of the next token, then reading the record: one of both sees the other.
             if place.read(claim_of(place, record.token + 1)) is None:
                 return self._begin(place, record)
 
@@ -198,7 +198,7 @@ class Lease:
         if found is None or found.damaged:  # on a full disk, perhaps
             return None if place.system.is_local and place.holds_lock else found or Record()
         if found.token < self.record.token:
-            place.write(place.name, self.record.encode())  # over that of one that woke up in the middle of writing
+            place.write(place.name, self.record.encode())  # over that of one that woke up while writing
         elif found.id != self.record.id:
             return found
         return read_record(place, claim_of(place, self.record.token + 1))

@@ -106,7 +106,7 @@ def read_own_file(path: Path) -> bytes | None:
     """Beginning of a file; None for none, of a FIFO or the like no record. Links are not followed."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (FileNotFoundError, NotADirectoryError):  # records are written over: one that is missing is not replaced
+    except (FileNotFoundError, NotADirectoryError):  # records are written over: a missing one is not replaced
         return None
     try:
         return os.read(descriptor, MAX_BYTES) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b"?"
@@ -191,7 +191,7 @@ def lock_shared(place: FolderPlace) -> bool:
     """Lock a cache folder, shared; return False for one that can only be read."""
 
     def attempt() -> int:
-        place.folder.mkdir(parents=True, exist_ok=True)  # in every attempt: `cache clear` may just have removed it
+        place.folder.mkdir(parents=True, exist_ok=True)  # each time: `cache clear` may have removed it
         if place.lock(exclusive=False):
             raise BlockingIOError
         return 0

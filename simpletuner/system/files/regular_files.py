@@ -68,7 +68,7 @@ def read_whole(path: Path, max_bytes: int) -> bytes:
         pipe = descriptor_of(path) if stat.S_ISFIFO(status.st_mode) else None
         if pipe is None and str(path) != os.devnull:
             refuse_other(file, path, max_bytes)
-        content = file.read((status.st_size or max_bytes) + 1)  # pipes and the files of /proc claim to be empty
+        content = file.read((status.st_size or max_bytes) + 1)  # pipes and /proc's files claim to be empty
     if len(content) > max_bytes:
         raise too_large(path, max_bytes)
     if pipe is not None:

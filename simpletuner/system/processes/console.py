@@ -37,7 +37,7 @@ class LastingStream:
     def write(self, text: str) -> int:
         self._tell()
         try:
-            self.stream.write(text[:0])  # refuses bytes: click tries b"", and would take this for a binary stream
+            self.stream.write(text[:0])  # refuses bytes: click tries b"", and would take this for binary
             for start in range(0, len(text), CHUNK):
                 self._wait_for_reader()
                 self.stream.write(text[start : start + CHUNK])

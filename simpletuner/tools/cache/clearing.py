@@ -46,7 +46,7 @@ def clear(items: Sequence[CacheItem], say: Callable[[str], None] = nothing) -> i
 
     Where locks do not cross machines, it is watched for a while whether a run uses one, which `say` tells.
 
-    Raises EnvironmentNotReady before anything is removed when a run uses one of them, or when a file cannot be removed.
+    Raises EnvironmentNotReady, before removing anything, if a run uses one or a file cannot be removed.
     """
     removed = 0
     with ExitStack() as stack, removal_errors():
@@ -108,7 +108,7 @@ def remove_swap(item: CacheItem) -> int:
 def remove_shards(item: CacheItem) -> int:
     removed = 0
     files, _ = files_of(item.path)
-    # The lock goes last: a run that starts meanwhile would lock a new file and find its cache removed under it.
+    # The lock goes last: a run that starts meanwhile would lock a new file and lose its cache.
     for path in sorted(files, key=lambda path: (path.name.startswith(IN_USE), path.name == IN_USE)):
         removed += bytes_of(path)
         path.unlink(missing_ok=True)

@@ -45,7 +45,7 @@ class CacheKind(StrEnum):
 class CacheItem:
     """A cache; `kept` says why clearing skips it, `others` are files in it that simpletuner did not write.
 
-    `datasets` are the ids of the datasets that the settings keep there, `bucket` is what it is a local copy of.
+    `datasets` are the ids of datasets that the settings keep there, `bucket` is what it is a copy of.
     """
 
     kind: CacheKind

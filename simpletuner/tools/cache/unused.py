@@ -106,7 +106,7 @@ def find_unused(item: CacheItem, needed: Needed) -> UnusedRecords:
 def remove_unused(found: Sequence[UnusedRecords], say: Callable[[str], None] = nothing) -> int:
     """Remove what was found, and return how many bytes that freed.
 
-    Raises EnvironmentNotReady before anything is removed when a run uses one of the caches, or has used it since.
+    Raises EnvironmentNotReady, before removing anything, if a run uses one or has done so since.
     """
     with ExitStack() as stack, removal_errors():
         for each in found:

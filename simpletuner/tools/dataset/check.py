@@ -1,6 +1,6 @@
 """Check the datasets of a run as the run would read them: its own scan, buckets, crops and captions.
 
-Tokens of captions are counted by the model's own tokenizers, where these are here; its weights are not needed.
+Tokens of captions are counted by the model's own tokenizers, if these are here, without its weights.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def read_content(sample: Sample) -> Content | str:
 
 
 def content_of(checksum: bytes, image: Image.Image) -> Content:
-    # Ten lines instead of a dependency: imagehash needs SciPy and PyWavelets, for hashes that are not used here.
+    # Ten lines instead of a dependency: imagehash needs SciPy and PyWavelets, for hashes not used here.
     grey = shrink(image.convert("L"), (9, 8)).astype(np.int16)
     falls = grey[:, :-1] - grey[:, 1:] > NOISE
     gradients = int.from_bytes(np.packbits(falls).tobytes())

@@ -1,4 +1,4 @@
-"""Deltas that an adapter adds to the weights of a model, for LoRA, DoRA, LoHa, LoKr and OFT, in files of any program.
+"""Deltas that LoRA, DoRA, LoHa, LoKr and OFT, in files of any program, add to the weights of a model.
 
 Each formula is that of the paper and of peft's layer: LoRA's product of matrices, DoRA's rows at their
 length, LoHa's product by element (LyCORIS' Tucker form too), LoKr's Kronecker product; OFT's rotation is
@@ -256,7 +256,7 @@ def rotated(layer: OtherLayer, adapter: Adapter, module: nn.Module) -> Delta:
 def by_encoder(file: LoraFile, names: Sequence[str], family: ModelFamily) -> dict[str, dict[str, Tensor]]:
     """Sort tensors of text encoders by component, by the rest of their names.
 
-    kohya's `lora_te1_` is the first one, and FLUX.1's `lora_te3_` the T5, which is the second one in diffusers.
+    kohya's `lora_te1_` is the first one, and FLUX.1's `lora_te3_` the T5, diffusers' second one.
     """
     here = sorted(key for key, each in family.index.items() if key.startswith("text_encoder") and is_model(each))
     found: dict[str, dict[str, Tensor]] = {}

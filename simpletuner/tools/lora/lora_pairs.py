@@ -90,7 +90,7 @@ class WholeLayer:
 class PairedLora:
     """A LoRA by layers, with its dtype, its file's metadata and peft's config where it is beside it.
 
-    Layers of LoHa and LoKr are whole until they are made pairs; `file` has the config of the LoRA that they become.
+    Layers of LoHa and LoKr are whole until made pairs; `file` has the config of the resulting LoRA.
     """
 
     file: LoraFile

@@ -44,7 +44,7 @@ def device_here() -> torch.device:
 
 
 def best_pair(matrix: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
-    """Return (rank, inputs) and (outputs, rank) in float64, whose product is nearest to a matrix (outputs, inputs).
+    """Return (rank, inputs) and (outputs, rank) in float64 whose product is nearest to (outputs, inputs).
 
     By the eigenvectors of its product with itself in float64, which is what a singular value decomposition
     does at twice the work; values below 1e-8 of the largest are noise.

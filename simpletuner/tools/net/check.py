@@ -1,6 +1,6 @@
 """`simpletuner net check` in one rank: join the others as a run does, measure, and leave together.
 
-With the settings of a run, it also computes the share of a step that communication takes on the measured network.
+With the settings of a run, it also computes communication's share of a step on the measured network.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Link:
     def _timed(self, batches: list[list[dist.P2POp]]) -> float:
         began = time.perf_counter()
         for operations in batches:
-            # Batched also where it is one: NCCL would otherwise make a communicator for each pair, as no run does.
+            # Batched even if one: NCCL would otherwise make a communicator for each pair, as no run does.
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
             synchronize(self.device)

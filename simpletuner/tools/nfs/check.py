@@ -74,7 +74,7 @@ class CheckOutcome:
 def check(node: Node, stop: StopRequest, say: Callable[[str], None]) -> CheckOutcome:
     """Check a folder together with the other nodes, and leave nothing behind.
 
-    `say` prints which nodes are missing, and whether the filesystem does not answer. Raises Stopped after a signal.
+    `say` prints missing nodes, and that the filesystem does not answer. Raises Stopped after a signal.
     """
     # The list of mounts has real paths only.
     node = replace(node, path=Path(os.path.realpath(node.path.expanduser())))
@@ -132,7 +132,7 @@ def share(findings: Iterable[Finding], peers: Rendezvous) -> dict[int, tuple[Fin
 def watchdog(peers: Rendezvous, say: Callable[[str], None]) -> Iterator[None]:
     """Report a filesystem that does not answer, and exit at the timeout as after a failed check.
 
-    If a file server is down, system calls do not fail, they block, and the thread in one cannot handle a signal.
+    If a file server is down, system calls block, and the thread in one cannot handle a signal.
     """
     closed = threading.Event()
     path = peers.node.path

@@ -32,7 +32,7 @@ from simpletuner.tools.nfs.workspace import GONE, arriving, write_atomically
 RENAMING_SECONDS, RENAMING_LIMIT_SECONDS = 0.25, 20.0
 # Fewest replacements that are judged: s3fs made one in 0.25 s, during which nothing went wrong.
 REPLACEMENTS = 30
-# One node ends after REPLACEMENTS and these reads: where a rename was an unlink and a rename, 118 of 120 checks saw it.
+# One node ends after REPLACEMENTS and these reads: 118 of 120 checks saw a rename by unlink and rename.
 READS = 100
 LINES = 512
 FILES = 4

@@ -43,7 +43,7 @@ def check_space(node: Node) -> Finding:
     state = os.statvfs(next(path for path in (node.path, *node.path.parents) if path.exists()))
     free, inodes = state.f_bavail * state.f_frsize, state.f_favail
     values: dict[str, Any] = {"free_bytes": free, "need_bytes": need}
-    values["free_inodes"] = inodes if state.f_files else None  # some filesystems, such as btrfs, have no such limit
+    values["free_inodes"] = inodes if state.f_files else None  # btrfs, for one, has no such limit
     sentence = f"{decimal(free)} free" + (f", {inodes:,} inodes" if state.f_files else "")
     sentence += f"; the run needs {describe_need(node, need)}"
     more_room = f"df -h {node.path}   # make room, or lower --checkpoints_total_limit"

@@ -126,7 +126,7 @@ def ping_folder(peers: Rendezvous, rank: int) -> Path:
 def exchange_pings(peers: Rendezvous, number: int) -> list[Pong]:
     """Write a ping, answer every other node's, and return their answers.
 
-    Round 0 looks for files as any program does; later ones ask the server, so that clocks are not measured by caches.
+    Round 0 looks for files as any program does; later ones ask the server, so caches add no time.
     """
     peers.gather(f"start-{number}")
     node, folder, pongs = peers.node, ping_folder(peers, peers.node.rank), []

@@ -130,7 +130,7 @@ class Workspace:
         self.remove_if_empty()
 
     def remove_if_empty(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # another node is arriving, or leaving at the same moment
+        with contextlib.suppress(OSError, ValueError):  # another node arrives or leaves meanwhile
             records = list(self.folder.iterdir())
             if not all(record.name.startswith(CREATED) for record in records):
                 return
@@ -154,7 +154,7 @@ def arriving(action: Callable[[], T]) -> T:
 def cleanup_after_kill(workspace: Workspace, rank: int, nonce: str) -> Iterator[None]:
     """Fork a process that removes this node's files if this one is killed. Enter before any thread.
 
-    It blocks in a read of a pipe whose other end only this process holds: the kernel closes that at any death.
+    It blocks in a read of a pipe whose other end only this process holds: any death closes that.
     """
     reading, writing = os.pipe()
     pid = os.fork()

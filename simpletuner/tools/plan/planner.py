@@ -54,7 +54,7 @@ class Planner:
         return replace(proposal, problem=shapes.problem, class_images=[*with_seconds(proposal.plan, shapes)])
 
     def planned(self, workload: Workload, shapes: SampleShapes) -> Proposal:
-        with self.report.progress("counting what a step does", 3) as progress:  # minutes for the largest models
+        with self.report.progress("counting what a step does", 3) as progress:  # minutes for large models
             flops = flops_per_sample(workload.family, shapes.largest)
             progress.update(1)
             settings = self.with_recomputation(workload).settings

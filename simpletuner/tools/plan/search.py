@@ -188,7 +188,7 @@ def propose(loaded: Loaded, search: Search, report: Report) -> tuple[RunPlan, di
 def best_of(fitting: Sequence[tuple[dict[str, object], RunPlan]]) -> tuple[dict[str, object], RunPlan]:
     """Fastest candidate; of those that are equally fast the first, which is the simplest.
 
-    Coarser weights, `state_layout=bf16` or a quantized base, are taken where nothing finer fits or is half as fast.
+    Coarser weights, `state_layout=bf16` or a quantized base, are taken if finer ones do not fit or are slow.
     """
     chosen, limit = fitting, math.inf
     for coarseness in sorted({coarseness_of(plan) for _, plan in fitting}):

@@ -1,6 +1,6 @@
 """`sample_losses.jsonl`: loss and timestep of each sample at each step, for `simpletuner runs losses`.
 
-A row per step: bucket, ids, timesteps and losses of the global batch, in its order, which no number of ranks changes.
+A row per step: bucket, ids, timesteps and losses of the global batch, the same for any number of ranks.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def open_throughput(session: Session, family: ModelFamily) -> Throughput | None:
     if device.type == "cuda":
         found = device_by_driver_name(torch.cuda.get_device_name(device))
         known = found and found.peak_tflops
-        torch.cuda.reset_peak_memory_stats(device)  # encoders are gone, and their peak says nothing of training
+        torch.cuda.reset_peak_memory_stats(device)  # encoders are gone, with their peak
     peak = session.settings.logging.device_peak_tflops or known
     if session.settings.training.float8:
         peak = None  # of a dense bf16 device, which float8 would seem to exceed

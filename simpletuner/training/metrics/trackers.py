@@ -114,7 +114,7 @@ class OnlineTracker:
                 self._end_input()
             for line in process.stdout:
                 self._handle(json.loads(line))
-            noise.join(1)  # with a limit, since a process that the library started may have inherited the pipe
+            noise.join(1)  # with a limit: a library's process may have inherited the pipe
         if not self.is_sent and not self.closing.is_set():
             self._warn(f"{self.library} ended unexpectedly; log.txt has its reason")
 

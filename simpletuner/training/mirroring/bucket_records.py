@@ -43,7 +43,7 @@ class BucketRecords(Place):
     def create(self, name: str, content: bytes) -> bool:
         if self.read(name) is not None or not self.storage.create(name, content):
             return False
-        # s3rver 3.7.1, rclone 1.75.2 and the gateway of JuiceFS 1.4.2 take it again, and let all of 16 writers win.
+        # s3rver 3.7.1, rclone 1.75.2 and JuiceFS' gateway 1.4.2 take it again, and let all of 16 writers win.
         refuses = not self.storage.create(name, content)
         self.known_system = FileSystem("bucket", creates_exclusively=refuses, late_seconds=0.0)
         return True

@@ -98,7 +98,7 @@ class RemoteRun:
     def upload(self, whole: WholeFolder, folder: Path, content: bytes) -> None:
         """Upload a checkpoint or a pipeline that is in a folder.
 
-        Raises FolderDamaged, LeaseLost where another run writes there, and OSError where a file cannot be read.
+        Raises FolderDamaged, LeaseLost if another run writes there, and OSError for unreadable files.
         """
         manifest = parse_manifest(content, whole.manifest_name)
         here = file_sizes(folder)
@@ -190,7 +190,7 @@ class RemoteRun:
                 self.sizes[whole.manifest_name] = 0
 
     def prune(self, keep: int, choose_best: ChooseStep = no_best) -> None:
-        """Remove all checkpoints but the newest and the best, and what uploads have left that were never complete.
+        """Remove all checkpoints but the newest and the best, and what incomplete uploads have left.
 
         Raises StoreRefusal.
         """

@@ -1,4 +1,4 @@
-"""Messages to an address: after each round of validation, with images if the service takes them, alarms, and the end.
+"""Messages to an address: validation rounds, with images if the service takes them, alarms, the end.
 
 Formats: JSON alone, or with an image as Discord and ntfy take it. Discord: multipart/form-data of
 `payload_json` and `files[0]` (docs.discord.com, "Execute Webhook" and "Uploading Files"). ntfy: the image as

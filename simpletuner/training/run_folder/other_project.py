@@ -58,7 +58,7 @@ def commit_of_run(settings: Settings, checkpoint: Checkpoint | None) -> str:
 def refuse_other_model(session: Session, checkpoint: Checkpoint | None) -> None:
     """Raise OtherRunsFolder for a family, flavour or kind of model that the run in output_dir does not have.
 
-    Without a checkpoint that is what its last start has recorded: a pipeline may be all that is left of a run.
+    Without a checkpoint that is its last start's record: a pipeline may be all that is left of a run.
     """
     settings = session.settings
     output, model = settings.training.output_dir, settings.model
@@ -190,7 +190,7 @@ def shares_images(before: DataListing, rows: pa.Table, part: DatasetSamples) -> 
     own = part.table.select(["name", "version"]).take(pa.array(part.rows)).combine_chunks()
     names, sizes = base_names(own["name"]), size_of(own["version"]).combine_chunks()
     place, is_local = place_of(part), isinstance(part.dataset, LocalImages)
-    # A file of the same place, time and size is the same one; so is an object of any bucket with the same hash.
+    # A file of the same place, time and size is the same; so is an object with the same hash.
     places = [each for each, known in before.places.items() if known == place] if is_local else [""]
     there = rows.filter(starts_with_any(rows["id"], places))
     if any_in(joined(names, own["version"]), joined(base_names(there["id"]), there["version"])):

@@ -235,7 +235,7 @@ def is_best_exported(settings: Settings, world: World) -> bool:
         return True
     marker, state = pipelines_of(settings)[-1] / FINISHED, best.folder / STATE
     steps = finished_steps(marker.parent, world)
-    # Times tell a pipeline of before a run went back and took other steps; rank 0's, since network file systems cache.
+    # A run may have gone back since, as times tell: rank 0's, since network file systems cache.
     is_newer = steps == best.step and marker.stat().st_mtime_ns >= state.stat().st_mtime_ns
     return world.gather_texts("1" if is_newer else "")[0] == "1"
 
@@ -328,7 +328,7 @@ def write_export(
 
 
 def export_best(session: Session, state: TrainingState, target: Path, write: Callable[..., set[str]]) -> set[str]:
-    """Write the weights of the best step that has a checkpoint, as `write` does; a damaged one is passed over.
+    """Write the weights of the best step with a healthy checkpoint, as `write` does.
 
     Collective.
     """
@@ -347,7 +347,7 @@ def export_best(session: Session, state: TrainingState, target: Path, write: Cal
 def read_best(session: Session, state: TrainingState, checkpoint: Checkpoint) -> NamedTensors:
     """Read the weights of the best step, those or the average, as the held-out loss says. Collective.
 
-    Into the tensors of the last step, which nothing needs any more: so it takes no more memory than an export.
+    Into the tensors of the last step, which nothing needs any more: this takes no more memory.
     """
     from simpletuner.runs.health.best_step import best_saved, read_measured
 

@@ -53,7 +53,7 @@ def checkpoints_of(settings: Settings) -> Path:
 def check_fits(checkpoint: Checkpoint, family: ModelFamily, world: World, verification: Verification | None) -> None:
     """Compare the shapes of a checkpoint's weights with the denoiser's; reads headers only. Collective.
 
-    Raises OtherRunsFolder on all ranks, and CheckpointDamaged where a damaged header looks like another model.
+    Raises OtherRunsFolder on all ranks, and CheckpointDamaged if a damaged header resembles another model.
     """
     trained = checkpoint.state.get("denoiser") or family.denoiser_name
     if trained != family.denoiser_name:

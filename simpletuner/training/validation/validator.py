@@ -258,12 +258,12 @@ class Validator:
 def group_by_denoiser_calls(images: Sequence[PlannedImage]) -> list[list[PlannedImage]]:
     """Group images that ranks may sample at the same time: their pipelines call the denoiser equally often.
 
-    Many pipelines call it twice per step above some guidance, and ranks that wait for others' shards would hang.
+    Many pipelines call it twice per step above some guidance; ranks that wait for shards would hang.
     """
     groups: dict[tuple[int, float], list[PlannedImage]] = {}
     for image in images:
         groups.setdefault((image.sampling.steps, image.sampling.guidance), []).append(image)
-    # Prompts are the inner loop: so ranks mostly work on images of one shape, and wait little for one another.
+    # Prompts are the inner loop: ranks mostly work on images of one shape, and wait little.
     shapes = list(dict.fromkeys(image.sampling.shape for image in images))
     return [sorted(group, key=lambda image: shapes.index(image.sampling.shape)) for group in groups.values()]
 
@@ -274,7 +274,7 @@ def open_validator(
     """Build what generates validation images."""
     settings, validation = session.settings, session.settings.validation
     variants = evaluated_variants(state.ema, validation)
-    family.sampling_components(session.world.device, compute_dtype(settings))  # loaded now, not between two steps
+    family.sampling_components(session.world.device, compute_dtype(settings))  # now, not between two steps
     return Validator(
         family=family,
         engine=state.engine,

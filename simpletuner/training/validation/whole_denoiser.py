@@ -70,7 +70,7 @@ def build_denoiser(family: ModelFamily, read: Read | None, device: torch.device,
 
 
 def build_sharded_denoiser(family: ModelFamily, settings: Settings, mesh: Mesh) -> nn.Module:
-    """Build the base model's denoiser with the values of `build_denoiser`, sharded block by block. Collective.
+    """Build the base model's denoiser with `build_denoiser`'s values, sharded block by block. Collective.
 
     By FSDP2 for DeepSpeed's stage 3 too, whose engine would need an optimizer.
     """
