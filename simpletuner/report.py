@@ -137,7 +137,6 @@ class Report:
             self.talk.print(*self._erase(), "", table, markup=False)
 
     def data_table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str]) -> None:
-        """Print rows as a table to stdout."""
         self.data.print(table_of(title, rows, columns), markup=False)
 
     def confirm(self, question: str) -> bool:

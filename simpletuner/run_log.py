@@ -140,7 +140,6 @@ def silence_torchao() -> None:
 
 
 def stop_run_log() -> None:
-    """Undo `start_run_log`."""
     for logger in (LOGGER, logging.getLogger()):
         for log in logs_of(logger):
             logger.removeHandler(log)

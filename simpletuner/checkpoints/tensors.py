@@ -213,7 +213,6 @@ def streamed_group(
 def plan_of(
     contents: tuple[tuple[str, torch.dtype, tuple[int, ...], DeviceMesh | None], ...], ranks: int, rank: int
 ) -> GroupPlan:
-    """Plan of tensors of these names, dtypes, shapes and meshes."""
     loads = [0] * ranks
     plan: dict[str, WrittenTensor] = {}
     # Once per mesh, not per tensor: DeviceMesh.mesh recomputes its ranks in 0.3 ms, before each save.

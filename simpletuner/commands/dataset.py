@@ -179,7 +179,6 @@ def followed(folder: Path, report: Report) -> Iterator[None]:
 
 
 def joined(errors: list[SimpleTunerError]) -> SimpleTunerError:
-    """Return one error that says all."""
     if len(errors) == 1:
         return errors[0]
     return DataError("\n  ".join(error.message for error in errors), "\nhint: ".join(error.hint for error in errors))

@@ -160,7 +160,6 @@ def verdict(outcome: CheckOutcome) -> str:
 
 
 def problems(outcome: CheckOutcome, status: Status) -> list[str]:
-    """List each check that has this status on any node, with these nodes."""
     everyone = {outcome.node.rank: outcome.findings, **outcome.others}
     checks = {
         rank: {finding.check for finding in found if finding.status is status} for rank, found in everyone.items()

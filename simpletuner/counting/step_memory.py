@@ -343,7 +343,6 @@ def other_rows(settings: Settings, workload: Workload, inputs: MemoryInputs) -> 
 
 
 def host_rows(settings: Settings, inputs: MemoryInputs, checkpoint: int, on_gpu: bool) -> Iterator[MemoryRow]:
-    """Yield host-memory rows for copies of the weights (EMA, checkpoints)."""
     share = inputs.num_parameters / (inputs.num_ranks if settings.parallel.zero_stage else shard_ranks(settings))
     if on_gpu and inputs.ema_device == "cpu":
         yield MemoryRow("EMA's copy", host=FLOAT32_BYTES * share, formula="of the weights, page-locked")

@@ -206,7 +206,6 @@ def read_step(
 def collate(
     reader: SampleReader, batch: GlobalBatch, indices: Sequence[int], step: int, rank_slice: RankSlice
 ) -> Batch:
-    """Stack the samples at these indices of the global batch."""
     datasets = [reader.dataset(sample) for sample in batch.samples]
 
     def read(index: int) -> tuple[Tensor, Tensor, float, Conditioning, str, Mapping[str, tuple[Tensor, Tensor]]]:

@@ -103,7 +103,6 @@ def keep_cpu_info() -> None:
 
 
 def build_folder(operator: str) -> Path:
-    """Return the folder in which torch compiles an operator."""
     return Path(of_torch.operator_build_folder(operator))
 
 

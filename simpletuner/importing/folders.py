@@ -248,7 +248,6 @@ def prompts_of_lines(run: Translation, key: str, lines: Sequence[str]) -> None:
 
 
 def prompts_of_file(run: Translation, key: str) -> None:
-    """Read the prompts of the text file that a run names, a line each."""
     name = run.get(key)
     if not isinstance(name, str) or not name:
         run.drop([key], "no prompts")

@@ -132,7 +132,6 @@ def evaluation(engine: Engine) -> Iterator[nn.Module]:
 
 
 def compute_dtype(settings: Settings) -> torch.dtype:
-    """Return the dtype of activations."""
     return torch.bfloat16 if settings.training.mixed_precision == "bf16" else torch.float32
 
 

@@ -178,7 +178,6 @@ def is_enlarged_within(dataset: ImageDataset, originals: np.ndarray, targets: np
 
 
 def in_resolution_units(dataset: ImageDataset, sizes: np.ndarray) -> np.ndarray:
-    """Image sizes in the unit of `resolution`."""
     if dataset.resolution_type == "pixel":
         return np.minimum(*sizes.T)
     area = sizes[:, 0] * sizes[:, 1]

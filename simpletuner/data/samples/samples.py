@@ -73,7 +73,6 @@ class Sample:
 
     @property
     def shape(self) -> SampleShape:
-        """Shapes that the samples of a batch have in common."""
         references = tuple(each.geometry.target for each in self.references)
         return SampleShape(self.geometry.target, references, self.is_i2v, self.has_sound)
 

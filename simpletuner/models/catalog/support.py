@@ -204,7 +204,6 @@ def frame_step(model: Model) -> int:
 
 
 def trains_sound(settings: Settings) -> bool:
-    """True if clips that have sound are trained with it."""
     preset = preset_of(settings.model)
     return settings.objective.sound_loss_weight > 0 and preset is not None and preset.generates_sound
 

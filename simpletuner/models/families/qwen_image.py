@@ -146,7 +146,6 @@ AREA = 1024 * 1024
 
 
 def resized(pipeline: DiffusionPipeline, image: Image, area: int) -> Image:
-    """Return an image as the pipeline resizes it for its text encoder."""
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
 
     width, height = calculate_dimensions(area, image.width / image.height)

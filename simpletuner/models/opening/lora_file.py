@@ -195,7 +195,6 @@ def write_lora(
     weights: Mapping[str, Tensor],
     origin: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write an adapter, with its config, the name of its base model and its origin as metadata."""
     kind, arguments = adapter.peft_arguments()
     # Only the fields that are needed to apply it: peft refuses those that its version does not know.
     config = {name: value for name, value in arguments.items() if name != "lora_dropout"}

@@ -49,7 +49,6 @@ class DeepSpeedOptions:
 
 
 def deepspeed_options(settings: Settings) -> DeepSpeedOptions | None:
-    """The options of DeepSpeed; None where it is off."""
     parallel = settings.parallel
     if parallel.zero_stage is None:
         return None

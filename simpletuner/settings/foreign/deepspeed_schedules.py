@@ -30,7 +30,6 @@ REFUSED = {
 
 
 def read_scheduler(block: object, learning_rate: float, parsed: ParsedConfig) -> None:
-    """Read the scheduler of DeepSpeed's JSON, for a peak learning rate."""
     if block is None or block == AUTO:
         return
     if not isinstance(block, Mapping) or not isinstance(block.get("params") or {}, Mapping):
@@ -108,7 +107,6 @@ LINEAR = "the warm-up rises linearly"
 
 
 def read_end(name: str, given: Mapping[str, object], learning_rate: float, parsed: ParsedConfig) -> None:
-    """Set where and when the learning rate ends."""
     if "total_num_steps" in given:
         parsed.set("max_train_steps", given["total_num_steps"], "scheduler.params.total_num_steps")
     if name == "WarmupDecayLR":

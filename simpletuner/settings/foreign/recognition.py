@@ -136,7 +136,6 @@ def is_value_of_original(setting: str, value: object) -> bool:
 
 
 def import_hint(file: str | Path, is_list: bool = False, trainer: str = "") -> str:
-    """Hint with the command that translates a file."""
     output = "--output=datasets.json" if is_list else "--output=run.toml"
     command = shlex.join(["simpletuner", "config", "import", str(file), output])
     if trainer == EITHER:

@@ -64,7 +64,6 @@ def quoted(word: str) -> str:
 
 
 def escaped(character: str) -> str:
-    """Escape one character for `$'...'`."""
     if character in "\\'":
         return "\\" + character
     return "\\n" if character == "\n" else "".join(f"\\x{byte:02x}" for byte in character.encode())

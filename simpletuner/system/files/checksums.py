@@ -91,7 +91,6 @@ def value_checksum(value: Mapping[str, object], content: bytes | memoryview = b"
 
 
 def with_checksum(value: Mapping[str, object]) -> dict[str, object]:
-    """Add a checksum of the values to them."""
     return {**value, "checksum": value_checksum(value)}
 
 

@@ -77,7 +77,6 @@ def bucket_names(parts: Sequence[DatasetSamples]) -> list[pa.Array]:
 def write_tables(
     samples: DatasetSamples, buckets: pa.Array, findings: Sequence[DatasetFinding], folder: Path
 ) -> dict[str, str]:
-    """Write the images of a dataset, and those of its findings; return the names of the files."""
     images = images_table(samples, buckets)
     found = pa.Table.from_pylist([*finding_rows(images["name"].to_pylist(), findings)], FOUND)
     return {"images": write_table(folder, "images", images), "found": write_table(folder, "found", found)}

@@ -73,7 +73,6 @@ class MatrixPair:
         return MatrixPair(self.names, {**shaped, **bias})
 
     def in_dtype(self, dtype: torch.dtype) -> MatrixPair:
-        """Return the pair at the scale 1, in a dtype."""
         return MatrixPair(self.names, {part: self.exact(part).to(dtype).contiguous() for part in self.tensors})
 
 

@@ -122,7 +122,6 @@ def synchronize(device: torch.device) -> None:
 
 
 def lead(link: Link, rank: int, seconds: float) -> PairResult:
-    """Measure a link from its first rank, in so many seconds."""
     began = time.perf_counter()
     trip = median(link.order(PING_BYTES, LEAST_PINGS))
     pings = max(LEAST_PINGS, min(MOST_PINGS, int(PINGS_SHARE * seconds / trip)))

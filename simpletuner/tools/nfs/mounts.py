@@ -116,7 +116,6 @@ def mount_warnings(mount: Mount) -> Iterator[tuple[str, str]]:
 
 
 def fstab_line(mount: Mount, drop: str = "", add: str = "") -> str:
-    """Return the line of /etc/fstab that mounts this with other options."""
     kept = [option for option in mount.options if option not in (drop, add) and not NEGOTIATED.match(option)]
     options = ",".join(filter(None, [*kept, add, "_netdev"]))
     fields = (mount.source, str(mount.point), mount.fstype, options)

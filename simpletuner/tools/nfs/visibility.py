@@ -263,7 +263,6 @@ def check_identity(peers: Rendezvous) -> Finding:
 
 
 def fix_user(everyone: Mapping[int, Mapping[str, object]], mine: Mapping[str, object], node: Node) -> str:
-    """Return commands that give a node the user of node 0."""
     first = everyone[0]
     if node.rank == 0 or mine["user"] == "root":
         return f"start every node as the same user: uid {first['uid']}, gid {first['gid']}"

@@ -187,7 +187,6 @@ class RunMirror(RunHook):
         return " and ".join([*names, *([count_noun(len(files), "file")] if files else [])]) or "the end"
 
     def _upload_end(self, error: BaseException | None) -> None:
-        """Upload how the run ended."""
         if error is None:
             self.status.end(RunState.FINISHED)
         elif isinstance(error, SimpleTunerError):

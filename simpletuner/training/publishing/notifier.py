@@ -51,7 +51,6 @@ def format_of(url: str, wanted: Wanted) -> Format:
 
 
 def message_request(url: str, wanted: Wanted, content: Mapping[str, Any], image: bytes | None) -> Request:
-    """Return the request that sends a message, with an image where the service takes one."""
     match format_of(url, wanted):
         case "ntfy":
             text = content["text"]
