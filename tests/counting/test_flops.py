@@ -63,7 +63,8 @@ def listed() -> str:
 
 
 def line_of(key: str) -> str:
-    flavour, shape = INPUTS[key][0], Shape.of_size(INPUTS[key][1])
+    flavour, (width, height) = INPUTS[key]
+    shape = Shape(1, height, width)
     settings = Settings(model=Model(model_family=key))
     with TemporaryDirectory() as folder:
         family = open_without_weights(flavours_of(key)[flavour].architecture, settings, Path(folder))

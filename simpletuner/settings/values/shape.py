@@ -19,11 +19,6 @@ class Shape(NamedTuple):
     width: int
 
     @classmethod
-    def of_size(cls, size: tuple[int, int]) -> Shape:
-        """Return the shape of an image of (width, height), as Pillow and people name them."""
-        return cls(1, size[1], size[0])
-
-    @classmethod
     def of_axes(cls, axes: Sequence[int]) -> Shape:
         """Shape of a tensor's axes after the channels: (height, width), or (frames, height, width)."""
         return cls(*axes) if len(axes) == 3 else cls(1, *axes)

@@ -87,10 +87,7 @@ ERRNO_MESSAGES: dict[int, tuple[str, str]] = {
     errno.ENOSPC: ("no room is left at {path}", "df -h {path}; df -i {path}   # then remove what is not needed"),
     errno.EDQUOT: ("your quota at {path} is used up", "quota -s   # on Lustre: lfs quota -h {path}"),
     errno.ESTALE: (STALE, "sudo umount -l {path}; sudo mount {path}"),
-    errno.EIO: (
-        "the file server failed to answer for {path}",
-        "sudo dmesg | tail   # and look at the file server's health",
-    ),
+    errno.EIO: (SERVER_FAILED, "sudo dmesg | tail   # and look at the file server's health"),
     errno.ETIMEDOUT: ("the file server did not answer in time for {path}", "ping the file server; look at its health"),
     errno.ENOTCONN: ("the program behind this mount has ended at {path}", "fusermount -u {path}; then mount it again"),
     errno.ENOTDIR: ("{path}, or a folder above it, is a file", "give --path=FOLDER"),

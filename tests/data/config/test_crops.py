@@ -29,7 +29,7 @@ def bucket_size(data: ImageDataset, original: tuple[int, int], alignment_px: int
 def geometry_of(data: ImageDataset, original: tuple[int, int], alignment_px: int) -> Geometry:
     target = bucket_size(data, original, alignment_px)
     resized = resized_sizes(data, np.array([original]), np.array([target]))[0].tolist()
-    return compute_geometry(data, "x", *map(Shape.of_size, (original, resized, target)), 0)
+    return compute_geometry(data, "x", *(Shape(1, *size[::-1]) for size in (original, resized, target)), 0)
 
 
 def add(folder: Path, name: str, size: tuple[int, int] = (64, 64)) -> None:

@@ -41,7 +41,7 @@ def round_to_multiple(side_px: float, alignment_px: int) -> int:
 def geometry_of(data: ImageDataset, name: str, original: tuple[int, int], alignment_px: int, seed: int) -> Geometry:
     target = bucket_size(data, original, alignment_px)
     resized = resized_sizes(data, one(original), one(target))[0].tolist()
-    return compute_geometry(data, name, *map(Shape.of_size, (original, resized, target)), seed)
+    return compute_geometry(data, name, *(Shape(1, *size[::-1]) for size in (original, resized, target)), seed)
 
 
 def dataset(**values) -> ImageDataset:
