@@ -45,7 +45,8 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
         if ACCELERATE_CONFIG in extra and (value := extra.pop(ACCELERATE_CONFIG)) is not None:
             flags[ACCELERATE_CONFIG] = value
         unknown = dict(parse_arguments(context.args))  # the settings layer will refuse them
-        refuse_misspelled(unknown, [flag for parameter in parameters for flag in own_flags(parameter)])
+        if unknown:
+            refuse_misspelled(unknown, [flag for parameter in parameters for flag in own_flags(parameter)])
         files = {"config": config} if "config" in signature else {}
         command(flags=flags | unknown, **files, **extra)
 
@@ -86,7 +87,7 @@ def as_typed(ctx: object, value: Any) -> object:
 def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:
     """Raise SettingsError for what resembles an option of the command; settings are suggested elsewhere."""
     from simpletuner.settings.declared.errors import closest
-    from simpletuner.settings.foreign.recognition import original_hint
+    from simpletuner.settings.foreign.original_names import original_hint
 
     flags = {normalize_name(flag.lstrip("-")): flag for flag in own}
     for flag in unknown:

@@ -34,7 +34,6 @@ def train(flags: Mapping[str, object], config: Path | None, *, dry_run: bool = D
     # after what a mistake ends, which takes half as long without them
     from simpletuner.launch.plan import is_rank
     from simpletuner.launch.started_tasks import rank_variables
-    from simpletuner.launch.supervisor import launch_ranks
     from simpletuner.models.catalog.support import check_runnable
 
     if not dry_run and (variables := rank_variables(loaded.settings.launch, os.environ)):
@@ -60,6 +59,8 @@ def train(flags: Mapping[str, object], config: Path | None, *, dry_run: bool = D
     start_run_log(source_of(loaded.settings.launch, launches))
     with lasting("stdout"):
         if launches:
+            from simpletuner.launch.supervisor import launch_ranks
+
             # Ranks print the others: what only the datasets tell is known here.
             Report().warn_all(loaded.warnings[len(check_runnable(given).warnings) :])
             launch_ranks(loaded, ["train", *as_arguments(flags, config)], loaded.settings.training.output_dir)

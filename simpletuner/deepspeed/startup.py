@@ -21,7 +21,8 @@ from simpletuner.deepspeed.swap_files import remove_dead_swap_folders
 from simpletuner.parallel.world import World
 from simpletuner.private_api import of_torch
 from simpletuner.run_log import take_over
-from simpletuner.settings.foreign.deepspeed_config import DeepSpeedOptions
+from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.foreign.deepspeed_config import deepspeed_options
 from simpletuner.system.files.locks import exclusive_lock
 
 COMPILE_WAIT_SECONDS = 1800
@@ -34,7 +35,7 @@ STALE_LOCK_SECONDS = 120
 
 
 def start_deepspeed(
-    options: DeepSpeedOptions, world: World, say: Callable[[str], None], check_stop: Callable[[], None]
+    settings: Settings, world: World, say: Callable[[str], None], check_stop: Callable[[], None]
 ) -> None:
     """Import DeepSpeed; to offload to a disk, remove what dead runs left there, and compile operators.
 
@@ -42,8 +43,8 @@ def start_deepspeed(
     fixes it, for whatever is missing.
     """
     import_deepspeed(world)
-    folder = options.nvme_path
-    if folder is None:
+    options = deepspeed_options(settings)
+    if options is None or (folder := options.nvme_path) is None:
         return
     if world.local_rank == 0 and (owners := remove_dead_swap_folders(folder)):
         names = "; ".join(sorted({str(owner) for owner in owners}))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.data.config.dataset_file import NO_EFFECT, RULES, DatasetEntry, name_of_key
+from simpletuner.data.config.dataset_parsing import BLOCKS, DatasetFile, is_disabled, parse_datasets, parse_entry
 from simpletuner.data.config.dataset_parts import PARQUET
 from simpletuner.data.config.dataset_types import as_list
-from simpletuner.data.config.datasets import BLOCKS, DatasetFile, is_disabled, parse_datasets, parse_entry
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.importing.folders import has_caches
 from simpletuner.importing.foreign_trainer import CACHES

@@ -14,7 +14,8 @@ from typing import Any
 
 from simpletuner.importing.original import DEFAULTS, FLOAT16
 from simpletuner.settings.files.raw_values import RawValue
-from simpletuner.settings.foreign.original_names import FAMILY_NAMES, is_off
+from simpletuner.settings.foreign.original_names import is_off
+from simpletuner.settings.foreign.original_tables import FAMILY_NAMES
 from simpletuner.settings.values.spelling import normalize_name
 
 

@@ -6,13 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 from simpletuner.caches.latents import decoding_threads
 from simpletuner.caches.sources import Sources, encodes_during_training, open_sources, used_texts, without_caption
 from simpletuner.data.config.dataset_parts import NO_LIMIT, Window
-from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
+from simpletuner.data.config.dataset_types import ImageDataset, LocalImages, SnapshotImages, UrlImages
 from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.config.embeds import TextEmbeds
 from simpletuner.data.config.places import default_folder, latents_folder, text_folder
@@ -34,7 +33,6 @@ from simpletuner.preparation.alignment import bucket_alignment
 from simpletuner.preparation.plan import Plan
 from simpletuner.preparation.references import check_references, with_first_frames
 from simpletuner.preparation.sampled_prompts import SampledPrompt, sampled_prompts
-from simpletuner.preparation.shared_download import download_datasets, share_arrays
 from simpletuner.preparation.shared_scan import scan_datasets
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -76,7 +74,10 @@ def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData
     datasets, texts = load_datasets(settings.data, settings.model.model_type)
     record = (scans_folder or settings.training.output_dir) / HUB_RECORD
     world, report, stop, rescan = session.world, session.report, session.stop.check, settings.data.rescan
-    datasets = download_datasets(datasets, world, report, stop, record, rescan)
+    if any(isinstance(each, UrlImages | SnapshotImages) for each in datasets):
+        from simpletuner.preparation.shared_download import download_datasets
+
+        datasets = download_datasets(datasets, world, report, stop, record, rescan)
     text_folders = [text_folder(each, settings) for each in texts]
     latents_folders = [latents_folder(each, settings) for dataset in datasets for each in dataset.encoded]
     made = {each.id: each for each in datasets if each.prior_images}
@@ -133,7 +134,16 @@ def plan_data(
     rates = (remark_on_rates(scan, clip_fps(settings.model))[1] for scan in found.scans)
     for warning in (*dataset_warnings(found, alignment.width), *filter(None, rates)):
         session.report.warn(warning)
-    return share_memory(plan, "plan", session.world, session.stop.check)
+    return in_shared_memory(plan, "plan", session.world, session.stop.check)
+
+
+def in_shared_memory(plan: Plan, place: str, world: World, stop: Callable[[], None]) -> Plan:
+    """Same plan in memory that the ranks of a machine share; `place` is unique in a run. Collective."""
+    if world.size == 1:
+        return plan
+    from simpletuner.preparation.shared_memory import share_memory
+
+    return share_memory(plan, place, world, stop)
 
 
 def check_json(session: Session, samples: Samples) -> None:
@@ -221,17 +231,6 @@ def make_plan(settings: Settings, datasets: list[ImageDataset], texts: list[Text
     return Plan(datasets, texts, samples, buckets, sampler, digest, held_out)
 
 
-def share_memory(plan: Plan, place: str, world: World, stop: Callable[[], None]) -> Plan:
-    """Same plan in memory that the ranks of a machine share; `place` is unique in a run. Collective."""
-    own = [array for part in plan.samples.parts for array in part.arrays]
-    own += [array for bucket in plan.buckets.values() for array in bucket.groups.values()]
-    shared = iter(share_arrays(own, place, world, stop))
-    samples = Samples([part.with_arrays(*islice(shared, len(part.arrays))) for part in plan.samples.parts])
-    for bucket in plan.buckets.values():  # in place: the sampler and its schedule hold these buckets, too
-        bucket.groups.update({copies: next(shared) for copies in bucket.groups})
-    return replace(plan, samples=samples)
-
-
 def check_participation(settings: Settings, sampler: GlobalBatchSampler) -> None:
     """Raise SettingsError for steps without a dataset, DataError for buckets that do not fill a batch."""
     steps, epochs = settings.training.max_train_steps, settings.training.num_train_epochs
@@ -278,10 +277,10 @@ def prepare(
     sources.sound_vae.free()
     report_left_out(Discovery(broken=broken), report)
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
-        # `broken` is the same on all ranks, so they make the same plan, which share_memory relies on.
+        # `broken` is the same on all ranks, so they make the same plan, which sharing relies on.
         whole = plan.samples.without(broken)
         remade = make_plan(settings, plan.datasets, plan.texts, whole)
-        plan = share_memory(remade, "plan without broken images", session.world, stop)
+        plan = in_shared_memory(remade, "plan without broken images", session.world, stop)
     on_demand = [
         decoding_threads(part, session.world) for part in plan.samples.parts if encodes_during_training(part.dataset)
     ]

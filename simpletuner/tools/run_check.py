@@ -105,9 +105,12 @@ def examine_run(loaded: Loaded) -> tuple[Loaded, list[SimpleTunerError]]:
 
 def warnings_about_data(loaded: Loaded, datasets: Sequence[ImageDataset]) -> Iterator[str]:
     """Yield a sentence for each setting and key of the dataset file without effect on these datasets."""
-    from simpletuner.data.config.datasets import data_facts, unused_keys
+    from simpletuner.data.config.datasets import data_facts
 
-    yield from unused_keys(loaded.settings.data, loaded.origins)
+    if loaded.settings.data.data_backend_config is not None:
+        from simpletuner.data.config.dataset_parsing import unused_keys
+
+        yield from unused_keys(loaded.settings.data, loaded.origins)
     for rule in without_effect(loaded.settings, loaded.origins, data_facts(datasets)):
         yield str(with_places(rule, loaded.origins))
 

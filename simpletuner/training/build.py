@@ -21,7 +21,6 @@ from simpletuner.models.catalog.support import trains_sound
 from simpletuner.models.family.adapter import adapter_parameters, base_weights, freeze, measure_lengths
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.weights import weights_files
-from simpletuner.models.opening.assistant_lora import read_assistants, read_merged
 from simpletuner.models.opening.completeness import warn_of_eight_bits, warn_of_unread
 from simpletuner.models.opening.lora_config import check_formats
 from simpletuner.models.opening.lora_file import check_lora_init, load_lora, lora_file
@@ -38,13 +37,12 @@ from simpletuner.preparation.plan import Plan
 from simpletuner.preparation.prepare import Prepared
 from simpletuner.session import Session
 from simpletuner.settings.declared.sections import Settings
-from simpletuner.settings.foreign.deepspeed_config import deepspeed_options
 from simpletuner.training.checkpointer import Checkpointer, TrainingState
 from simpletuner.training.ema import EMA
 from simpletuner.training.hooks import RunHook, at_round_ends
 from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.metrics.speed import DURATIONS, Durations, open_throughput
-from simpletuner.training.optimizers import STEPPED_BY, LearningRate, make_optimizer
+from simpletuner.training.optimizers import LearningRate, engine_of, make_optimizer
 from simpletuner.training.run_folder.resuming import (
     ResumePoint,
     base_fingerprints,
@@ -245,7 +243,10 @@ def check_engine(session: Session, family: ModelFamily) -> None:
         if begun := check_lora_init(family):
             session.report.say(begun)
         check_formats(family, family.adapter)
-        read_assistants(family)
+        if settings.lora.assistant_lora:
+            from simpletuner.models.opening.assistant_lora import read_assistants
+
+            read_assistants(family)
     precision_of(settings).check(session.world.device)
     if settings.parallel.context_parallel_size > 1:
         check_sequence_plan(family)
@@ -254,10 +255,10 @@ def check_engine(session: Session, family: ModelFamily) -> None:
         raise SettingsError(message, "leave it out: it only changes how fast projections are")
     if settings.parallel.fsdp_enable:
         units_of(family.meta_denoiser, family.block_classes, settings.parallel)
-    if (options := deepspeed_options(settings)) is not None:
+    if settings.parallel.zero_stage is not None:
         from simpletuner.deepspeed.startup import start_deepspeed  # DeepSpeed is optional, and takes seconds to import
 
-        start_deepspeed(options, session.world, session.report.say, session.stop.check)
+        start_deepspeed(settings, session.world, session.report.say, session.stop.check)
 
 
 def check_sequence_plan(family: ModelFamily) -> None:
@@ -283,10 +284,15 @@ def open_engine(settings: Settings, mesh: Mesh, family: ModelFamily, checkpoint:
         folder = family.folder / family.denoiser_name
         files = weights_files(folder, settings.model.variant)
 
-    assistants = read_assistants(family) if is_lora else {}
+    read = partial(read_tensors, files, what=str(folder))
+    if is_lora and settings.lora.assistant_lora:
+        from simpletuner.models.opening.assistant_lora import read_assistants, read_merged
 
+        read = partial(read_merged, read, deltas=read_assistants(family))
+
+    @torch.no_grad()
     def load_weights(tensors: NamedTensors) -> None:
-        read_merged(lambda some: read_tensors(files, some, str(folder)), base_weights(tensors), assistants)
+        read(base_weights(tensors))
         if checkpoint is None and settings.lora.lora_init is None:
             measure_lengths(tensors)
 
@@ -350,10 +356,10 @@ def build_torch_engine(
     Memory comes after sharding, so that no rank ever holds more than its share; weights come before the
     optimizer and DDP, which copy or broadcast them.
     """
-    parallel, device, name = settings.parallel, mesh.world.device, settings.optimizer.optimizer
+    parallel, device = settings.parallel, mesh.world.device
     # FSDP2 refuses offloaded parameters that were not made in host memory.
     parameters_on = torch.device("cpu") if parallel.fsdp_offload_params else device
-    stepped_by = STEPPED_BY.get(name, TorchEngine)
+    stepped_by = engine_of(settings.optimizer.optimizer)
     make_engine = precision_of(settings).load(model, blocks, device, parameters_on, load_weights, stepped_by)
     adapter = adapter_parameters(model) or None
     engine = wrap(model, parallel, mesh, make_optimizer, compute_dtype(settings), adapter, make_engine)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,14 +14,8 @@ from torch import Tensor, nn
 
 from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler, SamplerState
 from simpletuner.errors import DataError
-from simpletuner.parallel.model.blocks import is_hidden_matrix
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
-from simpletuner.parallel.optimizers.adafactor import Adafactor
-from simpletuner.parallel.optimizers.muon import Muon
-from simpletuner.parallel.optimizers.prodigy import Prodigy
-from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeAdamW, ScheduleFreeEngine
-from simpletuner.parallel.precision.split_adamw import SplitAdamW
-from simpletuner.parallel.torch_engine import ShardedParameter, TorchEngine, whole_shape
+from simpletuner.parallel.torch_engine import ShardedParameter, TorchEngine
 from simpletuner.private_api import of_torch
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import Optimizer
@@ -92,8 +87,25 @@ def saved_schedule(saved: Mapping[str, Any]) -> Schedule:
     return Schedule(saved["max_steps"], **saved["schedule"])
 
 
-# The engines of optimizers that a plain TorchEngine does not step.
-STEPPED_BY: Mapping[str, type[TorchEngine]] = {"adamw_schedulefree": ScheduleFreeEngine}
+OWN: Mapping[str, str] = {
+    "adafactor": "optimizers.adafactor:make_adafactor",
+    "adamw_schedulefree": "optimizers.schedule_free:make_schedule_free",
+    "muon": "optimizers.muon:make_muon",
+    "prodigy": "optimizers.prodigy:make_prodigy",
+}
+"""Places below `parallel/` of optimizers that are neither torch's nor Lion: a run imports the one that it names."""
+SPLIT = "precision.split_adamw:make_split_adamw"
+
+
+def place_below_parallel(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"simpletuner.parallel.{module}"), name)
+
+
+def engine_of(optimizer: str) -> type[TorchEngine]:
+    """Return the class of the engine that steps an optimizer."""
+    own = "optimizers.schedule_free:ScheduleFreeEngine" if optimizer == "adamw_schedulefree" else ""
+    return place_below_parallel(own) if own else TorchEngine
 
 
 def make_optimizer(
@@ -104,28 +116,16 @@ def make_optimizer(
     Sources: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), Adam (Kingma and Ba 2015, arXiv:1412.6980),
     Adagrad (Duchi et al. 2011); of the others, see there.
     """
+    name = settings.optimizer
+    if own := SPLIT if settings.state_layout != "fp32" else OWN.get(name):
+        return place_below_parallel(own)(parameters, settings, blocks)
     rate, decay, epsilon = settings.learning_rate, settings.adam_weight_decay, settings.adam_epsilon
-    betas, name = (settings.adam_beta1, settings.adam_beta2), settings.optimizer
-    shards = [each.shard for each in parameters.values()]
-    if settings.state_layout != "fp32":
-        return SplitAdamW(shards, rate, betas, epsilon, decay)
+    shards, betas = [each.shard for each in parameters.values()], settings.betas
     if name == "lion":
         return Lion(shards, rate, betas, decay)
     if name == "adagrad":
         return torch.optim.Adagrad(shards, lr=rate, eps=epsilon, weight_decay=decay)
-    if name == "adafactor":
-        return Adafactor([*parameters.values()], rate, decay)
-    if name == "prodigy":
-        return Prodigy([*parameters.values()], rate, betas, epsilon, decay)
-    if name == "adamw_schedulefree":
-        return ScheduleFreeAdamW(shards, rate, betas, epsilon, decay)
     adamw = {"lr": rate, "betas": betas, "eps": epsilon, "weight_decay": decay, "fused": True}
-    if name == "muon":
-        hidden = [
-            key for key, each in parameters.items() if is_hidden_matrix(key, len(whole_shape(each.parameter)), blocks)
-        ]
-        matrices = {key: parameters[key] for key in hidden}
-        return Muon([*matrices.values()], [each for key, each in parameters.items() if key not in matrices], **adamw)
     return (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(shards, **adamw)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.preparation.shared_download import share_arrays
+from simpletuner.preparation.shared_memory import share_arrays
 
 
 def share_in(folder: str, report: str) -> None:

@@ -142,6 +142,7 @@ LOCAL = LATER + ": only folders (local), buckets (aws, gcs, azure) and lists of 
 ONLY_SNAPSHOTS = "it is for images of type huggingface"
 BY_READING = "files that are new or changed are read at every start"
 VERIFIED = "caches are checked record by record, and what changed is made again"
+NO_COLUMN = LATER + ": only sizes, lengths and captions"
 NO_CONDITIONING = LATER + ": a model is trained on images, captions, masks and reference images alone"
 
 REASONS: dict[str, str] = {
@@ -190,6 +191,7 @@ RULES: dict[str, Rule] = {
     **{key: Refuses(reason) for key, reason in REASONS.items()},
     **{key: Ignores(reason, warns=False) for key, reason in NO_EFFECT.items()},
     **{key: Ignores(reason) for key, reason in MISSED.items()},
+    **{f"parquet.{key}": Refuses(NO_COLUMN) for key in ("bbox_column", "audio_duration_column", "lyrics_column")},
 }
 
 # Values that the original accepts and this program does not, by key.

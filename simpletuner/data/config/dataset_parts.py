@@ -15,7 +15,6 @@ from pydantic_core import PydanticCustomError
 from simpletuner.settings.declared.errors import shorten
 from simpletuner.settings.declared.knob import Section
 from simpletuner.settings.declared.sections import DatasetSettings
-from simpletuner.settings.foreign.key_table import Refuses, Rule
 
 if TYPE_CHECKING:
     from simpletuner.data.config.dataset_types import ImageDataset
@@ -189,11 +188,7 @@ FORMATS = {".parquet": "Parquet", ".csv": "CSV", ".jsonl": "JSON lines", ".json"
 # Values of caption_strategy that mean the table, whatever its format.
 TABLE_STRATEGIES = ("parquet", "csv")
 
-ONLY_IMAGES = "not supported by this version: only sizes, lengths and captions"
 PARQUET = "parquet"
-TABLE_RULES: dict[str, Rule] = {
-    f"{PARQUET}.{key}": Refuses(ONLY_IMAGES) for key in ("bbox_column", "audio_duration_column", "lyrics_column")
-}
 
 
 def as_list(value: object) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,7 +13,6 @@ from pydantic_core import PydanticCustomError
 
 from simpletuner.data.config.caption_rules import CaptionKeys
 from simpletuner.data.config.class_images import ClassImageKeys
-from simpletuner.data.config.dataset_file import DatasetEntry
 from simpletuner.data.config.dataset_parts import (
     PARQUET,
     TABLE_STRATEGIES,
@@ -28,8 +26,6 @@ from simpletuner.data.config.dataset_parts import (
 )
 from simpletuner.data.config.embeds import BucketImageEmbeds, ImageEmbeds
 from simpletuner.data.config.places import AzurePlace, BucketPlace, GcsPlace, S3Place, check_id
-from simpletuner.errors import Mistake
-from simpletuner.settings.declared.errors import did_you_mean
 from simpletuner.settings.values.parsed import no_address
 from simpletuner.settings.values.spelling import OF_A_DATASET, fill, only_placeholders
 
@@ -323,71 +319,3 @@ PLACES: dict[str, type[ImageDataset]] = {
     "huggingface": SnapshotImages,
 }
 """Datasets of images by `type`."""
-
-
-def paired(datasets: Sequence[ImageDataset]) -> list[ImageDataset]:
-    """Training and held-out datasets, and the masks and references that they name."""
-    by_id = {dataset.id: dataset for dataset in datasets if dataset.conditioning_type}
-    own = [dataset for dataset in datasets if not dataset.conditioning_type]
-    return [each.paired_with([by_id[name] for name in conditioning_of(each, datasets)]) for each in own]
-
-
-def conditioning_of(dataset: ImageDataset, datasets: Iterable[ImageDataset]) -> list[str]:
-    """Return the ids that a dataset names in `conditioning_data`, and of those that name it themselves."""
-    named_by = [each.id for each in datasets if each.source_dataset_id == dataset.id]
-    return list(dict.fromkeys((*dataset.conditioning_data, *named_by)))
-
-
-def mistakes_of_class_images(
-    entries: Sequence[tuple[ImageDataset, DatasetEntry]], refused: Collection[str]
-) -> Iterator[Mistake]:
-    """Yield mistakes in the names and folders of datasets whose captions are prompts of class images."""
-    scanned = [
-        (each.id, each.instance_data_dir.resolve())
-        for each, _ in entries
-        if isinstance(each, LocalImages) and not each.prior_images
-    ]
-    captioned = [each.id for each, _ in entries if not (each.conditioning_type or each.prior_images)]
-    for dataset, entry in entries:
-        source = dataset.prior_captions_of
-        if source is not None and source not in (*captioned, *refused):
-            message = "no dataset of images with captions has this id"
-            yield entry.mistake("prior_captions_of", message, did_you_mean(source, captioned))
-        if dataset.prior_images and isinstance(dataset, LocalImages):
-            folder = dataset.instance_data_dir.resolve()
-            if within := next((name for name, each in scanned if folder.is_relative_to(each)), None):
-                message = (
-                    f"class images would be taken for images of dataset `{within}`: give them a folder of their own"
-                )
-                yield entry.mistake("instance_data_dir", message)
-
-
-def mistakes_of_pairs(
-    entries: Sequence[tuple[ImageDataset, DatasetEntry]], refused: Collection[str], unused: dict[str, list[str]]
-) -> Iterator[Mistake]:
-    """Yield the mistakes in references between datasets of images, masks and references.
-
-    `refused` are ids of entries with mistakes of their own; keys without effect are added to `unused`.
-    """
-    images = [dataset for dataset, _ in entries]
-    by_id = {dataset.id: dataset for dataset in images if dataset.conditioning_type}
-    own = [dataset.id for dataset in images if not dataset.conditioning_type]
-    for dataset, entry in entries:
-        for wanted in dataset.conditioning_data:
-            if wanted not in (*by_id, *refused):
-                message = "no dataset of dataset_type conditioning has this id"
-                yield entry.mistake("conditioning_data", message, did_you_mean(wanted, by_id))
-        if (source := dataset.source_dataset_id) is not None and source not in (*own, *refused):
-            message = "no dataset of images has this id"
-            yield entry.mistake("source_dataset_id", message, did_you_mean(source, own))
-        masks = [name for name in conditioning_of(dataset, images) if name in by_id and by_id[name].are_masks]
-        if len(masks) > 1:
-            yield entry.mistake("conditioning_data", "it names more than one dataset of masks")
-    named = Counter(name for dataset in images for name in conditioning_of(dataset, images))
-    for dataset, entry in entries:
-        if dataset.conditioning_type and not named[dataset.id]:
-            why = f"{dataset.id} has no effect: no dataset names it in conditioning_data"
-            unused.setdefault(why, []).append(entry.place())
-        if dataset.are_references and named[dataset.id] > 1:  # its latents are cached as one dataset's
-            message = f"{named[dataset.id]} datasets of images name it as theirs: write an entry with an id for each"
-            yield entry.mistake("id", message)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from simpletuner.data.config.dataset_file import DatasetEntry
-from simpletuner.data.config.datasets import mistake_of
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.declared.errors import did_you_mean
 from simpletuner.settings.declared.knob import Section
@@ -20,6 +18,9 @@ from simpletuner.settings.files.config_files import NotParsed, explain_parsing, 
 from simpletuner.settings.files.formats import read_text
 from simpletuner.settings.values.shape import normalize_shapes
 from simpletuner.system.files.paths import shown_path
+
+if TYPE_CHECKING:
+    from simpletuner.data.config.dataset_file import DatasetEntry
 
 PAGE = "docs/validation.md lists what a line may have"
 
@@ -57,6 +58,8 @@ def load_prompts(validation: Validation, read: Callable[[Path], str] = read_text
 
 def parse_prompts(path: Path, text: str) -> list[ValidationPrompt]:
     """Read JSON lines. Raises NotParsed for a line that is no JSON, and SettingsError for other mistakes."""
+    from simpletuner.data.config.dataset_parsing import mistake_of
+
     prompts: list[ValidationPrompt] = []
     mistakes: list[Mistake] = []
     for entry in entries_of(path, text):
@@ -79,6 +82,8 @@ def parse_prompts(path: Path, text: str) -> list[ValidationPrompt]:
 
 def entries_of(path: Path, text: str) -> Iterator[DatasetEntry]:
     """Yield the object of each line; empty lines are left out."""
+    from simpletuner.data.config.dataset_file import DatasetEntry
+
     # Not splitlines(), which also breaks at U+2028, as JSON allows it within a text.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

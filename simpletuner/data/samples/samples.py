@@ -1,7 +1,7 @@
 """Samples of a run as columns; a `Sample` is made from its row on access.
 
 Rows lie in Arrow record batches, memory-mapped from a kept scan that all ranks share. A sample takes 8 bytes
-more: its row, and the index of its size (`preparation/shared_download.py`: once per machine). Held-out
+more: its row, and the index of its size (`preparation/shared_memory.py`: once per machine). Held-out
 samples are datasets of type eval, and a share of the others. Reference images are samples of their own,
 cached like others.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
 from simpletuner.parallel.torch_engine import ShardedParameter
+from simpletuner.settings.declared.sections import Optimizer
 
 BETA2_DECAY, SMALLEST_RMS, CLIP = -0.8, 1e-3, 1.0
 """Gamma, epsilon2 and d of the paper."""
@@ -107,3 +108,9 @@ class Adafactor(ShardOptimizer):
         flat = torch.cat(parts)
         dist.all_reduce(flat, group=self.ranks)
         return flat.split([len(part) for part in parts])
+
+
+def make_adafactor(
+    parameters: Mapping[str, ShardedParameter], settings: Optimizer, blocks: tuple[str, ...]
+) -> Adafactor:
+    return Adafactor([*parameters.values()], settings.learning_rate, settings.adam_weight_decay)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from simpletuner.parallel.model.blocks import is_hidden_matrix
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
-from simpletuner.parallel.torch_engine import ShardedParameter
+from simpletuner.parallel.torch_engine import ShardedParameter, whole_shape
+from simpletuner.settings.declared.sections import Optimizer
 
 MOMENTUM, ITERATIONS = 0.95, 5
 # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: of the polynomial that is steepest at 0.
@@ -170,3 +172,20 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         gram = each @ each.mT
         each = torch.baddbmm(each, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), each, beta=a)
     return each.to(matrices.dtype)
+
+
+def make_muon(parameters: Mapping[str, ShardedParameter], settings: Optimizer, blocks: tuple[str, ...]) -> Muon:
+    """Give Muon the hidden matrices of blocks, and AdamW the other weights."""
+    hidden = {
+        key for key, each in parameters.items() if is_hidden_matrix(key, len(whole_shape(each.parameter)), blocks)
+    }
+    others = [each for key, each in parameters.items() if key not in hidden]
+    return Muon(
+        [each for key, each in parameters.items() if key in hidden],
+        others,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.adam_epsilon,
+        weight_decay=settings.adam_weight_decay,
+        fused=True,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
 from simpletuner.parallel.torch_engine import ShardedParameter
+from simpletuner.settings.declared.sections import Optimizer
 
 # d_0 of the paper, which says that any small value will do: it grows within some hundred steps.
 FIRST_DISTANCE = 1e-6
@@ -100,3 +101,8 @@ class Prodigy(ShardOptimizer):
         if self.ranks is not None:
             dist.all_reduce(sums, group=self.ranks)
         return sums
+
+
+def make_prodigy(parameters: Mapping[str, ShardedParameter], settings: Optimizer, blocks: tuple[str, ...]) -> Prodigy:
+    rate, decay = settings.learning_rate, settings.adam_weight_decay
+    return Prodigy([*parameters.values()], rate, settings.betas, settings.adam_epsilon, decay)

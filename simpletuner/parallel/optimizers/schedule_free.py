@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.parallel.optimizer_state import NewMoments, ShardAdamW, zero_moments
-from simpletuner.parallel.torch_engine import TorchEngine
+from simpletuner.parallel.torch_engine import ShardedParameter, TorchEngine
+from simpletuner.settings.declared.sections import Optimizer
 
 
 class ScheduleFreeAdamW(ShardAdamW):
@@ -89,3 +90,10 @@ class ScheduleFreeEngine(TorchEngine):
         finally:
             for shard, values in zip(shards, kept, strict=True):
                 shard.data.copy_(values)
+
+
+def make_schedule_free(
+    parameters: Mapping[str, ShardedParameter], settings: Optimizer, blocks: tuple[str, ...]
+) -> ScheduleFreeAdamW:
+    shards, rate = [each.shard for each in parameters.values()], settings.learning_rate
+    return ScheduleFreeAdamW(shards, rate, settings.betas, settings.adam_epsilon, settings.adam_weight_decay)

@@ -7,7 +7,7 @@ written as float32, so checkpoints need not know of them.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from simpletuner.data.sampler.epoch_order import hash_key
 from simpletuner.parallel.optimizer_state import NewMoments, ShardAdamW, zero_moments
+from simpletuner.parallel.torch_engine import ShardedParameter
+from simpletuner.settings.declared.sections import Optimizer
 
 # Values that share a scale: 4 / 128 bytes per value, and an outlier costs its neighbours alone precision.
 BLOCK = 128
@@ -298,3 +300,10 @@ def update_in_chunks(update: Update, gradient_scale: Tensor) -> None:
             write_float32(exact, bits, low)
         mean.write(start, means, uniform(noise))
         square.write(start, squares, uniform(noise >> 16))
+
+
+def make_split_adamw(
+    parameters: Mapping[str, ShardedParameter], settings: Optimizer, blocks: tuple[str, ...]
+) -> SplitAdamW:
+    shards, rate = [each.shard for each in parameters.values()], settings.learning_rate
+    return SplitAdamW(shards, rate, settings.betas, settings.adam_epsilon, settings.adam_weight_decay)

@@ -206,6 +206,10 @@ class Optimizer(Section):
 
     add_own_defaults = model_validator(mode="before")(with_own_defaults)
 
+    @property
+    def betas(self) -> tuple[float, float]:
+        return self.adam_beta1, self.adam_beta2
+
     def warmup_steps(self, max_steps: int) -> int:
         """Return the steps of the warm-up in a run of so many."""
         return round(self.lr_warmup_steps * (max_steps if self.lr_warmup_steps < 1 else 1))

@@ -15,6 +15,8 @@ from simpletuner.system.files.paths import expand_path, shown_path
 
 PREFIX = "SIMPLETUNER_"
 # Names a source rather than a setting; may stand wherever settings do. `none` turns the default file off.
+LAUNCHED_BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"
+"""Variable that every launcher in accelerate/utils/launch.py (1.15) sets, whatever is asked for."""
 ACCELERATE_CONFIG = "accelerate_config"
 CONFIG_ENV = "config/config.env"
 CONFIG_CANDIDATES = ("config/config.json", "config/config.toml", "config/config.yaml")
@@ -170,3 +172,12 @@ def check_depth(value: object) -> None:
 
 def items_of(value: object) -> list[object]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+def default_accelerate_file(environment: Mapping[str, str]) -> Path | None:
+    """The file that `accelerate config` wrote, if there is one."""
+    home = Path(environment.get("HOME", "~")).expanduser()
+    caches = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
+    # As accelerate 1.15 has it in accelerate/commands/config/config_args.py, YAML first.
+    folder = Path(environment.get("HF_HOME") or caches / "huggingface").expanduser() / "accelerate"
+    return next((path for name in ("yaml", "json") if (path := folder / f"default_config.{name}").is_file()), None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from simpletuner.errors import BrokenRule, Mistake
+from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.declared.errors import did_you_mean, shorten
-from simpletuner.settings.files.config_files import FileEntry, file_place
+from simpletuner.settings.files.config_files import LAUNCHED_BY_ACCELERATE, FileEntry, file_place
+from simpletuner.settings.files.raw_values import RawValue, Source
 from simpletuner.settings.foreign.accelerate_fields import (
     ENGINES,
     HYBRID,
@@ -16,13 +18,17 @@ from simpletuner.settings.foreign.accelerate_fields import (
     STRATEGY_FIELDS,
     TABLE,
     kind_of,
+    left_out,
+    map_file,
+    read_file,
     strategy_name,
 )
 from simpletuner.settings.foreign.key_table import MappedField
 from simpletuner.settings.values.spelling import normalize_name
+from simpletuner.system.files.paths import shown_path
 
 LAUNCHED = {
-    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    LAUNCHED_BY_ACCELERATE: "mixed_precision",
     "ACCELERATE_USE_CPU": "use_cpu",
     "ACCELERATE_DEBUG_MODE": "debug",
     "ACCELERATE_CPU_AFFINITY": "enable_cpu_affinity",
@@ -61,10 +67,7 @@ LAUNCHED = {
 
 
 def launched_entries(environment: Mapping[str, str]) -> list[FileEntry]:
-    """Settings that `accelerate launch` passed to this process in its environment; empty without it."""
-    # Every launcher in accelerate/utils/launch.py (1.15) sets it, whatever is asked for.
-    if "ACCELERATE_MIXED_PRECISION" not in environment:
-        return []
+    """Settings that `accelerate launch` passed to this process in its environment."""
     engine = next((name for name in ("fsdp", "deepspeed") if f"ACCELERATE_USE_{name.upper()}" in environment), "no")
     entries: dict[str, Any] = {"distributed_type": engine.upper()}
     for variable, field in LAUNCHED.items():
@@ -146,15 +149,39 @@ def guess_engine(found: MappedField) -> str:
     return did_you_mean(str(found.value).upper(), ENGINES) if found.path == "distributed_type" else ""
 
 
-def missing_ranks(place: str) -> BrokenRule:
-    """Error for several ranks without their number, as in `accelerate launch`: with 1 another run would start
-    than the file describes."""
-    message = f"num_processes is missing: {place} means several ranks: write it there, or give --num_processes=8"
-    return BrokenRule("num_processes", message)
-
-
 def place_of_ranks(name: str, entries: Iterable[FileEntry]) -> str:
     """File and line that ask for several ranks; empty if none does, or if that is a mistake anyway."""
     kind = kind_of(entries)
     asks = normalize_name(kind.value) not in ALONE and str(kind.value).upper() in ENGINES
     return f"distributed_type: {kind.value} ({file_place(name, kind.line)})" if asks else ""
+
+
+def launched_source(environment: Mapping[str, str]) -> Source:
+    """Settings that `accelerate launch` passed to this process."""
+    return accelerate_source("accelerate launch", launched_entries(environment), implicit=False)
+
+
+def file_source(path: Path, implicit: bool) -> Source:
+    """Settings in a file of accelerate. Raises SettingsError for a file that is none."""
+    entries = read_file(path)
+    if not any(entry.key == "distributed_type" for entry in entries):
+        raise SettingsError(
+            f"{shown_path(path)} is no accelerate file: it has no distributed_type", "`accelerate config` writes one"
+        )
+    return accelerate_source(shown_path(path), entries, implicit)
+
+
+def accelerate_source(name: str, entries: list[FileEntry], implicit: bool) -> Source:
+    """Settings from accelerate's fields, with warnings for unused and mistakes for impossible ones."""
+    fields = map_file(entries)
+    values = [RawValue(found.setting, found.value, accelerate_place(name, found)) for found in fields if found.setting]
+    needs_ranks = "" if any(value.name == "num_processes" for value in values) else place_of_ranks(name, entries)
+    mistakes = mistakes_of(name, fields)
+    return Source(
+        name, values, warnings_of(name, fields), mistakes, needs_ranks, implicit, left_out=left_out(entries, fields)
+    )
+
+
+def accelerate_place(name: str, found: MappedField) -> str:
+    """Return the place of a field, with its own name where the setting has another."""
+    return file_place(name, found.line) + (f" {found.path}" if found.path != found.setting else "")

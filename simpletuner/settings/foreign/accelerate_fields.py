@@ -279,15 +279,6 @@ def engine_name(settings: Settings) -> str:
     return ("MULTI_CPU" if settings.launch.use_cpu else "MULTI_GPU") if many else "NO"
 
 
-def default_file(environment: Mapping[str, str]) -> Path | None:
-    """The file that `accelerate config` wrote, if there is one."""
-    home = Path(environment.get("HOME", "~")).expanduser()
-    caches = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
-    # As accelerate 1.15 has it in accelerate/commands/config/config_args.py, YAML first.
-    folder = Path(environment.get("HF_HOME") or caches / "huggingface").expanduser() / "accelerate"
-    return next((path for name in ("yaml", "json") if (path := folder / f"default_config.{name}").is_file()), None)
-
-
 def read_file(path: Path) -> list[FileEntry]:
     """Read an accelerate file. Raises SettingsError when it is missing or does not parse."""
     if not path.exists():

@@ -9,17 +9,15 @@ values without an effect, besides those that mean "off".
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import get_args
 
 from simpletuner.settings.declared.sections import SECTION_OF, setting_fields
+from simpletuner.settings.files.raw_values import EXTRA_ARGS
 from simpletuner.settings.foreign.key_table import Ignores, KeyTable, MappedField, Maps, Refuses, Rule, map_field
 from simpletuner.settings.foreign.original_tables import ASKS_FOR_NOTHING, RENAMED
 from simpletuner.settings.values.spelling import normalize_name
-
-FAMILY_NAMES = {"cosmos2image": "cosmos", "ideogram": "ideogram4", "pixart": "pixart_sigma"}
-"""Names that differ here."""
 
 AUDIO = "it generates audio"
 NO_PIPELINE = "diffusers has no pipeline of it"
@@ -285,3 +283,30 @@ def map_name(key: str, name: str, value: object) -> MappedField:
         return found
     may_be_null = type(None) in get_args(setting_fields()[found.setting].annotation)  # validation knows what it means
     return found if may_be_null else MappedField(key, name, value, "neutral", note="not set")
+
+
+def names_of_original(names: Iterable[str]) -> list[str]:
+    """Return the names that only files of the original SimpleTuner have, each with what it is called here."""
+    theirs = [name for name in names if name in EXTRA_ARGS or (name in TABLE.rules and name not in SECTION_OF)]
+    return [
+        f"{name} (here {rule.setting})" if isinstance(rule := TABLE.rules.get(name), Maps) else name for name in theirs
+    ]
+
+
+def is_value_of_original(setting: str, value: object) -> bool:
+    """True if a value is valid in the original's files and has another meaning here."""
+    rule = TABLE.rules.get(setting)
+    if not isinstance(rule, Maps):
+        return False
+    try:
+        return rule.read(value) != value
+    except ValueError:  # the original's, and refused with a reason
+        return True
+
+
+def original_hint(name: str) -> str:
+    """Hint for a setting name of the original: our name, or the reason for having none; empty if unknown."""
+    rule = TABLE.rules.get(name)
+    if isinstance(rule, Maps):
+        return f"it is called `{rule.setting}` here"
+    return rule.reason if isinstance(rule, Ignores | Refuses) else ""

@@ -6,6 +6,9 @@ Names stand in one text per answer; `name=value|value` adds values without an ef
 
 from __future__ import annotations
 
+FAMILY_NAMES = {"cosmos2image": "cosmos", "ideogram": "ideogram4", "pixart": "pixart_sigma"}
+"""Families that have another name here."""
+
 RENAMED: dict[str, str] = {
     "assistant_lora": "assistant_lora_path",
     "accelerate_config": "accelerate_config_path",

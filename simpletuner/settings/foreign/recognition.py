@@ -9,15 +9,11 @@ opposite.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from simpletuner.settings.declared.errors import FLOAT8
-from simpletuner.settings.declared.sections import SECTION_OF
-from simpletuner.settings.files.raw_values import EXTRA_ARGS
-from simpletuner.settings.foreign.key_table import Ignores, Maps, Refuses
-from simpletuner.settings.foreign.original_names import TABLE
 
 KOHYA, PIPE, GUI = "kohya's sd-scripts", "diffusion-pipe", "kohya_ss, the GUI"
 MUSUBI, ONETRAINER, AITOOLKIT = "musubi-tuner", "OneTrainer", "ai-toolkit"
@@ -116,25 +112,6 @@ def flat(values: Mapping[str, object]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not isinstance(value, Mapping)} | inner
 
 
-def names_of_original(names: Iterable[str]) -> list[str]:
-    """Return the names that only files of the original SimpleTuner have, each with what it is called here."""
-    theirs = [name for name in names if name in EXTRA_ARGS or (name in TABLE.rules and name not in SECTION_OF)]
-    return [
-        f"{name} (here {rule.setting})" if isinstance(rule := TABLE.rules.get(name), Maps) else name for name in theirs
-    ]
-
-
-def is_value_of_original(setting: str, value: object) -> bool:
-    """True if a value is valid in the original's files and has another meaning here."""
-    rule = TABLE.rules.get(setting)
-    if not isinstance(rule, Maps):
-        return False
-    try:
-        return rule.read(value) != value
-    except ValueError:  # the original's, and refused with a reason
-        return True
-
-
 def import_hint(file: str | Path, is_list: bool = False, trainer: str = "") -> str:
     output = "--output=datasets.json" if is_list else "--output=run.toml"
     command = shlex.join(["simpletuner", "config", "import", str(file), output])
@@ -142,14 +119,6 @@ def import_hint(file: str | Path, is_list: bool = False, trainer: str = "") -> s
         words = [word for word, name in PROGRAMS.items() if name in (KOHYA, MUSUBI)]
         return f"say which: `{command} --from={words[0]}` or `--from={words[1]}`"
     return f"`{command}` translates it, or says what would be lost"
-
-
-def original_hint(name: str) -> str:
-    """Hint for a setting name of the original: our name, or the reason for having none; empty if unknown."""
-    rule = TABLE.rules.get(name)
-    if isinstance(rule, Maps):
-        return f"it is called `{rule.setting}` here"
-    return rule.reason if isinstance(rule, Ignores | Refuses) else ""
 
 
 # Words that people type for a setting with another name; they are not accepted, but answered with ours.

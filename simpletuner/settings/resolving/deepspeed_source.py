@@ -12,15 +12,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from simpletuner.errors import BrokenRule, SettingsError
-from simpletuner.settings.declared.errors import shorten
-from simpletuner.settings.declared.knob import own_defaults
 from simpletuner.settings.files.raw_values import RawValue, Source
 from simpletuner.settings.foreign.deepspeed_keys import TABLE
 from simpletuner.settings.foreign.deepspeed_optimizers import read_optimizer
 from simpletuner.settings.foreign.deepspeed_parsed import ParsedConfig
 from simpletuner.settings.foreign.deepspeed_schedules import CONSTANT, read_scheduler
-from simpletuner.settings.resolving.sources import MergedValues, validate_value
-from simpletuner.settings.values.spelling import is_equal
+from simpletuner.settings.resolving.sources import MergedValues, validate_value, warn_of_defaults
 
 NAME = "deepspeed_config"
 # DeepSpeed's default of `gradient_clipping`, and accelerate's for it.
@@ -36,10 +33,8 @@ def apply_deepspeed_config(merged: MergedValues) -> list[str]:
 
     A setting that another source gives with another value is a mistake that names both.
     """
-    if (given := merged.values.get(NAME)) is None:
-        return []
     try:
-        config = validate_value(NAME, given)
+        config = validate_value(NAME, merged.values[NAME])
     except ValidationError:
         return []  # validation says so
     if config is None:
@@ -58,22 +53,6 @@ def apply_deepspeed_config(merged: MergedValues) -> list[str]:
     merged.values[NAME] = parsed.kept or None
     merged.mistakes += parsed.mistakes
     return [*parsed.warnings, *warn_of_defaults(parsed.file or origin.place, parsed.left_out, merged)]
-
-
-def warn_of_defaults(place: str, left_out: Iterable[RawValue], merged: MergedValues) -> list[str]:
-    """Say in one sentence what DeepSpeed itself would take where its file says nothing, as far as it is not
-    ours.
-
-    What another source sets is decided. `left_out` has DeepSpeed's value of a setting, and its key as the
-    place.
-    """
-    own = own_defaults(merged.value("optimizer"))
-    ours = {given.name: own.get(given.name, merged.value(given.name)) for given in left_out}
-    found = [each for each in left_out if each.name not in merged.origins and not is_equal(each.value, ours[each.name])]
-    theirs = ", ".join(dict.fromkeys(f"{each.place} = {shorten(each.as_written)}" for each in found))
-    here = ", ".join(f"{each.name} = {shorten(ours[each.name])}" for each in found)
-    said = f"DeepSpeed itself would take {theirs}, where {place} says nothing; here it is {here}"
-    return [said] if found else []
 
 
 def as_source(name: str, config: Mapping[str, Any]) -> Source:

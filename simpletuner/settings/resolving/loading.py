@@ -24,17 +24,16 @@ from simpletuner.settings.declared.table import canonical_name, plain_name
 from simpletuner.settings.files.config_files import TOO_DEEP, check_depth, reason_of
 from simpletuner.settings.files.formats import FORMATS, read_text
 from simpletuner.settings.files.raw_values import Origin, RawValue, Source
-from simpletuner.settings.foreign.accelerate import missing_ranks
-from simpletuner.settings.foreign.recognition import (
-    import_hint,
-    is_value_of_original,
-    meaning_of,
-    names_of_original,
-    original_hint,
-)
-from simpletuner.settings.resolving.deepspeed_source import apply_deepspeed_config, warn_of_defaults
+from simpletuner.settings.foreign.recognition import import_hint, meaning_of
 from simpletuner.settings.resolving.places import with_places
-from simpletuner.settings.resolving.sources import RANKS, MergedValues, apply_global_batch_size, collect_sources
+from simpletuner.settings.resolving.sources import (
+    RANKS,
+    MergedValues,
+    apply_global_batch_size,
+    collect_sources,
+    missing_ranks,
+    warn_of_defaults,
+)
 from simpletuner.settings.rules.effects import without_effect
 from simpletuner.settings.rules.rules import find_contradictions, find_missing, normalize, warnings_about
 from simpletuner.settings.values.parsed import check_bucket, parse_bucket
@@ -113,7 +112,10 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
             merged.set(given, source.name)
         found += source.mistakes
     warnings += sort_outranked(outranked, merged)
-    warnings += apply_deepspeed_config(merged)
+    if merged.values.get("deepspeed_config") is not None:
+        from simpletuner.settings.resolving.deepspeed_source import apply_deepspeed_config
+
+        warnings += apply_deepspeed_config(merged)
     warnings += [said for source in sources for said in warn_of_defaults(source.name, source.left_out, merged)]
     # After DeepSpeed's JSON, which may give the batch size of a rank.
     apply_global_batch_size(merged)
@@ -158,9 +160,11 @@ def sort_outranked(found: Iterable[Mistake], merged: MergedValues) -> Iterator[s
 
 def refuse_original(source: Source) -> None:
     """Raise SettingsError for a file with the original's own names: `config import` translates it."""
-    if source.is_file and not source.is_outranked:
-        theirs = names_of_original(plain_name(given.name) for given in source.values)
-        if theirs:
+    others = [name for given in source.values if (name := plain_name(given.name)) not in SECTION_OF]
+    if others and source.is_file and not source.is_outranked:
+        from simpletuner.settings.foreign.original_names import names_of_original
+
+        if theirs := names_of_original(others):
             more = f" and {len(theirs) - SHOWN} more" if len(theirs) > SHOWN else ""
             message = f"{source.name} is a file of the original SimpleTuner: it has {', '.join(theirs[:SHOWN])}{more}"
             raise SettingsError(message, import_hint(source.name))
@@ -168,6 +172,8 @@ def refuse_original(source: Source) -> None:
 
 def hint_for_values(sources: Iterable[Source], invalid: frozenset[str]) -> str:
     """Hint to translate a file whose refused values are the original's; empty for other mistakes."""
+    from simpletuner.settings.foreign.original_names import is_value_of_original
+
     for source in sources:
         for given in source.values if source.is_file else ():
             if (name := canonical_name(given.name)) in invalid and is_value_of_original(name, given.value):
@@ -208,6 +214,8 @@ def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
         return Mistake(given.name, message, given.place)
     if given.place == "flag" and given.value == "" and not given.name.startswith("-"):
         return Mistake(given.name, "is neither a flag nor the value of one", given.place, hint=flag_for(given.name))
+    from simpletuner.settings.foreign.original_names import original_hint
+
     is_variable = re.search(r"\.env:\d+$", given.place, re.IGNORECASE)
     otherwise = "set it in the shell if it is a variable of another program" if is_variable else ""
     name = plain_name(given.name)

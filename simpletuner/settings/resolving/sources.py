@@ -17,24 +17,21 @@ from pydantic import ValidationError
 
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.declared.errors import is_secret, shorten
+from simpletuner.settings.declared.knob import own_defaults
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
 from simpletuner.settings.files.config_files import (
     ACCELERATE_CONFIG,
     CONFIG_CANDIDATES,
     CONFIG_ENV,
     CONFIG_FOLDER,
+    LAUNCHED_BY_ACCELERATE,
     PREFIX,
-    FileEntry,
-    file_place,
+    default_accelerate_file,
     find_config,
     named_path,
 )
 from simpletuner.settings.files.formats import read_entries, suffix_of
 from simpletuner.settings.files.raw_values import Origin, RawValue, Source, is_reference, raw_value
-from simpletuner.settings.foreign.accelerate import launched_entries, mistakes_of, place_of_ranks, warnings_of
-from simpletuner.settings.foreign.accelerate_fields import default_file, left_out, map_file, read_file
-from simpletuner.settings.foreign.key_table import MappedField
-from simpletuner.settings.foreign.original_names import TABLE
 from simpletuner.settings.foreign.recognition import import_hint, is_dataset_file, trainer_of
 from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, is_equal, normalize_name, normalize_value
 from simpletuner.system.files.paths import shown_path
@@ -84,7 +81,11 @@ def from_env_file(path: Path, environment: Mapping[str, str] = os.environ, used:
 
 def is_variable(key: str) -> bool:
     """True if a name in config.env is another program's variable, such as HF_TOKEN."""
-    return key.upper().startswith(OTHER_PROGRAMS) and normalize_name(key) not in (*TABLE.rules, *SECTION_OF)
+    if not key.upper().startswith(OTHER_PROGRAMS):
+        return False
+    from simpletuner.settings.foreign.original_names import TABLE
+
+    return normalize_name(key) not in (*TABLE.rules, *SECTION_OF)
 
 
 def from_environment(environment: Mapping[str, str]) -> Source:
@@ -251,36 +252,42 @@ def from_file(path: Path, environment: Mapping[str, str] = os.environ) -> Source
 def from_accelerate(chosen: Any, environment: Mapping[str, str]) -> list[Source]:
     """Return accelerate's configuration: from `accelerate launch`, the chosen file, or its default one."""
     # What `accelerate launch` resolved includes its file and its own flags: the file must not be read again.
-    if entries := launched_entries(environment):
-        return [accelerate_source("accelerate launch", entries, implicit=False)]
+    if LAUNCHED_BY_ACCELERATE in environment:
+        from simpletuner.settings.foreign.accelerate import launched_source
+
+        return [launched_source(environment)]
     chosen = chosen or environment.get("ACCELERATE_CONFIG_FILE")
     if chosen is not None and normalize_name(chosen) in WORDS_FOR_NOTHING:
         return []
-    path = named_path(chosen, ACCELERATE_CONFIG) if chosen else default_file(environment)
+    path = named_path(chosen, ACCELERATE_CONFIG) if chosen else default_accelerate_file(environment)
     if path is None:
         return []
-    entries = read_file(path)
-    if not any(entry.key == "distributed_type" for entry in entries):
-        raise SettingsError(
-            f"{shown_path(path)} is no accelerate file: it has no distributed_type", "`accelerate config` writes one"
-        )
-    return [accelerate_source(shown_path(path), entries, implicit=chosen is None)]
+    from simpletuner.settings.foreign.accelerate import file_source
+
+    return [file_source(path, implicit=chosen is None)]
 
 
-def accelerate_source(name: str, entries: list[FileEntry], implicit: bool) -> Source:
-    """Settings from accelerate's fields, with warnings for unused and mistakes for impossible ones."""
-    fields = map_file(entries)
-    values = [RawValue(found.setting, found.value, accelerate_place(name, found)) for found in fields if found.setting]
-    needs_ranks = "" if any(value.name == RANKS for value in values) else place_of_ranks(name, entries)
-    mistakes = mistakes_of(name, fields)
-    return Source(
-        name, values, warnings_of(name, fields), mistakes, needs_ranks, implicit, left_out=left_out(entries, fields)
-    )
+def missing_ranks(place: str) -> BrokenRule:
+    """Error for several ranks without their number, as in `accelerate launch`: with 1 another run would start
+    than the file describes."""
+    message = f"{RANKS} is missing: {place} means several ranks: write it there, or give --{RANKS}=8"
+    return BrokenRule(RANKS, message)
 
 
-def accelerate_place(name: str, found: MappedField) -> str:
-    """Return the place of a field, with its own name where the setting has another."""
-    return file_place(name, found.line) + (f" {found.path}" if found.path != found.setting else "")
+def warn_of_defaults(place: str, left_out: Iterable[RawValue], merged: MergedValues) -> list[str]:
+    """Say in one sentence what DeepSpeed itself would take where its file says nothing, as far as it is not
+    ours.
+
+    What another source sets is decided. `left_out` has DeepSpeed's value of a setting, and its key as the
+    place.
+    """
+    own = own_defaults(merged.value("optimizer"))
+    ours = {given.name: own.get(given.name, merged.value(given.name)) for given in left_out}
+    found = [each for each in left_out if each.name not in merged.origins and not is_equal(each.value, ours[each.name])]
+    theirs = ", ".join(dict.fromkeys(f"{each.place} = {shorten(each.as_written)}" for each in found))
+    here = ", ".join(f"{each.name} = {shorten(ours[each.name])}" for each in found)
+    said = f"DeepSpeed itself would take {theirs}, where {place} says nothing; here it is {here}"
+    return [said] if found else []
 
 
 GLOBAL_BATCH, BATCH, CONTEXT = "global_batch_size", "train_batch_size", "context_parallel_size"

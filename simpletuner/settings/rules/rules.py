@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from simpletuner.errors import BrokenRule
 from simpletuner.settings.declared.errors import broken
 from simpletuner.settings.declared.sections import Model, Settings
-from simpletuner.settings.foreign.deepspeed_config import extra_deepspeed_settings
-from simpletuner.settings.foreign.original_names import FAMILY_NAMES
+from simpletuner.settings.foreign.original_tables import FAMILY_NAMES
 from simpletuner.settings.rules.engine_rules import (
     compiler_chooses_activations,
     compiler_supports_settings,
@@ -63,6 +62,8 @@ def normalize(settings: Settings) -> tuple[Settings, dict[str, str]]:
         changes["context_parallel_comm_strategy"] = "allgather"
         reasons["context_parallel_comm_strategy"] = "reset, since context_parallel_size = 1 turns it off"
     if parallel.deepspeed_config and parallel.zero_stage:
+        from simpletuner.settings.foreign.deepspeed_config import extra_deepspeed_settings
+
         changes["deepspeed_config"] = rest = extra_deepspeed_settings(settings)
         if rest != parallel.deepspeed_config:
             reasons["deepspeed_config"] = "values that follow from other settings are left out"

@@ -20,8 +20,6 @@ from simpletuner.settings.declared.sections import SECTION_OF, Settings, setting
 from simpletuner.settings.files.config_files import PREFIX, FileEntry
 from simpletuner.settings.files.formats import toml_line
 from simpletuner.settings.files.raw_values import Origin
-from simpletuner.settings.foreign.accelerate_fields import map_file, to_fields
-from simpletuner.settings.foreign.deepspeed_config import deepspeed_config
 from simpletuner.settings.resolving.loading import NO_ORIGIN, Loaded, settings_as_json
 from simpletuner.settings.showing.clusters import CLUSTERS, Exported, as_flags, format_command
 from simpletuner.settings.values.spelling import as_text, normalize_name, normalize_value
@@ -84,6 +82,8 @@ def to_accelerate(settings: Settings, values: Mapping[str, object]) -> Exported:
     """A file for `accelerate launch`; what accelerate has no field for goes into the command, as flags."""
     import yaml
 
+    from simpletuner.settings.foreign.accelerate_fields import map_file, to_fields
+
     fields = to_fields(settings)
     mapped = [found for found in map_file([FileEntry(key, value) for key, value in fields.items()]) if found.setting]
     in_file = {
@@ -103,6 +103,8 @@ def to_deepspeed(settings: Settings, values: Mapping[str, object]) -> Exported:
     """DeepSpeed's complete JSON; the rest of the settings goes into the command, as flags."""
     if settings.parallel.zero_stage is None:
         raise SettingsError("DeepSpeed is off: there is no configuration to export", "set zero_stage")
+    from simpletuner.settings.foreign.deepspeed_config import deepspeed_config
+
     config = deepspeed_config(settings, settings.launch.num_processes)
     rest = {name: value for name, value in values.items() if name != "deepspeed_config"}
     words = ["simpletuner", "train", "--deepspeed_config=deepspeed.json", *as_flags(rest)]

@@ -14,7 +14,6 @@ from simpletuner.data.sampler.batch_sampler import DATA_VERSION, SamplerState
 from simpletuner.errors import EnvironmentNotReady, OtherRunsFolder
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.opening.assistant_lora import assistant_files
 from simpletuner.parallel.world import World
 from simpletuner.preparation.plan import Plan
 from simpletuner.report import Report
@@ -108,7 +107,10 @@ def base_fingerprints(family: ModelFamily) -> dict[str, str]:
     files = [path for path in sorted(family.folder.glob("*/*")) if path.is_file()]
     weights = f"{family.denoiser_name}/"
     names = {path.relative_to(family.folder).as_posix(): path for path in files if path.parent.name in family.index}
-    names |= {f"assistant_lora {path.name}": path for path in assistant_files(family.settings)}
+    if family.settings.lora.assistant_lora:
+        from simpletuner.models.opening.assistant_lora import assistant_files
+
+        names |= {f"assistant_lora {path.name}": path for path in assistant_files(family.settings)}
     return {
         name: file_fingerprint(path)
         for name, path in names.items()

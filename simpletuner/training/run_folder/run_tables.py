@@ -21,7 +21,6 @@ from simpletuner.runs.charts import CURVE
 from simpletuner.runs.facts import Rows, describe_result
 from simpletuner.runs.metrics import METRICS, read_columns
 from simpletuner.settings import Settings, provenance
-from simpletuner.settings.foreign.deepspeed_config import deepspeed_options
 from simpletuner.settings.values.parsed import LORA_TYPES
 from simpletuner.system.numbers import count_noun
 from simpletuner.training.auto import Resolved
@@ -106,14 +105,15 @@ def format_trained(family: ModelFamily, parameters: int) -> str:
 
 
 def format_engine(settings: Settings, world_size: int) -> str:
-    if (zero := deepspeed_options(settings)) is not None:
+    parallel = settings.parallel
+    if parallel.zero_stage is not None:
         places = {"cpu": "in the machine's memory", "nvme": "in files"}
-        away = (("optimizer", zero.offload_optimizer), ("weights", zero.offload_param))
+        away = (("optimizer", parallel.offload_optimizer), ("weights", parallel.offload_param))
         return ", ".join(
-            [f"ZeRO-{zero.stage}", *(f"{what} {places[place]}" for what, place in away if place in places)]
+            [f"ZeRO-{parallel.zero_stage}", *(f"{what} {places[place]}" for what, place in away if place in places)]
         )
-    if settings.parallel.fsdp_enable:
-        copies = settings.parallel.dp_replicate_size
+    if parallel.fsdp_enable:
+        copies = parallel.dp_replicate_size
         return f"FSDP2, {copies} copies over {world_size // copies} ranks each" if copies > 1 else "FSDP2"
     return "data-parallel" if world_size > 1 else "plain"
 

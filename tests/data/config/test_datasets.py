@@ -7,8 +7,9 @@ import pytest
 from dataset_files import data_of, image, refusal
 
 from simpletuner.data.config.dataset_file import MISSED, NO_EFFECT, OTHER_NAMES, REASONS, VALUES
+from simpletuner.data.config.dataset_parsing import unused_keys
 from simpletuner.data.config.dataset_types import PLACES, LocalImages
-from simpletuner.data.config.datasets import load_datasets, unused_keys
+from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.config.embeds import EMBEDS
 from simpletuner.data.config.places import latents_folder, text_folder
 from simpletuner.errors import SettingsError

@@ -17,8 +17,9 @@ from trainer_files import put, value_of, vocabulary
 
 from simpletuner.commands.config_import import foreign_file, import_files
 from simpletuner.data.config.dataset_file import DatasetEntry
+from simpletuner.data.config.dataset_parsing import parse_datasets
 from simpletuner.data.config.dataset_types import ImageDataset
-from simpletuner.data.config.datasets import load_datasets, parse_datasets
+from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.images.geometry import bucket_sizes
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.data.config.datasets import LocalImages
+from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.settings import load
 from simpletuner.settings.files.config_files import NotParsed
 from simpletuner.settings.files.formats import FORMATS
