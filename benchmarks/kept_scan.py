@@ -31,8 +31,7 @@ from simpletuner.data.samples.dataset_warnings import dataset_warnings
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.scan.file_list import OtherFiles
-from simpletuner.data.scan.scan import SCANNED, Scan
-from simpletuner.data.scan.scan_cache import ROWS, intact_files, open_table, write_table
+from simpletuner.data.scan.scan import ROWS, SCANNED, Scan, intact_files, open_table, write_table
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.settings.values.shape import Shape
 

@@ -25,8 +25,7 @@ from simpletuner.data.samples.buckets import make_buckets
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.samples.samples import Samples
 from simpletuner.data.scan.file_list import OtherFiles
-from simpletuner.data.scan.scan import Scan
-from simpletuner.data.scan.scan_cache import intact_files, open_table, write_table
+from simpletuner.data.scan.scan import Scan, intact_files, open_table, write_table
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.parallel.world import joined_world
 from simpletuner.preparation.shared_download import share_arrays

@@ -28,8 +28,7 @@ from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.samples.buckets import make_buckets
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.scan.file_list import FILE, OtherFiles, with_caption_versions
-from simpletuner.data.scan.scan import SCANNED, Scan
-from simpletuner.data.scan.scan_cache import ROWS
+from simpletuner.data.scan.scan import ROWS, SCANNED, Scan
 from simpletuner.data.scan.table_join import describe_files, with_described
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.data.tables.table_files import TableFile

@@ -55,7 +55,7 @@ def make(folder: Path, count: int, family: str = "sdxl", clips: bool = False) ->
     from kept_scan import drawn
 
     from simpletuner.data.scan.file_list import OtherFiles
-    from simpletuner.data.scan.scan_cache import write_table
+    from simpletuner.data.scan.scan import write_table
     from simpletuner.models.tiny.build import build_tiny
     from simpletuner.settings.declared.sections import Model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,18 +13,16 @@ from simpletuner.checkpoints.export import base_files, check_export
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import CheckpointDamaged, Checksums, Verification
 from simpletuner.errors import EnvironmentNotReady, explain_system_errors
-from simpletuner.launch.launcher_connection import connect_to_launcher
+from simpletuner.launch.launcher_connection import LauncherConnection, check_of_machine, connect_to_launcher
 from simpletuner.launch.node_info import check_local_ranks, node_info
 from simpletuner.launch.rendezvous import Group, verify_same_config
 from simpletuner.launch.stall_detection import prefix_in, record_into, write_records
 from simpletuner.launch.started_tasks import stop_advice
 from simpletuner.launch.store import MessageStore, TorchStore, message_signer
-from simpletuner.launch.termination import check_of_machine, watch_preemption
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import silence_libraries
 from simpletuner.models.opening.completeness import note_checked
-from simpletuner.models.opening.loading import load_family
-from simpletuner.models.opening.unused_packages import leave_out_unused
+from simpletuner.models.opening.loading import leave_out_unused, load_family
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precision
 from simpletuner.parallel.mesh import build_mesh
@@ -41,11 +39,11 @@ from simpletuner.runs.facts import Rows, RunFacts, run_facts
 from simpletuner.runs.settings_record import SETTINGS, read_settings, record_settings, report_changes
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
+from simpletuner.settings.declared.sections import Launch
 from simpletuner.system.files.lease_folder import shared_folders
 from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun
-from simpletuner.system.processes.activity import Activity
-from simpletuner.system.processes.run_status import RunState, StatusWriter
+from simpletuner.system.processes.run_status import Activity, RunState, StatusWriter
 from simpletuner.system.processes.signals import StopRequest, handle_stop_signals, stop_announcement
 from simpletuner.training.auto import Resolved, resolve_auto
 from simpletuner.training.build import build_trainer, check_engine, open_engine, open_sample_losses, open_state
@@ -88,7 +86,7 @@ def run_rank(loaded: Loaded) -> None:
         # then are the connections to both closed.
         handle_stop_signals(lambda: activity.unsaved) as stop,
         connect_to_launcher(os.environ, activity, stop, launch.stall_timeout) as launcher,
-        watch_preemption("" if launcher.connection else check_of_machine(launch, os.environ), stop),
+        preemption_watch(launch, launcher, stop),
         joined_world(os.environ, launch.use_cpu, stop, activity) as world,
         recorded_status(stop, activity) as status,
         report_first_failure(world, stop, launcher),
@@ -115,6 +113,16 @@ def run_rank(loaded: Loaded) -> None:
             stack.enter_context(hook)
         with explain_out_of_memory(loaded.settings, world.device), unless_refused(session):
             run(session, hooks)
+
+
+def preemption_watch(launch: Launch, launcher: LauncherConnection, stop: StopRequest) -> AbstractContextManager[None]:
+    """Watch for notices of preemption, where there is a check and no launcher that makes it."""
+    check = "" if launcher.connection else check_of_machine(launch, os.environ)
+    if not check:
+        return nullcontext()
+    from simpletuner.launch.preemption import watch_preemption
+
+    return watch_preemption(check, stop)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ QUICK = {
     *("explain_system_errors", "explain_out_of_memory", "compiler_explained", "exit_on_interrupt", "lasting"),
     *("no_collection", "silence_libraries", "set_float32_precision"),
     # a look at settings, the environment or what has been computed before
-    *("is_rank", "source_of", "as_arguments", "check_of_machine", "prefix_in", "message_signer", "node_info"),
+    *("is_rank", "source_of", "as_arguments", "prefix_in", "message_signer", "node_info"),
     *("compute_dtype", "folders_of", "samples_by_shape", "facts", "pipelines_of", "planned"),
 }
 """Calls that take no time and cannot end a run."""

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.fill import RecordSource, cache_mode
-from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.records import folder_fingerprint, latents_parts, short_hash
 from simpletuner.caches.workers import CacheJob, CacheRequest, Made
 from simpletuner.data.images.geometry import Geometry
@@ -33,6 +32,7 @@ from simpletuner.settings import Settings
 from simpletuner.system.numbers import count_noun
 
 if TYPE_CHECKING:
+    from simpletuner.caches.store.mirror import Mirror
     from simpletuner.data.images.sounds import SoundFormat
     from simpletuner.models.family.sound import SoundVae
 

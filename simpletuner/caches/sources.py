@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.fill import RecordSource, cache_mode
 from simpletuner.caches.latents import LatentsSource
-from simpletuner.caches.store.mirror import open_mirror
 from simpletuner.caches.texts import PairedTexts, TextSource
 from simpletuner.data.config.dataset_types import ImageDataset
-from simpletuner.data.config.embeds import TextEmbeds
+from simpletuner.data.config.embeds import BucketEmbeds, Embeds, TextEmbeds
 from simpletuner.data.config.places import latents_folder, paired_folder, text_folder
 from simpletuner.data.samples.samples import DatasetSamples, References, Sample, Samples, references_of
+from simpletuner.data.storage.storage import check_obstore
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.family.vae import Vae
@@ -26,6 +27,7 @@ from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import Data
 
 if TYPE_CHECKING:
+    from simpletuner.caches.store.mirror import Mirror
     from simpletuner.models.family.sound import SoundVae
 
 
@@ -187,3 +189,14 @@ def used_texts(texts: Sequence[TextEmbeds], datasets: Sequence[ImageDataset], se
 def uses(dataset: ImageDataset, embeds: TextEmbeds, texts: Sequence[TextEmbeds]) -> bool:
     """True if a dataset's captions are cached there: in the cache that it names, else the first one."""
     return not dataset.text_cache_disable and (dataset.text_embeds or texts[0].id) == embeds.id
+
+
+def open_mirror(embeds: Embeds | None, folder: Path) -> Mirror | None:
+    """Return the local copy of a cache; None if it is not in a bucket. Nothing is asked of the server yet."""
+    if not isinstance(embeds, BucketEmbeds):
+        return None
+    from simpletuner.caches.store.mirror import Mirror
+    from simpletuner.data.storage.object_storage import open_bucket
+
+    check_obstore(embeds)
+    return Mirror(folder, open_bucket(embeds), int(embeds.cache_size_limit_gb * 1e9))

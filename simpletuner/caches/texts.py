@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from PIL.Image import Image
@@ -17,7 +18,6 @@ from torch import Tensor
 from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.fill import CacheMode, RecordSource, cache_mode
 from simpletuner.caches.latents import decoding_threads
-from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.records import KeyParts, folder_fingerprint, reference_parts, short_hash, text_parts
 from simpletuner.caches.workers import CacheJob, CacheRequest, Made
 from simpletuner.data.images.images import DECODE_ERRORS
@@ -27,6 +27,9 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder, has_clip, is_cleaned
 from simpletuner.models.folder.diffusers_io import text_folders
 from simpletuner.parallel.world import World
+
+if TYPE_CHECKING:
+    from simpletuner.caches.store.mirror import Mirror
 
 
 class TextSource(RecordSource[str, str]):

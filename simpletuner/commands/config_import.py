@@ -54,7 +54,7 @@ from simpletuner.report import Report
 from simpletuner.settings.declared.sections import SECTION_OF, Data, Model
 from simpletuner.settings.files.config_files import CONFIG_ENV, NotParsed
 from simpletuner.settings.files.formats import read_entries, read_list, read_text, suffix_of
-from simpletuner.settings.files.raw_values import Origin, Source
+from simpletuner.settings.files.raw_values import Origin, Source, naming_places
 from simpletuner.settings.foreign.recognition import (
     EITHER,
     GUI,
@@ -65,7 +65,6 @@ from simpletuner.settings.foreign.recognition import (
     trainer_of,
 )
 from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_json
-from simpletuner.settings.resolving.places import naming_places
 from simpletuner.settings.resolving.sources import from_accelerate, from_env_file
 from simpletuner.settings.values.spelling import normalize_name
 from simpletuner.system.files.atomic import refuse_overwriting

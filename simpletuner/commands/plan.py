@@ -117,7 +117,7 @@ def leave_out_what_counts_need_not(loaded: Loaded, measure: bool) -> None:
     from simpletuner.private_api.of_torch import leave_out_compiler
 
     leave_out_compiler()
-    from simpletuner.models.opening.unused_packages import leave_out_unused
+    from simpletuner.models.opening.loading import leave_out_unused
 
     leave_out_unused(loaded.settings, only_counts=True)
     import torch

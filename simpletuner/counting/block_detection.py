@@ -26,8 +26,7 @@ from simpletuner.settings.declared.sections import Model
 from simpletuner.system.files.atomic import replace_file
 from simpletuner.system.files.cache_files import block_cache_paths, lock_of
 from simpletuner.system.files.locks import exclusive_lock
-from simpletuner.system.files.regular_files import read_file
-from simpletuner.system.files.unread import set_aside
+from simpletuner.system.files.regular_files import read_file, set_aside
 
 Warn = Callable[[str], None]
 

@@ -23,8 +23,7 @@ from simpletuner.launch.node_info import versions
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.system.files.atomic import write_file
 from simpletuner.system.files.cache_files import user_home
-from simpletuner.system.files.regular_files import read_file
-from simpletuner.system.files.unread import MALFORMED
+from simpletuner.system.files.regular_files import MALFORMED, read_file
 
 T = TypeVar("T")
 

@@ -19,12 +19,12 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from simpletuner.errors import SimpleTunerError
+from simpletuner.launch.plan import SOCKET_VARIABLE
 from simpletuner.launch.stall_detection import ProgressMeter
-from simpletuner.system.processes.activity import Activity
+from simpletuner.settings.declared.sections import Launch
+from simpletuner.system.processes.run_status import Activity
 from simpletuner.system.processes.signals import StopRequest
 
-SOCKET_VARIABLE = "_SIMPLETUNER_LAUNCHER_SOCKET"
-"""Environment variable with the descriptor of the rank's end of the socket pair."""
 HEARTBEAT_SECONDS = 1.0
 # Longest time that sending may block when the launcher is stopped, as by Ctrl-Z.
 SEND_SECONDS = 2.0
@@ -145,3 +145,8 @@ def exit_if_launcher_died(environment: Mapping[str, str]) -> None:
             os.write(int(descriptor), b"{}")
         except OSError:
             raise SystemExit(128 + signal.SIGTERM) from None
+
+
+def check_of_machine(launch: Launch, environment: Mapping[str, str]) -> str:
+    # Where a launcher of ours runs, it makes the check.
+    return launch.preemption_check if environment.get("LOCAL_RANK", "0") == "0" else ""

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.launch.launcher_connection import SOCKET_VARIABLE, exit_if_launcher_died
 from simpletuner.settings import Loaded
 from simpletuner.settings.declared.sections import Launch
 from simpletuner.system.network import interface_towards
 from simpletuner.system.processes.python_process import module_command
-from simpletuner.system.processes.signals import terminate_with_parent
 
+SOCKET_VARIABLE = "_SIMPLETUNER_LAUNCHER_SOCKET"
+"""Environment variable with the descriptor of the rank's end of the socket pair."""
 LOOPBACK = "127.0.0.1"
 FREE_PORT = "a free port"
 GPUS = "CUDA_VISIBLE_DEVICES"
@@ -115,6 +115,9 @@ def prepare_rank(loaded: Loaded, environment: MutableMapping[str, str]) -> None:
     choose_gpus(loaded.settings.launch, environment)
     round_no_pinned_memory(environment, version("torch"))
     if is_rank(environment):
+        from simpletuner.launch.launcher_connection import exit_if_launcher_died
+        from simpletuner.system.processes.signals import terminate_with_parent
+
         # In this order: the kernel reports only deaths after it was asked, so an earlier one is looked for.
         terminate_with_parent()
         exit_if_launcher_died(environment)

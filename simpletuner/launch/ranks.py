@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
+from simpletuner.launch.plan import SOCKET_VARIABLE
 from simpletuner.system.files.paths import descriptor_of
 
 # Longest wait for a killed process; one that waits for a broken disk or driver never ends.

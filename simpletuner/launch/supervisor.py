@@ -18,6 +18,7 @@ from simpletuner.errors import SIGNAL_CODES, EnvironmentNotReady
 from simpletuner.launch.heartbeat import PeerMonitor
 from simpletuner.launch.node_info import NodeInfo, check_addresses, node_info
 from simpletuner.launch.plan import plan_of, visible_gpus
+from simpletuner.launch.preemption import watch_preemption
 from simpletuner.launch.ranks import Ranks, inherited_environment
 from simpletuner.launch.rendezvous import Group, connect, serve, verify_same_config
 from simpletuner.launch.stall_detection import StallDetector, dumps_at, prefix_in, where_dumps_are
@@ -28,7 +29,6 @@ from simpletuner.launch.termination import (
     rank_failed,
     rank_hangs_after_failing,
     rank_stalled,
-    watch_preemption,
 )
 from simpletuner.report import Report
 from simpletuner.run_log import LOG, write_log_to

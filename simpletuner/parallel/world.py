@@ -19,7 +19,7 @@ from simpletuner.parallel.gpu import agree_on_devices, view_of_rank
 from simpletuner.parallel.lost_ranks import find_ended, find_lost, join_problem, record_process
 from simpletuner.private_api import of_torch
 from simpletuner.system.files.lease import Lease
-from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.run_status import Activity
 from simpletuner.system.processes.signals import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from simpletuner.caches.store.records import short_hash
-from simpletuner.data.config.class_images import has_trigger_word, with_class_words
+from simpletuner.data.config.dataset_parts import has_trigger_word, with_class_words
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.data.scan.captions import captions_of

@@ -29,9 +29,7 @@ from simpletuner.models.catalog.support import check_prompt_sizes, clip_fps, rea
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.world import World
-from simpletuner.preparation.alignment import bucket_alignment
-from simpletuner.preparation.plan import Plan
-from simpletuner.preparation.references import check_references, with_first_frames
+from simpletuner.preparation.plan import Plan, bucket_alignment, check_references, with_first_frames
 from simpletuner.preparation.sampled_prompts import SampledPrompt, sampled_prompts
 from simpletuner.preparation.shared_scan import scan_datasets
 from simpletuner.report import Report
@@ -324,6 +322,8 @@ def encode_sampled(sampled: Sequence[SampledPrompt], family: ModelFamily, source
 
 def shared_prompts(session: Session) -> list[ValidationPrompt]:
     """Prompts of validation, as rank 0 reads them: all ranks must sample the same images. Collective."""
+    if not (session.settings.validation.samples_images or session.settings.validation.validation_images):
+        return []
     world, stop = session.world, session.stop.check
     prompts = load_prompts(
         session.settings.validation, lambda path: world.from_first("prompt file", lambda: read_text(path), stop)

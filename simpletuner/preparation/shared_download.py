@@ -17,7 +17,7 @@ from simpletuner.errors import DataError, EnvironmentNotReady, RemoteFailure
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.system.files.atomic import write_json
-from simpletuner.system.files.unread import read_state
+from simpletuner.system.files.regular_files import read_state
 from simpletuner.system.numbers import count_noun
 
 

@@ -25,14 +25,16 @@ import pyarrow.compute as pc
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.scan.comparison import DatasetFiles
 from simpletuner.data.scan.file_list import FileList, OtherFiles, list_images
-from simpletuner.data.scan.scan import SCANNED, Scan, scan_files
-from simpletuner.data.scan.scan_cache import (
+from simpletuner.data.scan.scan import (
     IDENTITY,
+    SCANNED,
+    Scan,
     forget_folder_times,
     intact_files,
     match_rows,
     open_table,
     remove_all_but,
+    scan_files,
     unchanged_files,
     write_folder_times,
     write_table,

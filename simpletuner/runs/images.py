@@ -20,8 +20,8 @@ import numpy as np
 from PIL import Image, ImageSequence, PngImagePlugin
 from pydantic import TypeAdapter, ValidationError
 
+from simpletuner.data.images.image_formats import INSTALL_VIDEO
 from simpletuner.data.images.images import DECODE_ERRORS, open_image
-from simpletuner.data.images.video_formats import INSTALL_VIDEO
 from simpletuner.data.storage.storage import MAX_BYTES
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import write_file

@@ -22,8 +22,7 @@ from simpletuner.settings import Settings, settings_as_json
 from simpletuner.settings.files.raw_values import RawValue, Source
 from simpletuner.settings.resolving.loading import resolve
 from simpletuner.system.files.atomic import refuse_special, write_json
-from simpletuner.system.files.regular_files import read_end, read_file
-from simpletuner.system.files.unread import Warn, read_state
+from simpletuner.system.files.regular_files import Warn, read_end, read_file, read_state
 
 if TYPE_CHECKING:
     from simpletuner.parallel.world import World

@@ -21,8 +21,7 @@ from simpletuner.settings import Loaded, settings_as_json
 from simpletuner.settings.declared.errors import is_secret
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.files.config_files import PREFIX
-from simpletuner.settings.files.raw_values import RawValue, Source
-from simpletuner.settings.resolving.places import naming_places
+from simpletuner.settings.files.raw_values import RawValue, Source, naming_places
 from simpletuner.settings.resolving.sources import from_flags
 from simpletuner.settings.rules.rules import LORA_RATE
 from simpletuner.settings.showing.export import Exported, export

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from simpletuner.errors import DataError, EnvironmentNotReady, SimpleTunerError, collect_error, join_errors
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.errors import InvalidSettings, shorten
-from simpletuner.settings.files.raw_values import Origin, Source
+from simpletuner.settings.files.raw_values import Origin, Source, naming_places, with_places
 from simpletuner.settings.resolving.loading import resolve
-from simpletuner.settings.resolving.places import naming_places, with_places
 from simpletuner.settings.rules.effects import without_effect
 from simpletuner.settings.values.parsed import check_installed
 from simpletuner.system.files.paths import shown_path
@@ -180,7 +179,7 @@ def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> 
 def check_images_of(dataset: ImageDataset, place: str) -> None:
     from simpletuner.data.config.dataset_parts import table_files
     from simpletuner.data.config.dataset_types import BucketImages, LocalImages, SnapshotImages, UrlImages
-    from simpletuner.data.images.video_formats import check_av
+    from simpletuner.data.images.image_formats import check_av
 
     # A folder of class images is made with them.
     folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) and not dataset.prior_images else None

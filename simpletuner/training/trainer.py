@@ -20,7 +20,7 @@ from simpletuner.models.family.streams import noise_streams, predict_streams, st
 from simpletuner.parallel.engine import Engine
 from simpletuner.report import Report
 from simpletuner.status_line import Progress, format_seconds
-from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.run_status import Activity
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.ema import EMA

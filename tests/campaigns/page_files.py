@@ -39,7 +39,7 @@ from simpletuner.page.queue.entries import (  # noqa: E402
     QueueFile,
 )
 from simpletuner.system.files.checksums import value_checksum  # noqa: E402
-from simpletuner.system.files.unread import ASIDE  # noqa: E402
+from simpletuner.system.files.regular_files import ASIDE  # noqa: E402
 
 HANG_SECONDS = 60
 FILE = "pictures.toml"

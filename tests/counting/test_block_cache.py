@@ -15,7 +15,7 @@ from patience import PATIENCE
 from simpletuner.counting.block_detection import look_up, parse, put
 from simpletuner.system.files import locks
 from simpletuner.system.files.cache_files import block_cache_paths, lock_of
-from simpletuner.system.files.unread import latest_set_aside
+from simpletuner.system.files.regular_files import latest_set_aside
 
 ENTRY = {"fingerprint": "1", "classes": []}
 PROCESSES, KILLED = 32, 12

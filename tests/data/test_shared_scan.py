@@ -181,7 +181,7 @@ def test_a_name_that_is_no_text_is_kept_with_the_result(images):
 COUNT_THREADS = """
 import os, sys
 from pathlib import Path
-from simpletuner.data.scan.scan_cache import match_rows, open_table
+from simpletuner.data.scan.scan import match_rows, open_table
 from simpletuner.data.scan.scan import SCANNED
 before = len(os.listdir("/proc/self/task"))
 table, _ = open_table(Path(sys.argv[1]))

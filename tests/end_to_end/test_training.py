@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from simpletuner.caches.store.shard_index import load
 from simpletuner.caches.store.shards import ShardReader
 from simpletuner.checkpoints.layout import load_checkpoint
-from simpletuner.data.scan.scan_cache import open_table
+from simpletuner.data.scan.scan import open_table
 from simpletuner.system.files.cache_files import MERGED_INDEX
 
 SHARDED = ("--fsdp_enable", "--train_batch_size=2")

@@ -8,7 +8,7 @@ from typing import NoReturn
 from patience import PATIENCE
 
 from simpletuner.launch.launcher_connection import LauncherConnection
-from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.run_status import Activity
 from simpletuner.system.processes.signals import StopRequest
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from simpletuner.launch.launcher_connection import LauncherConnection
 from simpletuner.launch.ranks import DUMP_SECONDS, SILENT_SECONDS, Ranks
 from simpletuner.launch.stall_detection import dumps_at, prefix_in, record_into, where_dumps_are, write_records
-from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.run_status import Activity
 from simpletuner.system.processes.signals import StopRequest
 
 

@@ -11,9 +11,8 @@ import pytest
 from patience import PATIENCE
 
 from simpletuner.errors import SettingsError
-from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
 from simpletuner.launch.node_info import MAY_DIFFER, NodeInfo, check_addresses, difference
-from simpletuner.launch.plan import choose_gpus, chosen_variables, round_no_pinned_memory
+from simpletuner.launch.plan import SOCKET_VARIABLE, choose_gpus, chosen_variables, round_no_pinned_memory
 from simpletuner.settings.declared.sections import Launch, setting_fields
 from simpletuner.system.network import addresses, interface_towards
 

@@ -12,8 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from patience import PATIENCE
 
-from simpletuner.launch import termination
-from simpletuner.launch.termination import Answer, ask, check_of_machine, watch_preemption
+from simpletuner.launch import preemption
+from simpletuner.launch.launcher_connection import check_of_machine
+from simpletuner.launch.preemption import Answer, ask, watch_preemption
 from simpletuner.settings.declared.sections import Launch
 from simpletuner.system.processes.signals import StopRequest
 
@@ -88,8 +89,8 @@ def test_an_address_means_yes_by_200_and_no_by_404(cloud, monkeypatch):
 
 
 def test_what_cannot_be_asked_is_said_once(monkeypatch, capfd):
-    monkeypatch.setattr(termination, "ASK_SECONDS", 0.02)
-    monkeypatch.setattr(termination, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(preemption, "ASK_SECONDS", 0.02)
+    monkeypatch.setattr(preemption, "ANSWER_SECONDS", 0.2)
     assert ask("http://127.0.0.1:9/") == Answer(False, "cannot be reached: Connection refused")
     assert ask("sleep 5") == Answer(False, "has not answered within 0 s")
     assert "not found" in ask("no-such-program-7").problem and ask("exit 1") == Answer(False)
@@ -109,7 +110,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 def test_a_notice_asks_for_the_stop_that_sigterm_asks_for_and_the_sigterm_that_follows_does_not_end_it(
     tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr(termination, "ASK_SECONDS", 0.02)
+    monkeypatch.setattr(preemption, "ASK_SECONDS", 0.02)
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
     request = StopRequest(lambda: 7)

@@ -17,7 +17,7 @@ from simpletuner.launch.stall_detection import PAUSE_SECONDS, ProgressMeter, Sta
 
 RANK = """
 import os, subprocess, sys, threading, time
-from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.run_status import Activity
 from simpletuner.launch.launcher_connection import connect_to_launcher
 from simpletuner.system.processes.signals import handle_stop_signals
 

@@ -15,7 +15,7 @@ from flags import tokens_of
 from PIL.Image import Image
 from torch.overrides import TorchFunctionMode
 
-from simpletuner.caches.store.serialization import parse_tensors, serialize
+from simpletuner.caches.store.records import parse_tensors, serialize
 from simpletuner.caches.texts import without_padding
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.prefetch import named_references, stack_conditioning

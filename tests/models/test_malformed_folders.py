@@ -21,8 +21,7 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.catalog.registry import presets
 from simpletuner.models.folder.malformed import CHECK_COPY, translate_load_errors
 from simpletuner.models.opening.completeness import warn_of_eight_bits, warn_of_unread
-from simpletuner.models.opening.loading import load_family
-from simpletuner.models.opening.unused_packages import has_quantized_part
+from simpletuner.models.opening.loading import has_quantized_part, load_family
 from simpletuner.parallel.world import World
 from simpletuner.settings.declared.sections import Data, Model, Settings
 

@@ -18,7 +18,7 @@ from patience import PATIENCE
 from PIL import Image, ImageDraw
 from playwright.sync_api import Page, expect
 
-from simpletuner.data.scan.scan_cache import open_table, write_table
+from simpletuner.data.scan.scan import open_table, write_table
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.page.datasets import captions
 from simpletuner.page.datasets.captions import Caption

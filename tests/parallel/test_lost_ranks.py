@@ -17,7 +17,7 @@ from simpletuner.parallel import world
 from simpletuner.parallel.lost_ranks import find_ended, find_lost, record_process
 from simpletuner.parallel.world import World, joined_world, lost_a_peer, report_first_failure
 from simpletuner.system.files.lease_record import boot_id, pid_namespace, process_start
-from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.run_status import Activity
 from simpletuner.system.processes.signals import StopRequest
 
 HOST = socket.gethostname()

@@ -16,7 +16,7 @@ from simpletuner.data.config.dataset_parts import VideoSettings
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.errors import SettingsError
-from simpletuner.preparation.references import check_references, with_first_frames
+from simpletuner.preparation.plan import check_references, with_first_frames
 from simpletuner.preparation.sampled_prompts import read_reference
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.sections import Data

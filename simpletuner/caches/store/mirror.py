@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from simpletuner.caches.store.records import RecordLocation
 from simpletuner.caches.store.shard_index import read_index
 from simpletuner.caches.store.shards import ShardWriter, read_from_file
-from simpletuner.data.config.embeds import BucketEmbeds, Embeds
-from simpletuner.data.storage.storage import MAX_BYTES, check_obstore
+from simpletuner.data.storage.storage import MAX_BYTES
 from simpletuner.system.files.atomic import create_new, unfinished_path, write_file
 from simpletuner.system.files.cache_files import INDEX_SUFFIX, OURS, SHARD_SUFFIX, disk_bytes, index_of
 from simpletuner.system.files.late_files import size_of
@@ -172,16 +171,6 @@ class Mirror:
             if name in self.stored and disk_bytes(state):
                 replace_by_sparse(self.folder / name, state.st_size)
                 used -= disk_bytes(state)
-
-
-def open_mirror(embeds: Embeds | None, folder: Path) -> Mirror | None:
-    """Return the local copy of a cache; None if it is not in a bucket. Nothing is asked of the server yet."""
-    if not isinstance(embeds, BucketEmbeds):
-        return None
-    check_obstore(embeds)
-    from simpletuner.data.storage.object_storage import open_bucket
-
-    return Mirror(folder, open_bucket(embeds), int(embeds.cache_size_limit_gb * 1e9))
 
 
 def index_name(shard: str) -> str:

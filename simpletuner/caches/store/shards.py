@@ -27,8 +27,17 @@ import numpy as np
 import torch
 
 from simpletuner import __version__
-from simpletuner.caches.store.records import ALIGNMENT_BYTES, KeyParts, RecordLocation, record_keys, short_hash
-from simpletuner.caches.store.serialization import compress_record, decompress_record, parse_tensors, serialize
+from simpletuner.caches.store.records import (
+    ALIGNMENT_BYTES,
+    KeyParts,
+    RecordLocation,
+    compress_record,
+    decompress_record,
+    parse_tensors,
+    record_keys,
+    serialize,
+    short_hash,
+)
 from simpletuner.caches.store.shard_index import Source, open_index, read_indexes
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.atomic import write_file

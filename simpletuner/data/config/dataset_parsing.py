@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletuner.data.config.class_images import OF_CAPTIONS
 from simpletuner.data.config.dataset_file import RULES, VALUES, DatasetEntry, dataset_entries
-from simpletuner.data.config.dataset_parts import PARQUET, VIDEO, TableSettings, VideoSettings
+from simpletuner.data.config.dataset_parts import OF_CAPTIONS, PARQUET, VIDEO, TableSettings, VideoSettings
 from simpletuner.data.config.dataset_types import (
     PLACES,
     ImageDataset,
@@ -34,10 +33,9 @@ from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.declared.errors import allowed, broken, did_you_mean, shorten
 from simpletuner.settings.declared.knob import Section
 from simpletuner.settings.declared.sections import Data, DatasetSettings
-from simpletuner.settings.files.raw_values import Origin
+from simpletuner.settings.files.raw_values import Origin, with_places
 from simpletuner.settings.foreign.key_table import Keeps, KeyTable, Refuses, Rule, interpret, put
 from simpletuner.settings.foreign.original_names import is_off, zero_as
-from simpletuner.settings.resolving.places import with_places
 from simpletuner.settings.rules.effects import has_effect, why_without_effect
 from simpletuner.settings.values.spelling import choices_of, normalize_name, normalize_value
 from simpletuner.system.files.paths import shown_path

@@ -12,10 +12,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 from pydantic_core import PydanticCustomError
 
 from simpletuner.data.config.caption_rules import CaptionKeys
-from simpletuner.data.config.class_images import ClassImageKeys
 from simpletuner.data.config.dataset_parts import (
     PARQUET,
     TABLE_STRATEGIES,
+    ClassImageKeys,
     CropKeys,
     ParticipationKeys,
     TableSettings,

@@ -16,9 +16,8 @@ from typing import BinaryIO
 
 from PIL import Image
 
-from simpletuner.data.images.image_formats import read_suffixes
+from simpletuner.data.images.image_formats import VIDEO_SUFFIXES, read_suffixes
 from simpletuner.data.images.images import DECODE_ERRORS, ImageHeader, read_header, read_rgb
-from simpletuner.data.images.video_formats import VIDEO_SUFFIXES
 from simpletuner.settings.values.shape import Shape
 
 READ_FRAMES = "folders of numbered JPEG, PNG, AVIF, TIFF or BMP images"

@@ -22,9 +22,9 @@ from PIL import Image
 
 from simpletuner.data.config.dataset_parts import VideoSettings
 from simpletuner.data.images.colours import HDR
+from simpletuner.data.images.image_formats import demuxer_of, is_webp
 from simpletuner.data.images.images import DOUBT, MAX_PIXELS, ImageHeader, open_image, read_orientation, to_rgb
 from simpletuner.data.images.orientation import turned_upright
-from simpletuner.data.images.video_formats import demuxer_of, is_webp
 from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from pathlib import PurePosixPath
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.places import id_of_folder
 from simpletuner.data.images.frame_folders import READ_FRAMES, frame_suffixes
-from simpletuner.data.images.image_formats import READ
-from simpletuner.data.images.video_formats import READ_VIDEOS
+from simpletuner.data.images.image_formats import READ, READ_VIDEOS
 from simpletuner.data.scan.file_list import OtherFiles
 from simpletuner.data.scan.other_programs import CLASS_IMAGES, MASKS, REPEATS, SAMPLES, THUMBNAILS
 from simpletuner.data.scan.scan import Scan

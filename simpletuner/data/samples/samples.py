@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 import xxhash
 from PIL import Image
 
-from simpletuner.data.config.class_images import CLASS_IMAGE_KEYS
+from simpletuner.data.config.dataset_parts import CLASS_IMAGE_KEYS
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folder, read_folder_frames
 from simpletuner.data.images.geometry import Geometry, compute_geometry

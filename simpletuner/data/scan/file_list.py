@@ -20,8 +20,7 @@ import xxhash
 
 from simpletuner.data.config.dataset_types import ImageDataset, SnapshotImages
 from simpletuner.data.images.frame_folders import frame_suffixes, is_frame_folder
-from simpletuner.data.images.image_formats import read_suffixes, unread_suffixes
-from simpletuner.data.images.video_formats import UNREAD_BESIDE_VIDEOS, VIDEO_SUFFIXES
+from simpletuner.data.images.image_formats import UNREAD_BESIDE_VIDEOS, VIDEO_SUFFIXES, read_suffixes, unread_suffixes
 from simpletuner.data.scan.other_programs import (
     CAPTION_SUFFIXES,
     TABLE_SUFFIXES,

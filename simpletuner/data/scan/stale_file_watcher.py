@@ -19,7 +19,7 @@ from pathlib import Path
 from simpletuner.data.images.frame_folders import is_frame_folder
 from simpletuner.data.scan.captions import caption_file
 from simpletuner.data.scan.file_list import local_folder_version
-from simpletuner.data.scan.scan_cache import open_table
+from simpletuner.data.scan.scan import open_table
 from simpletuner.data.storage.storage import stored_file
 from simpletuner.report import Report
 from simpletuner.system.processes.python_process import module_command

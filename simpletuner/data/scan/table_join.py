@@ -16,8 +16,7 @@ import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_parts import PARQUET, TABLE_STRATEGIES
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
-from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN
-from simpletuner.data.images.video_formats import VIDEO_SUFFIXES
+from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN, VIDEO_SUFFIXES
 from simpletuner.data.scan.scan import NO_ROW, SCANNED
 from simpletuner.data.storage.storage import MAX_BYTES
 from simpletuner.data.tables.table_files import TableFile

@@ -14,8 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from simpletuner.data.config.dataset_parts import PARQUET, TableSettings
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages, SnapshotImages, belongs_to_split
-from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN
-from simpletuner.data.images.video_formats import VIDEO_SUFFIXES
+from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN, VIDEO_SUFFIXES
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.system.processes.threads import run_bounded
 

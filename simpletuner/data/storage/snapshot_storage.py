@@ -152,7 +152,7 @@ class SnapshotStorage:
 
     def _opened(self, file: Path) -> pq.ParquetFile:
         """Raises DataError for a file without the columns that are asked for."""
-        # pre_buffer reads in Arrow's threads, which may abort a process at its exit (scan/scan_cache.py).
+        # pre_buffer reads in Arrow's threads, which may abort a process at its exit (scan/scan.py).
         opened = pq.ParquetFile(self.folder / file, pre_buffer=False)
         names = opened.schema_arrow.names
         column = self.dataset.content_column

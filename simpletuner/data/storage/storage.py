@@ -17,7 +17,7 @@ from typing import BinaryIO, Protocol
 
 from simpletuner.data.config.dataset_types import BucketImages, ImageDataset, LocalImages, SnapshotImages
 from simpletuner.data.config.places import BucketPlace
-from simpletuner.data.images.video_formats import check_av
+from simpletuner.data.images.image_formats import check_av
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.extras import install_command
 from simpletuner.system.files.regular_files import open_regular

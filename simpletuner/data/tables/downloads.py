@@ -25,9 +25,14 @@ import xxhash
 
 from simpletuner.data.config.dataset_parts import TableSettings
 from simpletuner.data.config.dataset_types import LocalImages, UrlImages
-from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN, suffix_of_content
+from simpletuner.data.images.image_formats import (
+    BY_PILLOW,
+    BY_PLUGIN,
+    VIDEO_SUFFIXES,
+    suffix_of_content,
+    suffix_of_video,
+)
 from simpletuner.data.images.images import DECODE_ERRORS, read_header
-from simpletuner.data.images.video_formats import VIDEO_SUFFIXES, suffix_of_video
 from simpletuner.data.images.videos import read_video_header
 from simpletuner.data.storage.storage import MAX_BYTES as LARGEST_READ
 from simpletuner.data.storage.storage import LocalStorage

@@ -27,7 +27,7 @@ from simpletuner.models.single_file.source import check_single_file, named_file
 from simpletuner.settings import Loaded
 from simpletuner.settings.declared.errors import broken, shorten
 from simpletuner.settings.declared.sections import SECTION_OF, Model, Settings, setting_fields
-from simpletuner.settings.resolving.places import naming_places, with_places
+from simpletuner.settings.files.raw_values import naming_places, with_places
 from simpletuner.settings.values.parsed import DIFFUSERS
 from simpletuner.settings.values.shape import Shape, parse_shapes
 

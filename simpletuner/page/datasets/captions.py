@@ -28,8 +28,7 @@ from simpletuner.system.files.cache_files import user_home
 from simpletuner.system.files.checksums import value_checksum
 from simpletuner.system.files.mounts import sync
 from simpletuner.system.files.paths import ENVIRONMENT
-from simpletuner.system.files.regular_files import read_end, read_file
-from simpletuner.system.files.unread import MALFORMED
+from simpletuner.system.files.regular_files import MALFORMED, read_end, read_file
 
 if TYPE_CHECKING:
     from simpletuner.tools.dataset.listing import ListedFacts

@@ -17,11 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from simpletuner.data.images.images import DECODE_ERRORS, read_rgb, read_stored
-from simpletuner.data.scan.scan_cache import intact_files, open_table
+from simpletuner.data.scan.scan import intact_files, open_table
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.runs.images import SHOWN_PIXELS, thumbnail
-from simpletuner.system.files.regular_files import open_regular
-from simpletuner.system.files.unread import MALFORMED
+from simpletuner.system.files.regular_files import MALFORMED, open_regular
 
 if TYPE_CHECKING:
     from simpletuner.tools.dataset.listing import DatasetListing, ListedFacts

@@ -27,8 +27,7 @@ from simpletuner.settings.declared.sections import Launch
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.cache_files import user_home
 from simpletuner.system.files.locks import exclusive_lock
-from simpletuner.system.files.regular_files import read_file
-from simpletuner.system.files.unread import MALFORMED, latest_set_aside, set_aside
+from simpletuner.system.files.regular_files import MALFORMED, latest_set_aside, read_file, set_aside
 from simpletuner.system.numbers import count_noun
 
 DEVICES = Path("/dev")

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, SecretStr
 
-from simpletuner.errors import Mistake, SettingsError
+from simpletuner.errors import BrokenRule, Mistake, SettingsError, SimpleTunerError, explain_system_errors
 from simpletuner.settings.files.config_files import FileEntry, file_place
 from simpletuner.settings.files.formats import read_entries
 from simpletuner.settings.values.parsed import check_url
@@ -166,3 +167,38 @@ def split_arguments(given: RawValue) -> list[RawValue]:
         RawValue(name.lstrip("-"), value, place, written=given.written and shown.get(name, given.written))
         for name, value in flags
     ]
+
+
+def with_places(mistake: BrokenRule, origins: Mapping[str, Origin]) -> BrokenRule:
+    return replace(mistake, place=places_of((mistake.setting, *mistake.others), origins))
+
+
+def places_of(names: Iterable[str], origins: Mapping[str, Origin]) -> str:
+    """Files and lines that set these names; empty if all were flags."""
+    wanted = set(names)
+    places = {name: origin.place for name, origin in origins.items() if name in wanted}
+    if all(place.partition(" ")[0] == "flag" for place in places.values()):
+        return ""
+    return ", ".join(f"{name}: {place}" for name, place in places.items())
+
+
+@contextmanager
+def naming_places(origins: Mapping[str, Origin], *names: str) -> Iterator[None]:
+    """Add places to the errors of a check that knows values, but not where they were set.
+
+    `names` are the settings that an error is about if it does not list them.
+    """
+    try:
+        with explain_system_errors():
+            yield
+    except SimpleTunerError as error:
+        if isinstance(error, SettingsError) and error.mistakes:
+            placed = [
+                with_places(each, origins) if isinstance(each, BrokenRule) and not each.place else each
+                for each in error.mistakes
+            ]
+            raise SettingsError(mistakes=placed, hint=error.hint) from None
+        error.about = tuple(name for name in names if name in origins) or names[:1]
+        if place := places_of(names, origins):
+            error.message += f" [{place}]"
+        raise

@@ -23,9 +23,8 @@ from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, Setting
 from simpletuner.settings.declared.table import canonical_name, plain_name
 from simpletuner.settings.files.config_files import TOO_DEEP, check_depth, reason_of
 from simpletuner.settings.files.formats import FORMATS, read_text
-from simpletuner.settings.files.raw_values import Origin, RawValue, Source
+from simpletuner.settings.files.raw_values import Origin, RawValue, Source, with_places
 from simpletuner.settings.foreign.recognition import import_hint, meaning_of
-from simpletuner.settings.resolving.places import with_places
 from simpletuner.settings.resolving.sources import (
     RANKS,
     MergedValues,

@@ -13,20 +13,18 @@ from simpletuner.settings.rules.engine_rules import (
     compiler_supports_settings,
     context_parallelism_has_fsdp2,
     copies_are_sharded_equally,
+    float8_has_bf16_around_it,
+    gradients_can_be_released,
     machines_are_equal,
     offloading_is_possible,
     one_engine_shards,
     only_fsdp2_offloads_params,
-    projections_can_be_fused,
-    wrap_policy_is_known,
-)
-from simpletuner.settings.rules.optimizer_rules import (
-    float8_has_bf16_around_it,
-    gradients_can_be_released,
     optimizer_fits_the_engine,
+    projections_can_be_fused,
     schedule_free_replaces_schedule_and_average,
     split_state_is_possible,
     warmup_ends,
+    wrap_policy_is_known,
 )
 from simpletuner.settings.values.parsed import DIFFUSERS, parse_step_range
 

@@ -13,7 +13,6 @@ import re
 import unicodedata
 from collections.abc import MutableMapping
 from pathlib import Path
-from tempfile import gettempdir
 
 DESCRIPTOR = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(?P<number>\d+)")
 # Pattern that the original takes for a variable of the environment in a path.
@@ -107,6 +106,8 @@ def ensure_home(environment: MutableMapping[str, str]) -> str:
         pwd.getpwuid(os.getuid())
         return ""
     except KeyError:
+        from tempfile import gettempdir  # 2 ms of each command
+
         home = Path(gettempdir(), f"home-{os.getuid()}")
     home.mkdir(mode=0o700, exist_ok=True)
     if home.lstat().st_uid != os.getuid() or home.is_symlink():

@@ -1,4 +1,4 @@
-"""Opening regular files and nothing else.
+"""Opening regular files and nothing else; files of state that cannot be read are moved aside and named.
 
 Opening a FIFO blocks until there is a writer, reading a device may never end, and a sparse file of a few
 bytes may claim a terabyte. Any name in a folder may be one of these, so files are opened here.
@@ -11,7 +11,6 @@ import errno
 import io
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Callable
 from io import BufferedReader
@@ -22,6 +21,7 @@ from simpletuner.system.files.paths import descriptor_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
 
 # The largest file read whole if the caller names no other limit; state.json of 12B weights takes 2 MiB.
 MAX_BYTES = 256 << 20
@@ -89,7 +89,9 @@ def read_end(path: Path, size: int) -> bytes:
 
 def replace_pipe(descriptor: int, content: bytes) -> None:
     # A pipe can be read only once, and ranks must read it, too.
-    with tempfile.TemporaryFile() as file:
+    from tempfile import TemporaryFile  # 2 ms of each command
+
+    with TemporaryFile() as file:
         file.write(content)
         file.flush()
         os.dup2(file.fileno(), descriptor)
@@ -197,3 +199,37 @@ class RangeReader(io.RawIOBase):
         content, self._size = self._fetch(self._position, length)
         self._position += len(content)
         return content
+
+
+# The end of the name of a file that could not be read.
+ASIDE = ".unread"
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""Errors of parsing what somebody else has written."""
+
+Warn = Callable[[str], object]
+
+
+def read_state(path: Path, parse: Callable[[bytes], T], warn: Warn) -> T | None:
+    """Parse a file; None if it is missing. An unreadable one is moved aside.
+
+    `parse` may raise MALFORMED. Raises OSError where the file cannot be moved.
+    """
+    try:
+        return parse(read_file(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, *MALFORMED):
+        set_aside(path, warn)
+        return None
+
+
+def set_aside(path: Path, warn: Warn) -> None:
+    """Rename whatever has this name, to one that nothing else has. Raises OSError."""
+    aside = path.with_name(f"{path.name}.{time.time_ns()}{ASIDE}")
+    path.rename(aside)
+    warn(f"{path} cannot be read, or is of another version: it is set aside as {aside.name}, and written again")
+
+
+def latest_set_aside(path: Path) -> Path | None:
+    """Newest file that was moved aside from this name."""
+    return max(path.parent.glob(f"{path.name}.*{ASIDE}"), default=None)

@@ -5,7 +5,6 @@ A first signal requests a stop with a checkpoint; a second one, at least a secon
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -177,6 +176,8 @@ def terminate_with_parent() -> None:
     """Make the kernel send SIGTERM when the launcher dies, so that ranks save, exit and free GPUs."""
     if not sys.platform.startswith("linux"):
         return
+    import ctypes  # 4 ms of each command
+
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != launcher:  # it died before prctl took effect

@@ -59,7 +59,7 @@ def needed_by(loaded: Loaded) -> Needed:
     """Records that a run with these settings reads. Raises the run's errors about data and base model."""
     from simpletuner.caches.sources import open_sources
     from simpletuner.data.config.places import default_folder
-    from simpletuner.data.scan.scan_cache import copy_scans
+    from simpletuner.data.scan.scan import copy_scans
     from simpletuner.models.opening.loading import load_family
     from simpletuner.parallel.mesh import Mesh
     from simpletuner.parallel.world import joined_world

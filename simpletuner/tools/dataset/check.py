@@ -23,7 +23,7 @@ from simpletuner.data.samples.dataset_warnings import LONG_CAPTION_LETTERS, long
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.samples.json_captions import TRAINED_ON, JsonCaptions
 from simpletuner.data.samples.samples import DatasetSamples, Samples, held_out_indices
-from simpletuner.data.scan.scan_cache import copy_scans
+from simpletuner.data.scan.scan import copy_scans
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
 from simpletuner.models.catalog.support import clip_fps, reads_json
 from simpletuner.models.family.base import family_class
@@ -32,8 +32,8 @@ from simpletuner.models.folder.malformed import translate_load_errors
 from simpletuner.models.opening.loading import folder_at_hand
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.preparation.alignment import bucket_alignment
 from simpletuner.preparation.class_images import ClassImages, class_images_of
+from simpletuner.preparation.plan import bucket_alignment
 from simpletuner.preparation.prepare import ScannedData, make_plan, scan_data
 from simpletuner.report import Report
 from simpletuner.session import Session

@@ -22,7 +22,7 @@ from simpletuner.data.images.geometry import crop_position
 from simpletuner.data.samples.buckets import bucket_shapes
 from simpletuner.data.samples.samples import DatasetSamples
 from simpletuner.data.scan.captions import caption_file, captions_of
-from simpletuner.data.scan.scan_cache import SUFFIX, write_table
+from simpletuner.data.scan.scan import SUFFIX, write_table
 from simpletuner.data.storage.snapshot_storage import SnapshotStorage
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.system.files.atomic import write_json

@@ -24,7 +24,7 @@ from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, repor
 from simpletuner.report import Report
 from simpletuner.settings import Loaded
 from simpletuner.system.network import interface_towards
-from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.run_status import Activity
 from simpletuner.system.processes.signals import handle_stop_signals
 from simpletuner.tools.net.measure import PAIRS_SHARE, measure_all_reduce, measure_pairs, rounds_of, thinned
 from simpletuner.tools.net.results import NetworkMachine, NetworkResult

@@ -14,7 +14,7 @@ from simpletuner.checkpoints.disk_usage import DiskRoom, DiskUsage, estimate_dis
 from simpletuner.checkpoints.layout import list_checkpoints, parse_step
 from simpletuner.counting.step_memory import Workload, estimate_training
 from simpletuner.data.config.places import default_folder
-from simpletuner.data.scan.scan_cache import copy_scans
+from simpletuner.data.scan.scan import copy_scans
 from simpletuner.errors import ExitCode, SimpleTunerError
 from simpletuner.models.catalog.architecture import architecture_of, copied_bytes
 from simpletuner.models.catalog.registry import TINY

@@ -15,8 +15,7 @@ from simpletuner.runs.charts import CURVE, draw_loss
 from simpletuner.runs.metrics import MAX_BYTES, METRICS, MetricColumns, read_columns, rows_in
 from simpletuner.system.files.atomic import refuse_special, write_file
 from simpletuner.system.files.mounts import sync
-from simpletuner.system.files.regular_files import read_file
-from simpletuner.system.files.unread import Warn, set_aside
+from simpletuner.system.files.regular_files import Warn, read_file, set_aside
 
 if TYPE_CHECKING:
     from simpletuner.session import Session

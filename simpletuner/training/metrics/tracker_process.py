@@ -24,7 +24,7 @@ from simpletuner.run_log import LOGGER
 from simpletuner.runs.images import MP4, WEBP, clip_thumbnail, clips_of_round, round_folder
 from simpletuner.runs.metrics import METRICS, MetricsReader
 from simpletuner.system.files.atomic import write_json
-from simpletuner.system.files.unread import Warn, read_state
+from simpletuner.system.files.regular_files import Warn, read_state
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from real_mounts import or_skipped, sshfs_views
 from s3_server import BUCKET, Fault, Proxy, s3_proxy, s3_server
 
 from simpletuner.caches.fill import fill_cache, open_write_through
+from simpletuner.caches.sources import open_mirror
 from simpletuner.caches.store import mirror as mirrors
-from simpletuner.caches.store.mirror import Mirror, open_mirror
+from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.shard_index import list_sources
 from simpletuner.caches.store.shards import ShardReader
 from simpletuner.caches.workers import CacheJob, CacheRequest, Made

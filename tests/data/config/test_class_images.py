@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 from dataset_files import data_of, image, refusal
 
-from simpletuner.data.config.class_images import with_class_words
+from simpletuner.data.config.dataset_parts import with_class_words
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.scan.file_list import OtherFiles

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from video_files import CODECS, SIZE, frame_of, numbers_of, write_video
 
+from simpletuner.data.images.image_formats import VIDEO_SUFFIXES
 from simpletuner.data.images.images import DECODE_ERRORS, ImageHeader, read_rgb
-from simpletuner.data.images.video_formats import VIDEO_SUFFIXES
 from simpletuner.data.images.videos import read_frames, read_video_header
 from simpletuner.settings.values.shape import Shape
 
@@ -184,7 +184,7 @@ def test_sound_alone_is_no_video(tmp_path):
 def test_without_pyav_nothing_of_it_is_imported():
     code = "import sys; sys.modules['av'] = None; import simpletuner.data.images.videos; "
     code += (
-        "from simpletuner.data.images import video_formats as f; f.find_spec = lambda name: None; f.check_av('films')"
+        "from simpletuner.data.images import image_formats as f; f.find_spec = lambda name: None; f.check_av('films')"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "dataset `films` has videos, and PyAV (av) is not installed" in ended.stderr

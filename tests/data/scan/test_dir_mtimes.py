@@ -13,7 +13,7 @@ import scanning
 from PIL import Image
 
 from simpletuner.data.config.dataset_types import LocalImages
-from simpletuner.data.scan import scan_cache as folder_times
+from simpletuner.data.scan import scan as folder_times
 from simpletuner.data.scan.comparison import digest_of
 from simpletuner.data.scan.file_list import list_images
 from simpletuner.data.scan.scan import Scan

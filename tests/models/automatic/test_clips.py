@@ -17,7 +17,7 @@ from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
 from simpletuner.models.automatic.hooks import ALWAYS, FRAMES
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.folder.diffusers_io import build_on_meta
-from simpletuner.preparation.alignment import step_of_vae
+from simpletuner.preparation.plan import step_of_vae
 from simpletuner.settings.declared.sections import Model
 from simpletuner.settings.values.shape import Shape
 

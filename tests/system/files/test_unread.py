@@ -15,7 +15,7 @@ from simpletuner.page.queue.entries import Need, QueueEntry, QueueFile
 from simpletuner.preparation.shared_download import read_record
 from simpletuner.report import Report
 from simpletuner.runs.settings_record import append, last_start, write_settings
-from simpletuner.system.files.unread import latest_set_aside
+from simpletuner.system.files.regular_files import latest_set_aside
 from simpletuner.training.metrics.metrics import drop_rows_after
 from simpletuner.training.metrics.sample_losses import cut_after
 from simpletuner.training.metrics.tracker_process import read_tracker_state

@@ -31,8 +31,7 @@ from simpletuner.settings.declared.sections import Checkpoints, Launch, Settings
 from simpletuner.system.files.checksums import file_checksum, with_checksum
 from simpletuner.system.files.lease import Lease, read_record, take
 from simpletuner.system.files.lease_record import LeaseLost, Record
-from simpletuner.system.processes.activity import Activity
-from simpletuner.system.processes.run_status import StatusWriter
+from simpletuner.system.processes.run_status import Activity, StatusWriter
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.metrics.speed import UPLOADING, Durations
 from simpletuner.training.mirroring import run_mirror

@@ -10,7 +10,7 @@ import pytest
 
 import simpletuner.deepspeed
 from simpletuner.settings.foreign.deepspeed_optimizers import OPTIMIZERS, REFUSED
-from simpletuner.settings.rules.optimizer_rules import NOT_FOR_DEEPSPEED
+from simpletuner.settings.rules.engine_rules import NOT_FOR_DEEPSPEED
 
 LISTED = re.findall(r"^(\w+/\S+\.py) +(\w.*)$", simpletuner.deepspeed.__doc__ or "", re.MULTILINE)
 
