@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from simpletuner.data.config.dataset_file import dataset_entries
 from simpletuner.errors import SettingsError
@@ -56,7 +55,7 @@ def entries_of(loaded: Loaded) -> list[Mapping[str, object]]:
     return [entry for entry in listed if entry.get("dataset_type", "image") not in ("text_embeds", "image_embeds")]
 
 
-def as_text(values: Mapping[str, Any], suffix: str) -> str:
+def as_text(values: Mapping[str, object], suffix: str) -> str:
     if suffix == ".json":
         return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     if suffix == ".toml":

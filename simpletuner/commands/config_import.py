@@ -164,7 +164,7 @@ def import_their_runs(file: ForeignFile, output: Path | None, force: bool, parti
     write_runs(runs, force)
 
 
-def import_their_run(file: ForeignFile, values: Mapping[str, Any], output: Path | None, partial: bool) -> ReadyRun:
+def import_their_run(file: ForeignFile, values: Mapping[str, object], output: Path | None, partial: bool) -> ReadyRun:
     original, datasets = Original(file.path, [], is_simpletuner=False), None
     with report_unsupported_first(original, partial):
         run = file.trainer.begin(file.path, values, file.lines)
@@ -182,7 +182,7 @@ def import_their_run(file: ForeignFile, values: Mapping[str, Any], output: Path 
     return ready_run(original, loaded, datasets, Path(), output, prompts)
 
 
-def of_all(entries: Sequence[Mapping[str, Any]]) -> set[str]:
+def of_all(entries: Sequence[Mapping[str, object]]) -> set[str]:
     """Return the keys that each dataset has for itself, so that the run's own value has no effect."""
     return set[str].intersection(*({*each} for each in entries if "conditioning_type" not in each))
 
@@ -213,7 +213,7 @@ def file_of_datasets(run: Translation, file: ForeignFile, output: Path | None) -
     return listed
 
 
-def prompts_as_settings(prompts: Sequence[Mapping[str, Any]], output: Path | None) -> dict[str, object]:
+def prompts_as_settings(prompts: Sequence[Mapping[str, object]], output: Path | None) -> dict[str, object]:
     """Return the setting of the prompts: a list, or a file beside the run's if they are not only texts."""
     if output is None or all(list(prompt) == ["prompt"] for prompt in prompts):
         return {"validation_prompt": [prompt["prompt"] for prompt in prompts]}

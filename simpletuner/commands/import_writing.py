@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from simpletuner.errors import Mistake, SettingsError, SimpleTunerError, collect_error
 from simpletuner.importing.original import Original, UnmappedValue
@@ -74,7 +73,7 @@ def ready_run(
     datasets: ImportedDatasets | None,
     root: Path,
     output: Path | None,
-    prompts: Sequence[Mapping[str, Any]] = (),
+    prompts: Sequence[Mapping[str, object]] = (),
 ) -> ReadyRun:
     """Return the texts of a run, of its datasets where they changed, and of its prompts."""
     text, count, changed = write_toml(original, loaded, root)

@@ -80,7 +80,7 @@ def setting_options(shown: Collection[str], names: Collection[str] | None = None
     return list(options)
 
 
-def as_typed(ctx: object, value: Any) -> object:
+def as_typed(ctx: object, value: object) -> object:
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
@@ -269,7 +269,7 @@ def source_of_rates(device: Device) -> str:
     return str(rates_of(device))
 
 
-def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> dict[str, Any]:
+def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> dict[str, object]:
     """Return the form of `--json`: bytes and seconds."""
     plan = proposal.plan
     return {

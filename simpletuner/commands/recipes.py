@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -49,7 +49,7 @@ def row_of(recipe: Recipe) -> tuple[str, ...]:
     return recipe.name, recipe.purpose, model, memory, f"{recipe.version} of {recipe.date}"
 
 
-def described(recipe: Recipe) -> dict[str, Any]:
+def described(recipe: Recipe) -> dict[str, object]:
     return recipe.model_dump(mode="json", exclude_defaults=True)
 
 

@@ -123,7 +123,7 @@ class Detection:
     """Attention projections: layers that end with each name, and the LoRA's parameters for each rank."""
     cached: bool = False
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "model_family": self.model_family,
             "model_flavour": self.model_flavour,

@@ -25,6 +25,8 @@ from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.private_api.of_torch import FakeTensor, outside_modes, run_backward, tree_flatten, tree_unflatten
 
 T = TypeVar("T")
+Own = Callable[..., object]
+"""The function that a replay replaces."""
 
 EqualBlocks = Mapping[nn.Module, tuple[str, object]]
 """Name and kind of each block of which a model has others of the same kind."""
@@ -101,7 +103,7 @@ class BlockCall:
     block: nn.Module
     kind: object
     """Equal for blocks that compute alike."""
-    call: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+    call: Callable[[Sequence[Tensor], Sequence[Tensor]], object]
     """The block with its arguments but for the tensors: `inputs` and `constants`."""
     inputs: TensorLayouts
     constants: list[Tensor]
@@ -111,9 +113,7 @@ class BlockCall:
     anchor: Tensor
 
     @classmethod
-    def of(
-        cls, block: nn.Module, kind: object, own: Callable[..., Any], args: object, kwargs: object, anchor: Tensor
-    ) -> BlockCall:
+    def of(cls, block: nn.Module, kind: object, own: Own, args: object, kwargs: object, anchor: Tensor) -> BlockCall:
         flat, structure = tree_flatten((args, kwargs))
         inputs = fake_tensors(flat)
         places = {id(each): number for number, each in enumerate(inputs)}
@@ -122,7 +122,7 @@ class BlockCall:
         numbers = [places.get(id(each)) for each in flat]
         real = [number for number, each in enumerate(flat) if isinstance(each, Tensor) and id(each) not in places]
 
-        def call(given: Sequence[Tensor], constants: Sequence[Tensor]) -> Any:
+        def call(given: Sequence[Tensor], constants: Sequence[Tensor]) -> object:
             values = [each if number is None else given[number] for each, number in zip(template, numbers, strict=True)]
             for number, each in zip(real, constants, strict=True):
                 values[number] = each
@@ -325,7 +325,7 @@ class Replay(Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         unused = tuple(number for number, each in enumerate(grad_outputs) if each is None)
         recording, counter = ctx.blocks.recording_of(ctx.call, unused), ctx.blocks.counter
         memory, base = counter.memory, counter.memory.live
@@ -362,7 +362,7 @@ class BlockReplays:
         alone = [] if recomputes else [*blocks]
         before = {each: getattr(each, CHECKPOINT) for each in callers}
 
-        def checkpointed(checkpoint: Callable[..., Any], block: Any, *args: object, **kwargs: object) -> object:
+        def checkpointed(checkpoint: Own, block: Any, *args: object, **kwargs: object) -> object:
             call = partial(checkpoint, block)
             if block in blocks:
                 return self.run(block, *blocks[block], call, args, kwargs)
@@ -370,7 +370,7 @@ class BlockReplays:
                 self.learn(BlockCall.of(block, None, call, args, kwargs, self.anchor.detach()))
             return call(*args, **kwargs)
 
-        def forward(block: nn.Module, own: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        def forward(block: nn.Module, own: Own, *args: object, **kwargs: object) -> object:
             return (
                 own(*args, **kwargs) if self.counter.is_paused else self.run(block, *blocks[block], own, args, kwargs)
             )
@@ -387,7 +387,7 @@ class BlockReplays:
             for block in alone:
                 del block.forward
 
-    def run(self, block: nn.Module, name: str, kind: object, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, block: nn.Module, name: str, kind: object, own: Own, args: Any, kwargs: Any) -> object:
         call = BlockCall.of(block, kind, own, args, kwargs, self.anchor.detach())
         if (first := self.calls.get(call.key)) is None:
             # The real tensors may be gone after the forward pass; those of FLUX have 5 MB.

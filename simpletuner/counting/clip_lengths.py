@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ SIDE_CELLS = 8
 """Sides of the clips that are tried, in latent cells."""
 
 
-def frame_step_of(config: Mapping[str, Any]) -> int:
+def frame_step_of(config: Mapping[str, object]) -> int:
     """Frame step of clip lengths, each with one frame more: a VAE decodes as many as it encodes.
 
     CogVideoX decodes pairs of latent frames after the first, so its step is twice what a cell covers.
@@ -25,7 +24,7 @@ def frame_step_of(config: Mapping[str, Any]) -> int:
 
 
 @torch.no_grad()
-def comes_back(config: Mapping[str, Any], frames: int) -> bool:
+def comes_back(config: Mapping[str, object], frames: int) -> bool:
     """True if a VAE decodes a clip of `frames` frames to the same number; False if it cannot encode it."""
     vae = build_on_meta(config, include_buffers=True)
     side = SIDE_CELLS * cell_of_model(vae, patch=1).width

@@ -56,7 +56,7 @@ class FlopCounterMode(TorchDispatchMode):
 
 
 def convolution_backward(
-    output_shape: list[int], input_shape: list[int], weight_shape: list[int], *others: Any, **_: Any
+    output_shape: list[int], input_shape: list[int], weight_shape: list[int], *others: Any, **_: object
 ) -> int:
     # Each of the two gradients, of input and weight, costs as much as the convolution. torch's own formula
     # leaves `groups` out, and Sana's depthwise convolutions would count thousands of times.
@@ -182,7 +182,7 @@ class RepeatedBlocks:
     def __init__(self) -> None:
         self.entered: list[Tensor] = []
         self.skipped_flops = 0
-        self.known: dict[tuple[Any, ...], tuple[Any, int]] = {}
+        self.known: dict[tuple[object, ...], tuple[object, int]] = {}
 
     @contextmanager
     def run_once_each(self, model: nn.Module, unused: tuple[str, ...]) -> Iterator[None]:
@@ -206,7 +206,7 @@ class RepeatedBlocks:
     def _counted(
         self, forward: Callable[..., object], block: nn.Module, kind: tuple[object, ...]
     ) -> Callable[..., object]:
-        def run(*args: object, **kwargs: object) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             flat, structure = tree_flatten((args, kwargs))
             key = (*kind, structure, *map(signature, flat))
             self.entered += [each for each in flat if isinstance(each, Tensor)]
@@ -233,7 +233,7 @@ def cut_off(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def signature(value: object) -> Any:
+def signature(value: object) -> object:
     """Return a key that is equal for equal arguments of blocks: shape, dtype and gradient of a tensor, else
     its text."""
     return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else repr(value)

@@ -16,6 +16,8 @@ from torch import Tensor
 from simpletuner.private_api.of_torch import FakeTensor, FakeTensorMode, new_fake, view_of_fake
 
 aten = torch.ops.aten
+MakeOutputs = Callable[[Sequence[FakeTensor]], object]
+"""Make an operator's outputs from its inputs."""
 NOT_RELATIVE = (aten.as_strided.default, aten.view.dtype)
 """Views whose offset is not their source's plus a difference: it is the storage's, or in other items."""
 
@@ -25,8 +27,8 @@ class RememberingMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # masks, and rotary tables
-        self.results: dict[object, Callable[[Sequence[FakeTensor]], Any] | None] = {}
-        """Functions that make an operator's outputs from its inputs; None where only the operator does."""
+        self.results: dict[object, MakeOutputs | None] = {}
+        """None where only the operator makes its outputs."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class RememberedOutput:
     is_given: bool = False
 
     @classmethod
-    def of(cls, output: Any, given: Sequence[FakeTensor]) -> RememberedOutput | None:
+    def of(cls, output: object, given: Sequence[FakeTensor]) -> RememberedOutput | None:
         """Raises TypeError for an output that its layout alone does not make."""
         if output is None:
             return None
@@ -67,7 +69,7 @@ class RememberedOutput:
         return view_of_fake(source, self.shape, self.stride, self.dtype, offset)
 
 
-def layout_of(tensor: FakeTensor) -> tuple[Any, ...]:
+def layout_of(tensor: FakeTensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
     """Raises TypeError for a tensor that has values, or may be a lazy conjugate."""
     if tensor.constant is not None or tensor.is_complex():
         raise TypeError("not told by its layout")
@@ -90,7 +92,7 @@ def key_of(value: Any, given: list[FakeTensor]) -> object:
     return kind, value  # 1, 1.0 and True are equal, but make other dtypes
 
 
-def result_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def result_of(operator: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """Call an operator, or make what it has made of other tensors with equal layouts."""
     given: list[FakeTensor] = []
     try:
@@ -107,7 +109,7 @@ def result_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return outputs
 
 
-def remember(operator: Any, outputs: Any, given: Sequence[FakeTensor]) -> Callable[[Sequence[FakeTensor]], Any] | None:
+def remember(operator: Any, outputs: object, given: Sequence[FakeTensor]) -> MakeOutputs | None:
     """Return a function that makes the outputs of an operator for tensors with the layouts of those given."""
     if torch.Tag.inplace_view in operator.tags or operator in NOT_RELATIVE:
         return None
@@ -120,5 +122,5 @@ def remember(operator: Any, outputs: Any, given: Sequence[FakeTensor]) -> Callab
         return None
 
 
-def make_all(outputs: Sequence[RememberedOutput | None], kind: type, given: Sequence[FakeTensor]) -> Any:
+def make_all(outputs: Sequence[RememberedOutput | None], kind: type, given: Sequence[FakeTensor]) -> object:
     return kind([each and each.make(given) for each in outputs])

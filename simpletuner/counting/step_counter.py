@@ -58,7 +58,7 @@ class MemoryCounter(TorchDispatchMode):
     work: Work = field(default_factory=Work)
     key_value_copies: int = 1
     """Copies of keys and values that a rank holds: context parallelism gathers them whole on each."""
-    known: Any = field(default_factory=weakref.WeakKeyDictionary)
+    known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = field(default_factory=weakref.WeakKeyDictionary)
 
     def __post_init__(self) -> None:
         super().__init__()

@@ -159,7 +159,7 @@ def stage_candidates(with_files: bool, fixed: Mapping[str, object] | None = None
 
 def choose_stage(
     budget: MemoryBudget,
-    candidates: Iterable[dict[str, Any]],
+    candidates: Iterable[dict[str, object]],
     estimate_of: Callable[[dict[str, object]], MemoryEstimate],
 ) -> StageChoice:
     """Return the first candidate that fits. Raises SettingsError if none does.

@@ -51,7 +51,7 @@ class DeepSpeedBuilder:
     sources: list[Source]
     budget: MemoryBudget | None = None
     num_parameters: int | None = None
-    answers: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, object] = field(default_factory=dict)
     sources_of_run: frozenset[str] = frozenset()
     """Sources read by the run, too: the JSON need not repeat their values."""
     inline: frozenset[str] = frozenset()

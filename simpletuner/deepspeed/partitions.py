@@ -295,7 +295,7 @@ def count_steps(optimizer: Any) -> int:
     return max((int(entry["step"]) for entry in entries if "step" in entry), default=0)
 
 
-def moment_names(optimizer: Any) -> list[str]:
+def moment_names(optimizer: object) -> list[str]:
     """Return the names of the moments that our optimizer has created so far."""
     states = optimizer_states(optimizer).values()
     return sorted(

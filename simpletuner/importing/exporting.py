@@ -64,7 +64,7 @@ class Writer:
         return self.keys[setting] if setting in self.keys else next(named, "")
 
 
-def foreign_run(writer: Writer, loaded: Loaded, entries: Sequence[Mapping[str, Any]]) -> ForeignRun:
+def foreign_run(writer: Writer, loaded: Loaded, entries: Sequence[Mapping[str, object]]) -> ForeignRun:
     """Return a run in another trainer's words. Raises SettingsError for a model that it does not train."""
     ours = comparable(loaded)
     entries, others = trained_folders(entries)
@@ -82,7 +82,7 @@ def foreign_run(writer: Writer, loaded: Loaded, entries: Sequence[Mapping[str, A
     return run
 
 
-def trained_folders(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, object]], list[str]]:
+def trained_folders(entries: Sequence[Mapping[str, object]]) -> tuple[list[Mapping[str, object]], list[str]]:
     """Return the datasets that are folders of images, and a sentence on each other one that a run uses.
 
     As a folder, masks and held-out images would be trained on. Raises SettingsError without any left.
@@ -123,7 +123,7 @@ def comparable(loaded: Loaded) -> dict[str, Any]:
     return values
 
 
-def differing(ours: Mapping[str, Any], theirs: Mapping[str, object]) -> list[str]:
+def differing(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
     """Return the settings that differ and change what is trained."""
     aside = {*ELSEWHERE, *OF_DATA, *ALSO_ASIDE}
     names = (name for name in ours if name not in aside and SECTION_OF[name] not in (*ASIDE, "parallel"))
@@ -144,7 +144,9 @@ def is_lora(values: Mapping[str, Any]) -> bool:
     return values["model_type"] == "lora"
 
 
-def read_back(writer: Writer, run: ForeignRun, ours: Mapping[str, Any]) -> tuple[dict[str, object], list[Translation]]:
+def read_back(
+    writer: Writer, run: ForeignRun, ours: Mapping[str, object]
+) -> tuple[dict[str, object], list[Translation]]:
     """Return the settings and datasets that the import makes of a file.
 
     Raises SettingsError where the trainer has no word for what decides there, such as an optimizer.

@@ -118,7 +118,7 @@ def captioned(image: Path, suffix: str) -> bool:
     return False
 
 
-def stills_and_clips(path: object, video: Mapping[str, Any]) -> Iterator[dict[str, object]]:
+def stills_and_clips(path: object, video: Mapping[str, object]) -> Iterator[dict[str, object]]:
     """Yield the additions to a folder's entry, for its stills and for its clips, which are two datasets here.
 
     Without a block `video` all of its files are stills; both are yielded for a folder that is not here.

@@ -106,19 +106,19 @@ class Translation:
         self.values.pop(key, None)
         return self.get(key, default)
 
-    def remark(self, key: str, reason: str, value: Any = None, effect: Effect = "look") -> None:
+    def remark(self, key: str, reason: str, value: object = None, effect: Effect = "look") -> None:
         """Report on a key, whatever else becomes of it; `value` is what silence means there."""
         shown = self.written.get(key) if value is None else value
         self.left_out.append(UnmappedValue(key, shown, self.place(key), reason, effect))
 
-    def leave(self, effect: Effect, key: str, reason: str, value: Any = None) -> None:
+    def leave(self, effect: Effect, key: str, reason: str, value: object = None) -> None:
         self.remark(key, reason, value, effect)
         self.values.pop(key, None)
 
-    def lose(self, key: str, reason: str, value: Any = None) -> None:
+    def lose(self, key: str, reason: str, value: object = None) -> None:
         self.leave("lost", key, reason, value)
 
-    def look(self, key: str, reason: str, value: Any = None) -> None:
+    def look(self, key: str, reason: str, value: object = None) -> None:
         self.leave("look", key, reason, value)
 
     def drop(self, keys: Iterable[str], reason: str) -> None:
@@ -218,18 +218,18 @@ class ForeignTrainer:
     table: KeyTable
     meanings: tuple[Translate, ...]
     """Functions of meaning of a run, in order."""
-    entries: Callable[[Translation, Mapping[str, Any] | Sequence[Any]], Iterator[Translation]]
+    entries: Callable[[Translation, Mapping[str, object] | Sequence[object]], Iterator[Translation]]
     """Translations of the datasets that a run, or a dataset file, lists: (run, its or the file's values)."""
     dataset_file: str = ""
     """Key that names the file of datasets."""
-    folders: Callable[[Translation], Mapping[str, Any] | None] = lambda run: None
+    folders: Callable[[Translation], Mapping[str, object] | None] = lambda run: None
     """Values of a dataset file for the folders that a run without one names."""
     is_flat: bool = False
     """True if sections are read as if their keys stood side by side."""
     jobs: Callable[[Mapping[str, object]], Iterator[Mapping[str, object]]] = lambda values: iter([values])
     """Runs that a file describes."""
 
-    def begin(self, file: Path, values: Mapping[str, Any], lines: Mapping[str, int] | None = None) -> Translation:
+    def begin(self, file: Path, values: Mapping[str, object], lines: Mapping[str, int] | None = None) -> Translation:
         """Return a run without its datasets: what its functions of meaning make of it."""
         given = dict(side_by_side(values) if self.is_flat else flatten(values))
         run = Translation(self.name, file, given, lines or {})
@@ -247,11 +247,11 @@ def flatten(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str,
             yield f"{section}{name}", value
 
 
-def flat_keys(values: Mapping[str, Any]) -> list[str]:
+def flat_keys(values: Mapping[str, object]) -> list[str]:
     return [key for key, _ in flatten(values)]
 
 
-def side_by_side(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+def side_by_side(values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the keys of all sections without them; those of a section go before the others."""
     yield from ((name, value) for name, value in values.items() if not isinstance(value, Mapping))
     yield from (each for value in values.values() if isinstance(value, Mapping) for each in value.items())
@@ -273,7 +273,7 @@ def first_existing(name: str, folders: Iterable[Path]) -> Path | None:
 def one_of(names: Mapping[str, str], what: str) -> Convert:
     """Conversion by a table of a trainer's words."""
 
-    def convert(value: Any) -> str:
+    def convert(value: object) -> str:
         if (name := normalize_name(value)) not in names:
             raise ValueError(f"this version does not have this {what}")
         return names[name]
@@ -281,7 +281,7 @@ def one_of(names: Mapping[str, str], what: str) -> Convert:
     return convert
 
 
-def nonzero(value: Any) -> object:
+def nonzero(value: object) -> object:
     """Return a value, or None for 0, with which a name is off there."""
     return value or None
 

@@ -162,7 +162,7 @@ class Meaning:
     holds: Callable[[Mapping[str, Any]], bool]
 
 
-def says(name: str, *words: str) -> Callable[[Mapping[str, Any]], bool]:
+def says(name: str, *words: str) -> Callable[[Mapping[str, object]], bool]:
     return lambda values: normalize_name(values.get(name)) in words
 
 

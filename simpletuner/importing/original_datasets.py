@@ -135,7 +135,7 @@ def holder_of(values: dict[str, Any], key: str) -> tuple[dict[str, object], str]
     return (values[outer], inner) if is_inner else (values, key)
 
 
-def has_key(values: dict[str, Any], key: str) -> bool:
+def has_key(values: dict[str, object], key: str) -> bool:
     holder, name = holder_of(values, key)
     return name in holder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from simpletuner.importing.original import Effect, Original, defaults_there, remark_on
 from simpletuner.importing.sorting import same_value
@@ -23,7 +23,7 @@ MARK = "Written by `simpletuner config import`"
 THEIR_DEFAULT = "the original's default"
 
 
-def sources_of(original: Original, values: Mapping[str, Any]) -> list[Source]:
+def sources_of(original: Original, values: Mapping[str, object]) -> list[Source]:
     """Translated values as sources of settings: the original's defaults where ours differ, then the values.
 
     `values` are those that any source of the run gives.
@@ -61,7 +61,7 @@ def write_toml(original: Original, loaded: Loaded, root: Path) -> tuple[str, int
     return text, len(names), sum(map(bool, remarks.values()))
 
 
-def remarks_about(name: str, value: Any, original: Original, loaded: Loaded) -> Iterator[str]:
+def remarks_about(name: str, value: object, original: Original, loaded: Loaded) -> Iterator[str]:
     """Yield the differences of a setting from the original's: its name, its value, its meaning."""
     taken = original.taken.get(name)
     origin = loaded.origins.get(name)

@@ -198,7 +198,7 @@ def diffusion_pipe(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> 
     return ForeignRun(values, values, {"enable_ar_bucket": True, "directory": directories})
 
 
-def one_trainer(settings: Settings, entries: Sequence[Mapping[str, Any]]) -> ForeignRun:
+def one_trainer(settings: Settings, entries: Sequence[Mapping[str, object]]) -> ForeignRun:
     model, own, objective = settings.model, settings.lora, settings.objective
     name, kind = next(((name, kind) for name, kind in KINDS.items() if kind.family == model.model_family), ("", None))
     if kind is None:

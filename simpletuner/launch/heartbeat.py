@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.launch.store import MessageStore
@@ -40,7 +39,7 @@ class Heartbeat:
     """True if one of its ranks has lost contact to another."""
 
 
-def parse_heartbeat(values: Mapping[str, Any]) -> Heartbeat | None:
+def parse_heartbeat(values: Mapping[str, object]) -> Heartbeat | None:
     match values:
         case {"count": int(count), "state": str(state), "phase": int(phase), "lost_contact": bool(lost)}:
             return Heartbeat(count, state, phase, lost)

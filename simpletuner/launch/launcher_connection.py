@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from simpletuner.errors import SimpleTunerError
 from simpletuner.launch.plan import SOCKET_VARIABLE
@@ -46,7 +45,7 @@ class LauncherConnection:
         """Called when the launcher asks for this rank's last collectives, before ending a hanging run."""
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def send(self, **message: Any) -> None:
+    def send(self, **message: object) -> None:
         """Send the launcher, if any, a message: `reason` of a failure, or `lost_contact` to a rank."""
         with suppress(OSError):
             if self.connection is not None:

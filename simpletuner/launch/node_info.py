@@ -49,7 +49,7 @@ class NodeInfo:
     boot: str = ""
     """Identity of this boot of this machine and of its container; empty if unknown."""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return asdict(self)
 
     @property
@@ -58,7 +58,7 @@ class NodeInfo:
         return bool(self.boot) and self.boot == boot_of_machine() and not Path(f"/proc/{self.pid}").exists()
 
 
-def identify(settings: dict[str, Any], versions: dict[str, str], address: str = "") -> NodeInfo:
+def identify(settings: dict[str, object], versions: dict[str, str], address: str = "") -> NodeInfo:
     nonce = secrets.token_hex(8)
     return NodeInfo(
         socket.gethostname(), os.getpid(), settings, versions, address, nonce, os.geteuid(), boot_of_machine()

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Queue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from simpletuner.errors import EnvironmentNotReady, RemoteFailure, SettingsError, SimpleTunerError, Stopped
 from simpletuner.launch.node_info import NodeInfo, difference, parse_node_info
@@ -193,7 +193,7 @@ def reject(messages: MessageStore, group: Group, error: SimpleTunerError, info: 
     messages.put_first(group.key("refused"), rejection, parse_rejection)
 
 
-def parse_rejection(values: Mapping[str, Any]) -> RemoteFailure | None:
+def parse_rejection(values: Mapping[str, object]) -> RemoteFailure | None:
     match values:
         case {"exit_code": int(code), "message": str(message), "hint": str(hint)}:
             return RemoteFailure(failure_code(code), sanitize(message), sanitize(hint))

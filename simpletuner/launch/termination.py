@@ -48,7 +48,7 @@ class Termination:
             return self
         return replace(self, sentence=f"rank {reason['rank']}: {reason['message']}", hint=reason["hint"])
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return asdict(self)
 
 

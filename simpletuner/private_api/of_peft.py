@@ -124,7 +124,7 @@ def mix(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     return torch.bmm(w1.expand(len(matrices), -1, -1), matrices)
 
 
-def factor_of(layer: Any, name: str, adapter: str) -> Tensor:
+def factor_of(layer: object, name: str, adapter: str) -> Tensor:
     whole = getattr(layer, name)
     if adapter in whole:
         return whole[adapter]

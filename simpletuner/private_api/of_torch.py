@@ -251,7 +251,7 @@ class LoadsCompiler:
     """Finder that loads the compiler in place of its stand-in before another module of it is imported, and
     before torch._inductor, whose modules import one another in an order that only works after it."""
 
-    def find_spec(self, name: str, path: Any = None, _: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object = None, _: object = None) -> ModuleSpec | None:
         if name in ALONE:
             return PathFinder.find_spec(name, [f"{folder}/_dynamo" for folder in torch.__path__])
         if name != KERNELS and not name.startswith(f"{COMPILER}."):
@@ -298,7 +298,7 @@ def leave_out_compiler() -> None:
     def same(decorated: object = None, *_: Any, **__: object) -> Any:
         return same if decorated is None else decorated
 
-    answers: dict[str, Any] = dict.fromkeys(
+    answers: dict[str, object] = dict.fromkeys(
         ("allow_in_graph", "assume_constant_result", "disable", "graph_break"), same
     )
     # distributed_c10d.py asks for the first of each new group, DDP for the second, diffusers for the last.

@@ -263,7 +263,7 @@ def level_names(name: str) -> list[str]:
     return [LEVEL_OF.format(name, number, count) for count in range(2, LEVELS + 1) for number in range(1, count + 1)]
 
 
-def last_row(path: Path) -> dict[str, Any]:
+def last_row(path: Path) -> dict[str, object]:
     # The end of the file alone is read.
     rows = [row for row in rows_in(read_end(path, TAIL_BYTES)) if "loss" in row]
     return rows[-1] if rows else {}

@@ -58,7 +58,7 @@ def own_output_dir(target: str, taken: Collection[str] = (), root: Path = Path()
     return f"{parent}{next(free)}"
 
 
-def new_config(given: Mapping[str, Any], recipe: str = "", target: str = "config/config.toml") -> NewConfig:
+def new_config(given: Mapping[str, object], recipe: str = "", target: str = "config/config.toml") -> NewConfig:
     """New config file, for `target`: the typed flags, then those of the recipe.
 
     Raises what `train` would for the settings, the model and, where they are named, the images; SettingsError
@@ -94,13 +94,13 @@ def refuse_other_format(target: str) -> None:
         raise SettingsError(f"{shown_path(path)}: a new config file is TOML", "give it a name that ends in .toml")
 
 
-def without_rivals(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
+def without_rivals(recipe: Recipe, given: Mapping[str, object]) -> Recipe:
     """Return the recipe without its values that what was typed decides by another name."""
     left_out = {own for typed, own in RIVALS.items() if typed in given}
     return recipe.model_copy(update={"settings": {k: v for k, v in recipe.settings.items() if k not in left_out}})
 
 
-def refuse_beside(recipe: Recipe, given: Mapping[str, Any]) -> None:
+def refuse_beside(recipe: Recipe, given: Mapping[str, object]) -> None:
     """Raise SettingsError for what a recipe decides, and was typed otherwise."""
     kinds = {"model_family": recipe.model_family, "model_type": recipe.settings["model_type"].value}
     for name, own in kinds.items():
@@ -134,7 +134,7 @@ def check_as_train(text: str, target: str, typed: Collection[str]) -> tuple[str,
     return (check_run if has_images else check_runnable)(loaded).warnings
 
 
-def from_flags_alone(settings: Settings, target: str, typed: Mapping[str, Any]) -> NewConfig:
+def from_flags_alone(settings: Settings, target: str, typed: Mapping[str, object]) -> NewConfig:
     notes = {}
     own: dict[str, Any] = {"output_dir": typed.get("output_dir") or own_output_dir(target)}
     if settings.model.model_type == "lora" and "learning_rate" not in typed:
@@ -143,7 +143,7 @@ def from_flags_alone(settings: Settings, target: str, typed: Mapping[str, Any]) 
     return NewConfig(scaffold_toml(settings, {**own, **typed}, notes))
 
 
-def from_recipe(recipe: Recipe, settings: Settings, target: str, typed: Mapping[str, Any]) -> NewConfig:
+def from_recipe(recipe: Recipe, settings: Settings, target: str, typed: Mapping[str, object]) -> NewConfig:
     values = {name: each.value for name, each in recipe.settings.items()}
     notes = {name: each.grounds() for name, each in recipe.settings.items()}
     notes |= {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ class CheckedModel:
     """Facts as a run records them; empty if the proof failed."""
     refusal: SettingsError | None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "pretrained_model": self.model,
             "pipeline": self.pipeline,

@@ -80,7 +80,7 @@ def choose_recomputation(
     """
     known, usable = {} if counted is None else counted, USABLE * limit_bytes
 
-    def needed(chosen: dict[str, Any]) -> int:
+    def needed(chosen: Mapping[str, object]) -> int:
         if (name := json.dumps(chosen)) not in known:
             known[name] = needed_bytes(with_training(settings, chosen), workload)
         return known[name]

@@ -47,7 +47,7 @@ class Schedule:
             return min(1.0, self.start_progress + (1 - self.start_progress) * done)
         return min(1.0, max(0, step - warmup_steps) / max(1, self.max_steps - warmup_steps))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         start = {name: getattr(self, name) for name in ("start_step", "start_progress", "planned_steps")}
         return {"max_steps": self.max_steps, "schedule": {"epochs": self.epochs, **start}}
 

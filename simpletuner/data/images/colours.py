@@ -132,7 +132,7 @@ def numbers(values: Any, count: int) -> tuple[float, ...]:
     return found if len(found) == count and np.isfinite(found).all() else ()
 
 
-def tables(values: Any) -> list[bytes]:
+def tables(values: object) -> list[bytes]:
     """Curve of each channel as an ICC profile has it, one for all or three; none where they are damaged."""
     length = len(values) if isinstance(values, tuple) else 0
     count = 3 if length % 3 == 0 else 1

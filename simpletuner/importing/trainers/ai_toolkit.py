@@ -573,7 +573,7 @@ def sample_of(run: Translation, given: object) -> dict[str, object]:
     return {**({} if seed is None else {"seed": seed}), **own, **prompt}
 
 
-def size_of_sample(run: Translation, item: Mapping[str, Any]) -> str:
+def size_of_sample(run: Translation, item: Mapping[str, object]) -> str:
     """Size of a sample, with as many frames as the pipeline makes of those that are asked for."""
     own = run.within(item)
     width, height, frames = (

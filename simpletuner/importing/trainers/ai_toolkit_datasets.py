@@ -127,7 +127,7 @@ def clips(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_frames": frames, "fps": given.get("fps", 24), **place, **is_i2v}
 
 
-def speed(found: Translation, video: Mapping[str, Any]) -> None:
+def speed(found: Translation, video: Mapping[str, object]) -> None:
     if "num_frames" in video and "clip_position" not in video:
         reason = "frames are taken from all of a video there, however long it is; here a clip keeps its speed"
         found.lose("shrink_video_to_frames", reason, True)
@@ -179,7 +179,7 @@ def trigger_rules(trigger: str) -> list[str]:
     return [rule(r"\[(trigger|name)\]", trigger), rule(rf"^(?![\s\S]*{pattern})", f"{trigger} ")]
 
 
-def conditions(run: Translation, found: Translation, given: Mapping[str, Any]) -> None:
+def conditions(run: Translation, found: Translation, given: Mapping[str, object]) -> None:
     """Add the control images and the masks of a folder, which are datasets of their own here."""
     controls = [given[name] for name in ("control_path_1", "control_path_2", "control_path_3") if given.get(name)]
     listed = given.get("control_path")

@@ -277,7 +277,7 @@ LISTS = ("resolutions", "frame_buckets", "ar_buckets", "size_buckets")
 """Keys of a dataset that take lists."""
 
 
-def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iterator[Translation]:
+def entries(run: Translation, values: Mapping[str, object] | Sequence[object]) -> Iterator[Translation]:
     """Yield translations for each folder and resolution, which are datasets of their own here."""
     listed = values if isinstance(values, Mapping) else {}
     general = {name: value for name, value in listed.items() if name != "directory"}
@@ -292,7 +292,7 @@ def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iter
         yield from of_folder(run, given)
 
 
-def of_folder(run: Translation, given: Mapping[str, Any]) -> Iterator[Translation]:
+def of_folder(run: Translation, given: Mapping[str, object]) -> Iterator[Translation]:
     """Yield a dataset for each resolution, and for stills and clips. Remarks on the folder are made once."""
     written = given.get("resolutions") or [512]
     resolutions = written if isinstance(written, list) else [written]
@@ -402,7 +402,7 @@ def clip_lengths(given: Mapping[str, object]) -> list[object]:
     return sorted(size for size in lengths if size != 1)
 
 
-def remarks(found: Translation, given: Mapping[str, Any]) -> None:
+def remarks(found: Translation, given: Mapping[str, object]) -> None:
     """Say how a folder is read differently here: buckets, clips, captions, subfolders."""
     subfolders(found, "path")
     path, files = given.get("path"), files_in(given.get("path"))

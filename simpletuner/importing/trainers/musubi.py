@@ -305,7 +305,7 @@ STEP = 16
 LISTS = ("resolution", "target_frames", "control_resolution", "fp_1f_clean_indices")
 
 
-def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iterator[Translation]:
+def entries(run: Translation, values: Mapping[str, object] | Sequence[object]) -> Iterator[Translation]:
     """Yield a translation for each folder, and of videos for each length, since each gives a sample there."""
     listed = values if isinstance(values, Mapping) else {}
     general = {name: value for each in run.tables(listed, "general", LISTS) for name, value in each.items()}

@@ -148,7 +148,7 @@ BEFORE = "timestep_distribution before version 4"
 """Key for what a migration overwrites."""
 
 
-def jobs(values: Mapping[str, Any]) -> Iterator[Mapping[str, object]]:
+def jobs(values: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     """Yield the configuration as the newest version has it."""
     given = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for move in (move_optimizer, move_parts, move_weight, rename, copy_prior, copy_dtype):
@@ -163,7 +163,7 @@ def jobs(values: Mapping[str, Any]) -> Iterator[Mapping[str, object]]:
     yield given
 
 
-def move_optimizer(given: dict[str, Any]) -> None:
+def move_optimizer(given: dict[str, object]) -> None:
     moved = {}
     for name in [each for each in given if each.startswith("optimizer") and not isinstance(given[each], dict)]:
         moved["optimizer" if name == "optimizer" else name.removeprefix("optimizer_")] = given.pop(name)
@@ -183,7 +183,7 @@ def move_parts(given: dict[str, Any]) -> None:
                 own[key or trained] = value
 
 
-def move_weight(given: dict[str, Any]) -> None:
+def move_weight(given: dict[str, object]) -> None:
     if gamma := given.pop("min_snr_gamma", 0):
         given |= {"loss_weight_fn": "MIN_SNR_GAMMA", "loss_weight_strength": gamma}
 
@@ -199,7 +199,7 @@ def copy_prior(given: dict[str, Any]) -> None:
         given["transformer"] = dict(given["prior"])
 
 
-def copy_dtype(given: dict[str, Any]) -> None:
+def copy_dtype(given: dict[str, object]) -> None:
     for part in PARTS:
         if isinstance(own := given.get(part), dict) and own.get("weight_dtype") == "NONE":
             own["weight_dtype"] = given.get("weight_dtype", "FLOAT_32")
@@ -612,7 +612,7 @@ def samples(run: Translation) -> None:
     data(run)
 
 
-def sample_of(run: Translation, given: Mapping[str, Any], kind: Kind) -> dict[str, object]:
+def sample_of(run: Translation, given: Mapping[str, object], kind: Kind) -> dict[str, object]:
     own = run.within(given)
     width, height = (int(own.number(name, kind.size_px)) for name in ("width", "height"))
     prompt = {"prompt": given["prompt"], "resolution": f"{width}x{height}"}

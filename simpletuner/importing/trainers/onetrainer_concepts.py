@@ -63,7 +63,7 @@ def list_of_file(run: Translation, name: object) -> list[object] | None:
     return read_list(path) if path else None
 
 
-def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iterator[Translation]:
+def entries(run: Translation, values: Mapping[str, object] | Sequence[object]) -> Iterator[Translation]:
     """Yield a dataset for each concept that takes part, of a configuration or of a list."""
     listed = values.get("concepts") if isinstance(values, Mapping) else values
     run.values.pop("concepts", None)

@@ -406,7 +406,7 @@ LISTS = ("resolution", "face_crop_aug_range", "custom_attributes")
 """Keys of a dataset that take lists or tables."""
 
 
-def entries(run: Translation, values: Mapping[str, Any] | Sequence[Any]) -> Iterator[Translation]:
+def entries(run: Translation, values: Mapping[str, object] | Sequence[object]) -> Iterator[Translation]:
     """Yield a translation for each subset; the training file's values hold where the dataset's are silent."""
     listed = values if isinstance(values, Mapping) else {}
     own = {name: run.written[name] for name in OF_ALL if name in run.written}
@@ -548,7 +548,7 @@ PER_DATASET = (
 
 def of_run(
     run: Translation,
-    datasets: Sequence[Mapping[str, Any]],
+    datasets: Sequence[Mapping[str, object]],
     general: Mapping[str, object],
     names: Sequence[tuple[str, str, str, int]] = PER_DATASET,
 ) -> None:

@@ -271,7 +271,7 @@ class MetaCalls:
     """Inputs that a predictor on the CPU gives to the denoiser, kept by the shapes of batches and texts."""
 
     predictor: Predictor
-    recorded: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
+    recorded: dict[object, list[dict[str, object]]] = field(default_factory=dict)
 
     def predict(self, model: nn.Module, noised: Tensor, conditioning: Conditioning, images: Sequence[Tensor]) -> Tensor:
         """Call a denoiser with tensors shaped as in a run on the CPU; return all outputs, flat."""

@@ -183,7 +183,7 @@ class Output:
 
         return cls(tree_map_only(Tensor, note, output), tuple(ratios))
 
-    def make(self, latents: Sequence[Tensor], fill: Callable[[Tensor], Tensor] = torch.zeros_like) -> Any:
+    def make(self, latents: Sequence[Tensor], fill: Callable[[Tensor], Tensor] = torch.zeros_like) -> object:
         """Return an output for latents, zeros where nothing else is said."""
 
         def one(number: int, like: Tensor) -> Tensor:

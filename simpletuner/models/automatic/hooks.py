@@ -260,7 +260,7 @@ class HookedPipeline:
             self.encoded_shapes[key] = tuple(mean_of(vae.encode(pixels.to(vae.device, vae.dtype))).shape)
         return self.encoded_shapes[key]
 
-    def _decode(self, latents: Tensor, *args: object, **kwargs: object) -> Any:
+    def _decode(self, latents: Tensor, *args: object, **kwargs: object) -> object:
         vae = self.stand_ins["vae"].module
         if self.current.decode is not None:
             return self.current.decode(latents)

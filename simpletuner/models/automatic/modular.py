@@ -131,7 +131,7 @@ class SplitBlocks:
 
 
 class CalledBlocks:
-    kinds: list[Any]
+    kinds: list[object]
     """Blocks for a prompt alone, and for one with an image if there are some."""
     split: list[SplitBlocks]
     """Copies of them."""
@@ -217,7 +217,7 @@ class CalledBlocks:
                 if isinstance(each, LoopSequentialPipelineBlocks):
                     each.set_progress_bar_config(**config)
 
-    def draw(self, *args: object, **kwargs: object) -> Any:
+    def draw(self, *args: object, **kwargs: object) -> object:
         return randn_tensor(*args, **kwargs)
 
 

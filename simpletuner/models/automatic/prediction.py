@@ -362,7 +362,7 @@ def digits(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor
     return (index % DIGIT).float(), (index // DIGIT).float()
 
 
-def capture(seen: list[Tensor]) -> Callable[[Tensor], Any]:
+def capture(seen: list[Tensor]) -> Callable[[Tensor], object]:
     def decode(latents: Tensor) -> Any:
         seen.append(latents)
         raise StopCall

@@ -19,7 +19,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.pipeline_run import FOREIGN_ERRORS, StopCall
 from simpletuner.private_api.of_torch import TreeSpec, trace_operators, tree_flatten, tree_unflatten
 
-Denoise = Callable[[dict[str, Any]], Any]
+Denoise = Callable[[dict[str, object]], object]
 Run = Callable[[Sequence[Tensor], Denoise], Tensor | None]
 """A pipeline's call, given the noise, the time and all else that samples differ by; returns the prediction,
 None if `denoise` ended it."""
@@ -47,7 +47,7 @@ class CallReplay:
     structure: TreeSpec | None = None
     places: tuple[int, ...] = ()
     """Numbers of the tensors among the leaves."""
-    predictions: dict[Any, Traced] = field(default_factory=dict)
+    predictions: dict[object, Traced] = field(default_factory=dict)
 
     def __post_init__(self, examples: Sequence[Tensor]) -> None:
         """Raises NotTraced."""
@@ -147,7 +147,7 @@ def form_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.stride()
 
 
-def stop_with(seen: list[dict[str, Any]], named: dict[str, Any]) -> None:
+def stop_with(seen: list[dict[str, object]], named: dict[str, object]) -> None:
     seen.append(named)
     raise StopCall
 

@@ -235,7 +235,7 @@ def same(one: Tensor, other: Tensor | None) -> bool:
     return other is not None and one.shape == other.shape and torch.equal(one, other)
 
 
-def to_float32(leaf: Any, device: torch.device) -> object:
+def to_float32(leaf: object, device: torch.device) -> object:
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.to(device, torch.float32 if leaf.is_floating_point() else None)

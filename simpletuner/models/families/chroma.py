@@ -93,6 +93,6 @@ def keep_mask_in_checkpointing(model: nn.Module, mask: Tensor) -> None:
         denoiser.enable_gradient_checkpointing(partial(run_with_mask, run, mask))
 
 
-def run_with_mask(run: Callable[..., Any], mask: Tensor, block: nn.Module, *args: Any) -> object:
+def run_with_mask(run: Callable[..., object], mask: Tensor, block: nn.Module, *args: object) -> object:
     names = [*signature(type(block).forward).parameters][1:]
     return run(block, *args, mask) if names.index("attention_mask") == len(args) else run(block, *args)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from unicodedata import normalize
 
 import torch
@@ -52,7 +52,7 @@ def any_replaced() -> re.Pattern[str]:
     return re.compile("|".join(replacements()))
 
 
-def has_clip(index: Mapping[str, Any]) -> bool:
+def has_clip(index: Mapping[str, object]) -> bool:
     """True if the pipeline's tokenizer number `index` is CLIP's."""
     return any(isinstance(value, list) and value[-1:] and value[-1] in CLIP_TOKENIZERS for value in index.values())
 
@@ -117,7 +117,7 @@ class TextEncoder:
 
 
 def encode_with_mask(
-    family: ModelFamily, pipeline: DiffusionPipeline, captions: list[str], **options: Any
+    family: ModelFamily, pipeline: DiffusionPipeline, captions: list[str], **options: object
 ) -> Conditioning:
     """Encode to prompt_embeds (B, max_length, D) and prompt_attention_mask (B, max_length).
 

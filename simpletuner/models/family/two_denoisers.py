@@ -21,7 +21,7 @@ from simpletuner.settings.values.shape import Shape
 FIRST, SECOND = "transformer", "transformer_2"
 
 
-def chosen_denoiser(folder: Path, index: Mapping[str, Any], model: Model) -> tuple[str, str]:
+def chosen_denoiser(folder: Path, index: Mapping[str, object], model: Model) -> tuple[str, str]:
     """Return the component to train and the other one, which is empty where the pipeline has one.
 
     Raises SettingsError if the flavour names none, or one that the pipeline does not have.

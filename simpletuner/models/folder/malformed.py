@@ -90,7 +90,7 @@ def refuse_too_many_modules(config: Mapping[str, object], source: object) -> Non
             raise EnvironmentNotReady(f"{source} is damaged: {name} = {value:g} is more than any model has", CHECK_COPY)
 
 
-def numbers_in(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+def numbers_in(value: object, name: str = "") -> Iterator[tuple[str, float]]:
     """Yield every number in a config at any depth, with its key."""
     if isinstance(value, Mapping):
         for key, item in value.items():

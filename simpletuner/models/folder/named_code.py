@@ -101,7 +101,7 @@ def refuse_keys(config: Mapping[str, object], path: Path, hint: str = HINT) -> N
             raise EnvironmentNotReady(f"{path} names code: {key} = {value!r:.80}", hint)
 
 
-def keys_in(value: Any) -> Iterator[tuple[str, object]]:
+def keys_in(value: object) -> Iterator[tuple[str, object]]:
     """Yield every key of a config at any depth with its value."""
     if isinstance(value, Mapping):
         for key, item in value.items():

@@ -145,7 +145,7 @@ def text_parts(family: ModelFamily) -> list[str]:
 PAIR = ("text_encoder", "tokenizer")
 
 
-def has_numbers(value: Any) -> bool:
+def has_numbers(value: object) -> bool:
     return isinstance(value, list) and any(isinstance(each, int) for each in value)
 
 

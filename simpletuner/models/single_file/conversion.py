@@ -121,7 +121,7 @@ def explaining_missing_weights(path: Path, config: Path) -> Iterator[None]:
         ) from None
 
 
-def refuse_missing_weights(component: Any, name: str, path: Path, config: Path) -> None:
+def refuse_missing_weights(component: object, name: str, path: Path, config: Path) -> None:
     """Raise EnvironmentNotReady for a weight that was not read and is still on the meta device."""
     tensors = component.state_dict() if isinstance(component, torch.nn.Module) else {}
     if missing := next((weight for weight, tensor in tensors.items() if tensor.is_meta), None):

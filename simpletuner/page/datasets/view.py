@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 from starlette.requests import Request
@@ -44,7 +44,7 @@ def image_name(request: Request, dataset: ListedDataset) -> str:
     return name
 
 
-def dataset_values(request: Request, checked: Checked, found: DatasetListing) -> dict[str, Any]:
+def dataset_values(request: Request, checked: Checked, found: DatasetListing) -> dict[str, object]:
     """Return the page's values of the dataset that a request names, or of the first one."""
     from simpletuner.page.datasets.images import LEFT_OUT, ORDERS, ListedDataset
 

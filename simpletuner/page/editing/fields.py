@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_origin
+from typing import get_origin
 
 from simpletuner.errors import BrokenRule, Mistake, SettingsError, SimpleTunerError
 from simpletuner.models.catalog.registry import AUTO, presets, trainable_flavours
@@ -101,7 +101,7 @@ def sentence_of(mistake: Mistake, is_beside: bool) -> str:
     return f"{sentence}; {mistake.hint}" if mistake.hint else sentence
 
 
-def is_broken_table(value: Any) -> bool:
+def is_broken_table(value: object) -> bool:
     """True for typed JSON that does not parse."""
     return isinstance(value, str) and value.startswith("{")
 

@@ -7,7 +7,6 @@ rules that `train` asks, by trying it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from simpletuner.deepspeed.requirements import check_platform
 from simpletuner.errors import SimpleTunerError
@@ -115,7 +114,7 @@ def why_no_deepspeed(settings: Settings) -> str:
 REASONS = {"fsdp": why_no_fsdp, "context-parallel": why_no_context_parallel, "deepspeed": why_no_deepspeed}
 
 
-def contradiction(settings: Settings, tried: Mapping[str, Any], *about: str) -> str:
+def contradiction(settings: Settings, tried: Mapping[str, object], *about: str) -> str:
     """First rule that some values would break, of those about the model and one of the settings `about`."""
     for rule in find_contradictions(with_values(settings, tried)):
         names = {rule.setting, *rule.others}
@@ -124,7 +123,7 @@ def contradiction(settings: Settings, tried: Mapping[str, Any], *about: str) -> 
     return ""
 
 
-def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
+def with_values(settings: Settings, values: Mapping[str, object]) -> Settings:
     """Return settings with other values, which are not checked."""
     sections = {
         section: getattr(settings, section).model_copy(

@@ -77,7 +77,7 @@ class Planning:
         self.commands = commands
         self.kept: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
 
-    def answer(self, question: PlanQuestion, key: str, again: bool) -> Mapping[str, Any] | None:
+    def answer(self, question: PlanQuestion, key: str, again: bool) -> Mapping[str, object] | None:
         """Return the output of `plan --json`; None if a later question replaced this one.
 
         Raises EnvironmentNotReady with the sentence of the command where it has no plan.

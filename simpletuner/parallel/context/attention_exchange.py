@@ -45,7 +45,7 @@ class AllGather(torch.autograd.Function):
         return collectives.wait_tensor(collectives.all_gather_into_tensor(rows.contiguous(), size, name))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         gradient = gradients[0].contiguous()
         summed = collectives.reduce_scatter_tensor(gradient, "sum", ctx.size, ctx.name)
         return collectives.wait_tensor(summed), None, None
@@ -60,7 +60,7 @@ class AllToAll(torch.autograd.Function):
         return collectives.wait_tensor(collectives.all_to_all_single(rows.contiguous(), received, sent, name))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         rows = collectives.all_to_all_single(gradients[0].contiguous(), ctx.sent, ctx.received, ctx.name)
         return collectives.wait_tensor(rows), None, None, None
 
@@ -77,7 +77,7 @@ def gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: SequenceGrou
     # Padded, since all-gathers of unequal parts are slow with NCCL and impossible with gloo.
     if missing := longest - len(rows):
         rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
-    joined: Any = AllGather.apply(rows, group.size, group.name)
+    joined: Tensor = AllGather.apply(rows, group.size, group.name)
     if min(lengths) < longest:
         parts = joined.split(longest)
         joined = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
@@ -140,7 +140,7 @@ class SplitAttention:
         batch, heads, _, width = query.shape
         # (3, B, ranks, heads, n, D) -> (ranks, n, 3, B, heads, D): the rows for rank 0, those for rank 1, ...
         sent = torch.stack([query, key, value]).unflatten(2, (size, heads // size)).permute(2, 4, 0, 1, 3, 5)
-        rows: Any = AllToAll.apply(sent.flatten(0, 1), own, lengths, self.group.name)
+        rows: Tensor = AllToAll.apply(sent.flatten(0, 1), own, lengths, self.group.name)
         query, key, value = rows.permute(1, 2, 3, 0, 4)
         mask = None if mask is None else self.in_order_of_ranks(mask)
         attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
@@ -176,7 +176,7 @@ class AttentionOverride(TorchFunctionMode):
         super().__init__()
         self.attend, self.calls = attend, calls
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls.append(True)

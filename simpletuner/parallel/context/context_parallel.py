@@ -128,7 +128,9 @@ def split_tensors(module: nn.Module, place: str, parts: Mapping[str | int, Token
     inputs = {name: each for name, each in parts.items() if isinstance(name, str)}
     outputs = {number: each for number, each in parts.items() if isinstance(number, int)}
 
-    def split_inputs(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    def split_inputs(
+        _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         positional = list(args)
         for name, each in inputs.items():
             at, sequence = positions[name], f"{place}.{name}".removeprefix(".")
@@ -138,7 +140,7 @@ def split_tensors(module: nn.Module, place: str, parts: Mapping[str | int, Token
                 positional[at] = split.part(sequence, positional[at], each)
         return tuple(positional), kwargs
 
-    def split_outputs(_: nn.Module, __: object, output: tuple[object, ...]) -> Any:
+    def split_outputs(_: nn.Module, __: object, output: tuple[object, ...]) -> tuple[object, ...]:
         return tuple(
             split.part(f"{place}.{number}", value, outputs[number]) if number in outputs else value
             for number, value in enumerate(output)
@@ -163,7 +165,7 @@ def override_attention(module: nn.Module, names: tuple[str, ...], split: SplitMo
 
     # `forward` and not hooks: gradient checkpointing may stop a recomputation early by an exception, which
     # skips forward hooks but leaves a `with` block, so the mode is always switched off.
-    def forward(*args: object, **kwargs: object) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         calls: list[bool] = []
         attention: Any = split.attention(names)
         with AttentionOverride(attention.attend, calls):

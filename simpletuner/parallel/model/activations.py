@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -105,15 +105,15 @@ class HostMemory(saved_tensors_hooks):
 aten = torch.ops.aten
 
 
-def of_argument(position: int) -> Callable[[Any], int]:
+def of_argument(position: int) -> Callable[[Sequence[Tensor]], int]:
     return lambda inputs: inputs[position].shape[-1]
 
 
-def of_keys(inputs: Any) -> int:
+def of_keys(inputs: Sequence[Tensor]) -> int:
     return 2 * inputs[1].shape[-2]  # both products of attention
 
 
-MULTIPLICATIONS: dict[Any, Callable[[Any], int]] = {
+MULTIPLICATIONS: dict[object, Callable[[Sequence[Tensor]], int]] = {
     **dict.fromkeys((aten.mm, aten.bmm, aten._int_mm, aten._scaled_mm), of_argument(0)),
     **dict.fromkeys((aten.addmm, aten.baddbmm), of_argument(1)),
     aten.convolution: lambda inputs: inputs[1][0].numel(),
@@ -126,7 +126,7 @@ MULTIPLICATIONS: dict[Any, Callable[[Any], int]] = {
 """Operators whose outputs are worth keeping: multiplications for each value of an output, by inputs."""
 
 
-def held(output: Any, memory: HostMemory | None) -> Callable[[], Any]:
+def held(output: object, memory: HostMemory | None) -> Callable[[], object]:
     """Return a function that gives an operator's output back, from `memory` if there is one."""
     leaves, spec = tree_flatten(tree_map_only(Tensor, Tensor.detach, output))  # with a graph it would keep itself alive
     if memory is None:
@@ -142,14 +142,14 @@ class Region:
         self.kept, self.memory = kept, memory
         self.sizes: list[tuple[float, int]] = []
         """(multiplications per byte, bytes) of each output; no bytes for one that cannot be kept"""
-        self.outputs: dict[int, Callable[[], Any]] = {}
-        self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.outputs: dict[int, Callable[[], object]] = {}
+        self.numbers: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         """Numbers of outputs by their storages."""
 
     def contexts(self) -> tuple[Keeping, Returning]:
         return Keeping(self), Returning(self)
 
-    def add(self, multiplications: int, output: Any) -> None:
+    def add(self, multiplications: int, output: object) -> None:
         tensors, number = [each for each in tree_iter(output) if isinstance(each, Tensor)], len(self.sizes)
         self.numbers |= {each.untyped_storage(): number for each in tensors}
         if number in self.kept:
@@ -182,7 +182,7 @@ class Keeping(TorchDispatchMode):
         super().__init__()
         self.region = region
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if (multiplications := MULTIPLICATIONS.get(getattr(func, "overloadpacket", None))) is not None:
@@ -202,7 +202,7 @@ class Returning(TorchDispatchMode):
         super().__init__()
         self.outputs, self.numbers = region.outputs, count()
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if getattr(func, "overloadpacket", None) in MULTIPLICATIONS:
             kept = self.outputs.pop(next(self.numbers), None)
             if kept is not None:
@@ -221,9 +221,9 @@ class SelectiveRecomputation:
     def __init__(self, share: float, memory: HostMemory | None = None) -> None:
         """`share` is of the bytes of a block's products and attention; 1 recomputes none of them."""
         self.share, self.memory = share, memory
-        self.chosen: WeakKeyDictionary[nn.Module, dict[Any, frozenset[int]]] = WeakKeyDictionary()
+        self.chosen: WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], frozenset[int]]] = WeakKeyDictionary()
 
-    def __call__(self, block: nn.Module, *inputs: Any) -> Any:
+    def __call__(self, block: nn.Module, *inputs: object) -> object:
         chosen = self.chosen.setdefault(block, {})
         shapes = tuple(each.shape for each in tree_iter(inputs) if isinstance(each, Tensor))
         region = Region(chosen.get(shapes, frozenset()), self.memory)
@@ -239,7 +239,7 @@ def offload_activations(model: nn.Module) -> None:
     """Hold what a forward pass saves in the machine's memory, in place."""
     own_forward = model.forward
 
-    def forward(*args: object, **kwargs: object) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         with HostMemory():
             return own_forward(*args, **kwargs)
 

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +85,7 @@ def activate_flash3(kernel: str) -> None:
         raise SettingsError(f"{needs}: {first_line(error)}", hint) from None
 
 
-def operators_of_the_hub(kernel: str) -> Any:
+def operators_of_the_hub(kernel: str) -> object:
     """Namespace of torch's operators that a kernel of the hub brings; it runs what was published there."""
     from kernels import get_kernel
 

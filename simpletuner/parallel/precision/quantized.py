@@ -45,20 +45,20 @@ def check_torchao(setting: str) -> None:
         raise EnvironmentNotReady(f"{setting} needs torchao 0.18 or newer: {installed} is installed", hint)
 
 
-def to_int8(weight: Tensor) -> Any:
+def to_int8(weight: Tensor) -> object:
     """Quantize to int8 with one scale per row."""
     from torchao.quantization import Int8WeightOnlyConfig
 
     return by_config(weight, Int8WeightOnlyConfig())
 
 
-def to_float8(weight: Tensor) -> Any:
+def to_float8(weight: Tensor) -> object:
     from torchao.quantization import Float8WeightOnlyConfig
 
     return by_config(weight, Float8WeightOnlyConfig())
 
 
-def to_nf4(weight: Tensor) -> Any:
+def to_nf4(weight: Tensor) -> object:
     """Quantize to NormalFloat4 with one scale for 64 values, which are quantized in turn."""
     from torchao.quantization import to_nf4
 

@@ -160,7 +160,7 @@ def losses_in(row: dict[str, Any]) -> Iterator[Measured]:
             yield Measured(int(row["step"]), name, loss, parts, levels_in(row, name))
 
 
-def levels_in(row: dict[str, Any], name: str) -> tuple[float, ...]:
+def levels_in(row: dict[str, object], name: str) -> tuple[float, ...]:
     for count in range(LEVELS, 1, -1):
         if (first := row.get(LEVEL_OF.format(name, 1, count))) is not None:
             rest = (row.get(LEVEL_OF.format(name, number, count)) for number in range(2, count + 1))

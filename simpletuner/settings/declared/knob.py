@@ -91,7 +91,7 @@ class Section(BaseModel):
     # One for all checks: pydantic takes 0.05 ms to inspect each validator of each field, at each start.
     @field_validator("*", mode="wrap")
     @classmethod
-    def check_value(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
+    def check_value(cls, value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
         annotation = cls.model_fields[str(info.field_name)].annotation
         # First, since pydantic cannot hold the message of another check that quotes such a text.
         refuse_unwritable_text(value)
@@ -117,7 +117,7 @@ def refuse_bool_as_number(value: object, annotation: object) -> None:
         raise PydanticCustomError("word", "a number is expected")
 
 
-def with_expanded_path(value: Any, annotation: object) -> object:
+def with_expanded_path(value: object, annotation: object) -> object:
     """Expand `~` and `{env:NAME}` wherever a path comes from: flag, file, variable."""
     if annotation == list[Path] and isinstance(value, list):
         return [expand_path(each) if isinstance(each, str | Path) else each for each in value]

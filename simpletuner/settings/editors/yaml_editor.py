@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import yaml
 
@@ -31,7 +30,7 @@ def edit_yaml(text: str, edit: Edit) -> Iterator[str]:
         yield from with_pair(text, node, edit)
 
 
-def with_value(text: str, key: yaml.Node, value: yaml.Node, new: Any) -> Iterator[str]:
+def with_value(text: str, key: yaml.Node, value: yaml.Node, new: object) -> Iterator[str]:
     start, end = value.start_mark.index, content_end(text, value)
     is_beside = value.start_mark.line == key.start_mark.line
     for quoted in yaml_texts(new):
@@ -81,7 +80,7 @@ def content_end(text: str, node: yaml.Node) -> int:
     return content_end(text, last[1] if isinstance(last, tuple) else last)
 
 
-def yaml_texts(value: Any) -> Iterator[str]:
+def yaml_texts(value: object) -> Iterator[str]:
     """Yield ways to write a value as JSON, which YAML reads but for two things.
 
     A number such as 1e-05 is text to YAML 1.1, and it wants some characters escaped that JSON leaves.

@@ -99,7 +99,7 @@ class KeyTable:
     """Canonical key by alternative name."""
     unset: tuple[object, ...] = (None,)
     """Values that stand for a key that is not there."""
-    is_off: Callable[[Any], bool] = lambda value: value is None
+    is_off: Callable[[object], bool] = lambda value: value is None
     """Predicate of values that turn an ignored or refused key off, so that there is nothing to report."""
 
     @cached_property

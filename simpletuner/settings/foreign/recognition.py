@@ -57,7 +57,7 @@ OF_ONETRAINER = frozenset(
 )
 
 
-def trainer_of(values: Mapping[str, object] | list[Any]) -> str:
+def trainer_of(values: Mapping[str, object] | list[object]) -> str:
     """Name of the program that wrote a file, by its content; EITHER if it could be two; empty if unknown.
 
     Only keys that our own files never have count. A list is of datasets: OneTrainer's have path, no id.
@@ -97,7 +97,7 @@ def kohya_or_musubi(flattened: Mapping[str, object]) -> str:
     return MUSUBI if is_of_musubi else EITHER
 
 
-def as_list(value: object) -> list[Any]:
+def as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 

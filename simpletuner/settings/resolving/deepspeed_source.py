@@ -55,7 +55,7 @@ def apply_deepspeed_config(merged: MergedValues) -> list[str]:
     return [*parsed.warnings, *warn_of_defaults(parsed.file or origin.place, parsed.left_out, merged)]
 
 
-def as_source(name: str, config: Mapping[str, Any]) -> Source:
+def as_source(name: str, config: Mapping[str, object]) -> Source:
     """Settings in a DeepSpeed JSON, as a source. Raises SettingsError for its mistakes."""
     merged = MergedValues()
     merged.set(RawValue(NAME, dict(config), name), name)

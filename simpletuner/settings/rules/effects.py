@@ -86,7 +86,7 @@ def parse_term(text: str) -> Term:
     return Term(found["name"], found["operator"] or "", found["value"] or "", bool(found["no"]))
 
 
-def as_word(value: Any) -> str:
+def as_word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

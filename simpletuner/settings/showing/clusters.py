@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
-from typing import Any
 
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.files.config_files import PREFIX
@@ -36,7 +35,7 @@ class Exported:
         return format_command([names.get(word, word) for word in self.command])
 
 
-def as_flags(values: Mapping[str, Any]) -> list[str]:
+def as_flags(values: Mapping[str, object]) -> list[str]:
     """A list becomes one flag per item, an empty one JSON: no flag at all would leave its default."""
     return [
         f"--{name}={as_text(item)}"
@@ -97,7 +96,7 @@ JOBS = Path(__file__).parent / "jobs"
 PLACE = re.compile(r"^( *)%\{(\w+)\}\n|%\{(\w+)\}", re.MULTILINE)
 
 
-def to_torchrun(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_torchrun(settings: Settings, values: dict[str, object]) -> Exported:
     """A script for every machine, whose ranks torchrun starts, and starts again when one has failed."""
     machines = settings.launch.num_machines
     meet = ["--standalone"] if machines == 1 else [f"--nnodes={machines}", *MEET]
@@ -108,7 +107,7 @@ def to_torchrun(settings: Settings, values: dict[str, Any]) -> Exported:
     return Exported(filled(name, settings, command=command), "torchrun.sh", ["bash", "torchrun.sh"])
 
 
-def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_slurm(settings: Settings, values: dict[str, object]) -> Exported:
     """An sbatch script: one launcher per node, which starts that node's ranks."""
     # srun's default lets the other nodes run on when one has failed (KillOnBadExit=0 in slurm.conf).
     node = ["bash", "-c", NODE_OF_SLURM, "simpletuner"]
@@ -123,18 +122,18 @@ def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
     return Exported(text, "simpletuner.sbatch", ["sbatch", "simpletuner.sbatch"])
 
 
-def to_kubernetes(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_kubernetes(settings: Settings, values: dict[str, object]) -> Exported:
     # The pods find one another by the names of a headless service.
     words = started(settings, values, "$JOB_COMPLETION_INDEX", "simpletuner-machines-0-0.simpletuner")
     return applied("jobset.yaml", settings, words)
 
 
-def to_kubeflow(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_kubeflow(settings: Settings, values: dict[str, object]) -> Exported:
     """A TrainJob of Kubeflow Trainer, whose runtime tells torchrun of the other nodes."""
     return applied("trainjob.yaml", settings, [*torchrun(settings), *flags_without(values, OF_TORCHRUN)])
 
 
-def to_skypilot(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_skypilot(settings: Settings, values: dict[str, object]) -> Exported:
     """A task for `sky jobs launch`, which finds machines and restarts the task on others after preemption."""
     words = started(settings, values, "$SKYPILOT_NODE_RANK", '$(sed -n 1p <<< "$SKYPILOT_NODE_IPS")')
     cards = "" if settings.launch.use_cpu else f"accelerators: H100:{ranks_per_machine(settings)}\n"
@@ -142,7 +141,7 @@ def to_skypilot(settings: Settings, values: dict[str, Any]) -> Exported:
     return Exported(text, "sky.yaml", ["sky", "jobs", "launch", "sky.yaml"])
 
 
-def to_dstack(settings: Settings, values: dict[str, Any]) -> Exported:
+def to_dstack(settings: Settings, values: dict[str, object]) -> Exported:
     """A task for `dstack apply`, which starts it on each node of a fleet."""
     words = started(settings, values, "$DSTACK_NODE_RANK", "$DSTACK_MASTER_NODE_IP")
     cards = "" if settings.launch.use_cpu else f"gpu: 80GB:{ranks_per_machine(settings)}\n"
@@ -154,7 +153,7 @@ def ranks_per_machine(settings: Settings) -> int:
     return settings.launch.num_processes // settings.launch.num_machines
 
 
-def flags_without(values: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
+def flags_without(values: Mapping[str, object], names: tuple[str, ...]) -> list[str]:
     return as_flags({name: value for name, value in values.items() if name not in names})
 
 
@@ -168,7 +167,7 @@ def on_each_machine(number: str, address: str = "") -> list[str]:
     return ["bash", "-c", f'exec simpletuner train --machine_rank="{number}"{ip} "$@"', "simpletuner"]
 
 
-def started(settings: Settings, values: Mapping[str, Any], number: str, address: str) -> list[str]:
+def started(settings: Settings, values: Mapping[str, object], number: str, address: str) -> list[str]:
     """Command of every machine of a job; `number` and `address` are variables that the cluster sets."""
     one = settings.launch.num_machines == 1
     return [*(["simpletuner", "train"] if one else on_each_machine(number, address)), *flags_without(values, OF_A_JOB)]

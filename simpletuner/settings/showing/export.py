@@ -145,7 +145,7 @@ class ExplainedSetting:
         is_auto = self.value is None and setting_fields()[self.name].annotation == bool | None
         return self.name, "auto" if is_auto else as_text(self.value), self.origin, self.because
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {"value": self.value, "default": self.default, "from": self.origin, "because": self.because}
 
 

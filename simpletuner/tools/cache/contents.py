@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from simpletuner.deepspeed.swap_files import SWAP_PREFIX, find_state, read_owner
 from simpletuner.system.files.cache_files import (
@@ -58,7 +58,7 @@ class CacheItem:
     datasets: tuple[str, ...] = ()
     bucket: str = ""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         numbers = {"entries": self.entries, "bytes": self.bytes, "in_use": self.in_use}
         named = {"datasets": list(self.datasets)} if self.datasets else {}
         bucket = {"bucket": self.bucket} if self.bucket else {}

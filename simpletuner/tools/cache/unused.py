@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class UnusedRecords:
     def records(self) -> int:
         return int((~self.used).sum())
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return self.item.as_json() | {"unused_entries": self.records, "unused_bytes": self.bytes}
 
 

@@ -114,7 +114,7 @@ class CheckedDataset:
     sheets: dict[str, Path]
     tables: dict[str, str]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         total = self.summary.total
         return {
             "id": self.summary.id,
@@ -137,7 +137,7 @@ class CheckResult:
     not_checked: dict[str, str] = field(default_factory=dict)
     """Reasons by topic."""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "usable": not self.errors,
             "errors": [{"message": error.message, "hint": error.hint} for error in self.errors],

@@ -50,7 +50,7 @@ class DatasetFinding:
     """Names of the images, with the reason or the measure."""
     ends_run: bool = False
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "topic": self.topic,
             "kind": self.kind,

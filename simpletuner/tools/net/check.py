@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -124,7 +123,7 @@ class PlannedCommunication:
         """Part of a step in which nothing computes."""
         return self.step and self.step.total - replace(self.step, communication=0.0).total
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "bytes_per_step": self.bytes_per_step,
             "communication_seconds": self.seconds,

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import median
-from typing import Any
 
 from rich.filesize import decimal
 
@@ -114,7 +113,7 @@ class NetworkResult:
                 if not {first, second} & set(common):
                     yield f"{name(first)} with {name(second)}: {each}"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         kinds = (("between machines", self.between), ("within a machine", self.within))
         reasons = {each.pair.ranks: list(each.reasons) for each in self.slow}
         return {

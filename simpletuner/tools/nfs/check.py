@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from simpletuner.errors import ExitCode
 from simpletuner.system.files.late_files import SHORTER_CACHES
@@ -55,7 +54,7 @@ class CheckOutcome:
         found = [*self.findings, *(finding for findings in self.others.values() for finding in findings)]
         return Status.FAIL if self.silent else worst(found)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return the results for scripts; docs/nfs.md describes the format."""
         return {
             "path": str(self.node.path),

@@ -34,7 +34,7 @@ class Finding:
     fix: tuple[str, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return asdict(self)
 
 

@@ -58,7 +58,7 @@ class Proposal:
     """Images that the base model makes first, and the seconds that this takes, where they are known."""
 
 
-def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
+def candidates(loaded: Loaded) -> Iterator[dict[str, object]]:
     """Yield values of all free settings, the simplest first; the effective batch stays as it is."""
     free = {name: values for name, values in CHOICES.items() if name not in loaded.origins}
     if loaded.settings.model.model_type == "full":
@@ -96,7 +96,7 @@ def batches(whole: int) -> list[dict[str, object]]:
     return [dict(zip(BATCH, (size, whole // size), strict=True)) for size in sizes]
 
 
-def recomputation_of(values: Mapping[str, Any]) -> dict[str, object] | None:
+def recomputation_of(values: Mapping[str, object]) -> dict[str, object] | None:
     return next((each for each in RECOMPUTATION if each.items() <= values.items()), None)
 
 
