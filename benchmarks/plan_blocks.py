@@ -18,8 +18,9 @@ from interleaved import print_table
 
 from simpletuner.counting.block_replay import equal_blocks
 from simpletuner.counting.flops import use_cuda_kernels
+from simpletuner.counting.operator_results import RememberingMode
 from simpletuner.counting.step_counter import Execution
-from simpletuner.counting.step_trace import StepTrace, new_mode, trace_step, with_fake_parameters
+from simpletuner.counting.step_trace import StepTrace, trace_step, with_fake_parameters
 from simpletuner.models.catalog.registry import presets
 from simpletuner.report import Report
 from simpletuner.settings import load
@@ -35,7 +36,7 @@ def rows_of(name: str) -> Iterator[list[str]]:
     flags = {"model_family": family_name} | ({"model_flavour": flavour} if flavour else {})
     settings = load(flags, complete=False).settings
     with opened_family(settings, Report(quiet=True)) as family:
-        mode = new_mode()
+        mode = RememberingMode()
         model: Any = with_fake_parameters(family.denoiser().train(), mode)
         shapes, execution = family.input_shapes(*SHAPE), Execution(torch.bfloat16, autocast=True, on_gpu=True)
         use_cuda_kernels(model)

@@ -28,7 +28,7 @@ from simpletuner.data.scan.file_list import OtherFiles
 from simpletuner.data.scan.scan import Scan, intact_files, open_table, write_table
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.parallel.world import joined_world
-from simpletuner.preparation.shared_download import share_arrays
+from simpletuner.preparation.shared_memory import share_arrays
 from simpletuner.settings.values.shape import Shape
 
 
