@@ -254,7 +254,7 @@ def check_table(table: TableSettings | None, caption_strategy: str, metadata_bac
         raise PydanticCustomError(PARQUET, "nothing reads it: set caption_strategy or metadata_backend to parquet")
 
 
-def read_prompts(value: Any) -> object:
+def read_prompts(value: object) -> object:
     """Raises ValueError for what is no prompt, and no list of them."""
     prompts = [value] if isinstance(value, str) else value
     if not isinstance(prompts, list | tuple) or not all(isinstance(each, str) and each.strip() for each in prompts):
