@@ -106,6 +106,13 @@ def round_no_pinned_memory(environment: MutableMapping[str, str], version: str) 
         environment[name] = ",".join(filter(None, (own, f"{PINNED_OPTION}:1")))
 
 
+def silence_torch(environment: MutableMapping[str, str]) -> None:
+    """Let torch print no stack traces of C++ about lost connections, which a sentence of ours tells. Call it before
+    torch is imported.
+    """
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
+
 def prepare_rank(loaded: Loaded, environment: MutableMapping[str, str]) -> None:
     """Prepare this process to be a rank, or the only process of a run. Call it before torch is imported."""
     from importlib.metadata import version
@@ -118,6 +125,7 @@ def prepare_rank(loaded: Loaded, environment: MutableMapping[str, str]) -> None:
         from simpletuner.launch.launcher_connection import exit_if_launcher_died
         from simpletuner.system.processes.signals import terminate_with_parent
 
+        silence_torch(environment)  # also where another launcher started it: the first rank to end serves the store
         # In this order: the kernel reports only deaths after it was asked, so an earlier one is looked for.
         terminate_with_parent()
         exit_if_launcher_died(environment)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from simpletuner.errors import EnvironmentNotReady, RemoteFailure, SettingsError, SimpleTunerError, Stopped
 from simpletuner.launch.node_info import NodeInfo, difference, parse_node_info
-from simpletuner.launch.plan import LOOPBACK
+from simpletuner.launch.plan import LOOPBACK, silence_torch
 from simpletuner.launch.store import SECRET, MessageStore, sanitize
 from simpletuner.launch.termination import failure_code
 from simpletuner.settings.declared.sections import Launch
@@ -212,7 +212,7 @@ def serve(launch: Launch) -> TCPStore:
 
     Raises EnvironmentNotReady when the port cannot be used.
     """
-    silence_torch()
+    silence_torch(os.environ)
     with no_collection():
         from torch.distributed import TCPStore
 
@@ -240,7 +240,7 @@ def serve(launch: Launch) -> TCPStore:
 
 def connect(launch: Launch, check: Callable[[], None], say: Callable[[str], None]) -> TCPStore:
     """Connect to machine 0's store, waiting for its start. Raises EnvironmentNotReady at the timeout."""
-    silence_torch()
+    silence_torch(os.environ)
     wait_for_machine_0(launch, check, say)
     host, port = launch.main_process_ip, launch.main_process_port
     # The constructor cannot be interrupted: in a thread, Ctrl-C still works, and a server of another kind,
@@ -306,8 +306,3 @@ def machine_0_not_reached(launch: Launch, waited: float, why: str) -> Environmen
         f"waited {waited:.0f} s for machine 0 at {host}:{port} ({why})",
         f"start --machine_rank=0 on the machine with the address {host}, and let TCP port {port} through its firewall",
     )
-
-
-def silence_torch() -> None:
-    # torch prints stack traces about lost connections; the launcher reports them in a sentence.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

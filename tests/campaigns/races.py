@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import shutil
@@ -27,10 +28,12 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]
 
 import ranks  # noqa: E402
+from buckets_here import bucket_server  # noqa: E402
 from conftest import SMALL, Starter, fork_server_context  # noqa: E402
 from flags import last_wins  # noqa: E402
-from kills import HANG_SECONDS, contents, fixtures  # noqa: E402
+from kills import HANG_SECONDS, automatic_pair_fixtures, contents, fixtures  # noqa: E402
 from results import add_result, read_results  # noqa: E402
+from s3_server import BUCKET  # noqa: E402
 
 TRAINED = ("--model_type=lora", "--lora_rank=2", "--max_train_steps=1", "--train_batch_size=4", "--use_cpu")
 REFUSED = (2, 3, 4)
@@ -39,8 +42,14 @@ FAULTS = re.compile(r"this is a bug|Traceback|Exception|Errno|\[Error")
 MAY_BE_REFUSED = re.compile(
     "is in use|is using|is being cleared|exists already|another command is writing|another run|in use by"
 )
-MORE_IN_TOTAL = ("sample",)
+MORE_IN_TOTAL = ("sample", "ask")
 """Commands of which each makes a file of its own."""
+RANKS = 2
+"""Ranks of a command named so."""
+MIRROR = "MIRROR"
+"""Stands for a place in the bucket that is empty before each case."""
+OF_A_START = re.compile("data_listings|^settings.json|^settings_history|^log.txt")
+"""Files that name the run's folder, or have another name after each start."""
 
 
 def released(barrier: Any, wait_seconds: float, variables: dict[str, str], arguments: list[str]) -> None:
@@ -57,10 +66,14 @@ class Races:
 
     starter: Starter
     folder: Path
+    pairs: tuple[str, ...] = ()
+    """Flags of pairs of images that are trained on by the pipeline's own call."""
     commands: dict[str, tuple[list[str], str]] = field(default_factory=dict)
     """Arguments by name, and the path below the place that a command makes."""
     alone: dict[str, tuple[str, int, set[str]]] = field(default_factory=dict)
     """What a command leaves there, its exit code, and its hidden files."""
+    cases: int = 0
+    """Fresh places so far."""
 
     @property
     def place(self) -> Path:
@@ -71,8 +84,14 @@ class Races:
         flags = fixtures(whole, self.starter)
         for extra in sorted((whole / "shapes").glob("*"))[24:]:
             extra.unlink()
+        pairs = automatic_pair_fixtures(whole, self.starter)
+        for folder in (whole / "automatic" / "paired").glob("[!b]*/"):  # not the base model
+            for extra in sorted(folder.glob("*.*"))[16:]:
+                extra.unlink()
         whole.rename(self.place)
-        flags = tuple(each.replace(str(whole), str(self.place)) for each in flags)
+        flags, self.pairs = (tuple(each.replace(str(whole), str(self.place)) for each in own) for own in (flags, pairs))
+        for file in self.place.glob("automatic/paired/*.json"):
+            file.write_text(file.read_text().replace(str(whole), str(self.place)))
         base = flags[1].partition("=")[2]
         caches = (f"--cache_dir_vae={self.place}/caches/vae", f"--cache_dir_text={self.place}/caches/text")
         trained = last_wins((*SMALL, *flags, *TRAINED))
@@ -91,7 +110,11 @@ class Races:
         of_classes.append(f"--data_backend_config={self.place / 'classes.json'}")
         run, lora = str(self.place / "run"), str(self.place / "run" / "pipeline_lora_weights")
         sampled = ("--prompt=a dog", "--size=64", "--steps=1", "--use_cpu", flags[1], f"--output={self.place}/samples")
+        asked = ("--prompt=a dog", "--size=64", "--steps=1", "--use_cpu")
         auto = last_wins((*shared, "--model_family=auto"))
+        of_pairs = last_wins((*SMALL, *self.pairs, *TRAINED, *caches))
+        sharded = [*shared, "--fsdp_enable"]
+        mirrored = [*trained, f"--mirror_output={MIRROR}"]
         self.commands = {
             "train": (["train", f"--output_dir={self.place}/new", *shared], "new"),
             "train-other": (["train", f"--output_dir={self.place}/other", *shared], "other"),
@@ -99,6 +122,17 @@ class Races:
             "train-classes-too": (["train", f"--output_dir={self.place}/classes2", *of_classes], "classes2"),
             "train-auto": (["train", f"--output_dir={self.place}/auto", *auto], "auto"),
             "train-auto-too": (["train", f"--output_dir={self.place}/auto2", *auto], "auto2"),
+            "train-ranks": (["train", f"--output_dir={self.place}/ranks", *sharded], "ranks"),
+            "train-ranks-too": (["train", f"--output_dir={self.place}/ranks2", *sharded], "ranks2"),
+            "train-pairs": (["train", f"--output_dir={self.place}/pairs", *of_pairs], "pairs"),
+            "train-pairs-ranks": (["train", f"--output_dir={self.place}/pairs2", *of_pairs], "pairs2"),
+            "train-mirror": (["train", f"--output_dir={self.place}/mirrored", *mirrored], "mirrored"),
+            "train-mirror-too": (["train", f"--output_dir={self.place}/mirrored2", *mirrored], "mirrored2"),
+            "resume-long": (
+                ["train", f"--output_dir={run}", *trained, "--max_train_steps=40"],
+                "run/pipeline_lora_weights",
+            ),
+            "ask": (["sample", run, *asked, flags[1]], ""),
             "resume": (["train", f"--output_dir={run}", *trained, "--max_train_steps=2"], "run/pipeline_lora_weights"),
             "plan": (["plan", f"--output_dir={self.place}/new", *shared, "--gpu_memory=8GiB", "--json"], ""),
             "dataset-check": (["dataset", "check", f"--output_dir={self.place}/new", *shared, "--json"], ""),
@@ -132,16 +166,22 @@ class Races:
     def fresh(self) -> None:
         shutil.rmtree(self.place, ignore_errors=True)
         shutil.copytree(self.folder / "whole", self.place)
+        self.cases += 1
 
     def start(self, names: Sequence[str], waits: Sequence[float]) -> list[tuple[int, str]]:
         """Run commands at once; return the exit code of each, and what it said."""
-        barrier = self.starter.context.Barrier(len(names)) if len(names) > 1 else None
+        worlds = [RANKS if "ranks" in name else 1 for name in names]
+        barrier = self.starter.context.Barrier(sum(worlds)) if len(names) > 1 else None
         variables = {"SIMPLETUNER_HOME": str(self.place / "home"), "XDG_CACHE_HOME": str(self.place / "cache")}
         started = [
-            self.starter.start(released, 1, barrier, wait, variables, self.commands[name][0])
-            for name, wait in zip(names, waits, strict=True)
+            self.starter.start(released, world, barrier, wait, variables, self.arguments(name))
+            for name, world, wait in zip(names, worlds, waits, strict=True)
         ]
-        return [(run.wait(HANG_SECONDS)[0], run.said) for run in started]
+        return [(max(run.wait(HANG_SECONDS), key=abs), run.said) for run in started]
+
+    def arguments(self, name: str) -> list[str]:
+        place = f"s3://{BUCKET}/{self.cases}"
+        return [each.replace(MIRROR, place) for each in self.commands[name][0]]
 
     def made(self, name: str) -> str:
         """Return what stands for all that a command makes."""
@@ -152,7 +192,7 @@ class Races:
         if path.is_file():
             return path.read_text()
         found = contents(path).items()
-        return json.dumps({each: content for each, content in found if "data_listings" not in each}, indent=1)
+        return json.dumps({each: content for each, content in found if not OF_A_START.search(each)}, indent=1)
 
     def hidden(self) -> set[str]:
         found = (path.relative_to(self.place).as_posix() for path in self.place.rglob(".*"))
@@ -172,7 +212,8 @@ class Races:
         draw = random.Random(f"{seed} {case}")
         first = draw.choice(among)
         names = [first, *(draw.choice((first, draw.choice(among))) for _ in range(draw.choice((1, 1, 1, 2))))]
-        waits = [draw.choice((0.0, 0.0, draw.uniform(0, 0.5))) for _ in names]
+        longest = 3 if "resume-long" in names else 0.5  # until it trains
+        waits = [draw.choice((0.0, 0.0, draw.uniform(0, longest))) for _ in names]
         alone = {name: self.run_alone(name) for name in names}
         self.fresh()
         ended = self.start(names, waits)
@@ -190,7 +231,7 @@ class Races:
         alone = {name: self.alone[name] for name in names}
         for name, (code, said) in zip(names, ended, strict=True):
             sentences = re.findall(r"^error: .*", said, re.MULTILINE)
-            if FAULTS.search(said) or code not in (0, *REFUSED) or (code and len(sentences) != 1):
+            if FAULTS.search(said) or code not in (0, *REFUSED) or (code and len({*sentences}) != 1):
                 yield f"{name} ended with {code}: {said[-3000:]}"
             elif code not in (0, alone[name][1]) and not MAY_BE_REFUSED.search(said):
                 yield f"{name} was refused with {code}: {said[-600:]}"
@@ -219,7 +260,8 @@ def main() -> None:
     parser.add_argument("--among", default="", help="names of commands to draw from; default: all")
     parser.add_argument("--results", type=Path, help="a file of JSON lines to append to, and to go on from")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as a rank has it; the fork server loads torch before
+    with tempfile.TemporaryDirectory() as name, bucket_server(Path(name)):
         results = given.results or Path(name) / "results.jsonl"
         campaign = Races(Starter(fork_server_context(), Path(name)), Path(name))
         campaign.prepare()
