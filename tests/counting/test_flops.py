@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode as TorchFlopCounterMode
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from models.test_inputs import BY_CLASS, CPU, PROMPT, SHAPE, opened
+from models.test_inputs import BY_CLASS, CPU, PROMPT, SHAPE, opened_for_short_captions
 from models.test_predictions import conditioning_of, rows
 
 from simpletuner.counting.flops import (
@@ -103,7 +103,7 @@ def counted_as_a_whole(family: ModelFamily, latents: Tensor, conditioning: dict[
 
 @pytest.mark.parametrize("key", BY_CLASS)
 def test_equal_blocks_are_counted_once_for_all_and_samples_add_up(key, pipelines):
-    family = opened(key, pipelines(key))
+    family = opened_for_short_captions(key, pipelines(key))
     latents, conditioning = batch_of(family)
     # texts of any length are counted at a multiple of 32
     counter = FlopCounter(family)

@@ -158,6 +158,20 @@ def rewrite(folder: Path, **changed: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
 
 
+@pytest.fixture(scope="module")
+def of_peft(flux, tmp_path_factory) -> Path:
+    """A LoRA of FLUX with large weights, as peft writes it."""
+    model = get_peft_model(
+        diffusers_denoiser(opened("flux", flux)), LoraConfig(r=RANK, lora_alpha=6, target_modules=TARGETS)
+    )
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.requires_grad:
+                each.fill_(100)
+    model.save_pretrained(folder := tmp_path_factory.mktemp("peft"))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -177,15 +191,8 @@ def rewrite(folder: Path, **changed: Any) -> None:
         ({"use_dora": True}, "has use_dora, but no lora_magnitude_vector"),
     ],
 )
-def test_a_config_that_says_what_is_not_computed_is_refused_by_its_key(changed, said, flux, tmp_path):
-    model = get_peft_model(
-        diffusers_denoiser(opened("flux", flux)), LoraConfig(r=RANK, lora_alpha=6, target_modules=TARGETS)
-    )
-    with torch.no_grad():
-        for each in model.parameters():
-            if each.requires_grad:
-                each.fill_(100)
-    model.save_pretrained(tmp_path)
+def test_a_config_that_says_what_is_not_computed_is_refused_by_its_key(changed, said, flux, of_peft, tmp_path):
+    shutil.copytree(of_peft, tmp_path, dirs_exist_ok=True)
     rewrite(tmp_path, use_of_a_newer_peft=False)
     assert check_lora_init(opened("flux", flux, lora_init=tmp_path)) is None
     rewrite(tmp_path, **changed)
