@@ -33,7 +33,7 @@ from simpletuner.models.automatic.components import (
     remember_encodings,
 )
 from simpletuner.models.automatic.findings import Check, Findings
-from simpletuner.models.automatic.hooks import FRAMES, IMAGE, image_argument
+from simpletuner.models.automatic.hooks import FRAMES, IMAGE, HookedPipeline, image_argument
 from simpletuner.models.automatic.pipeline_run import PipelineRun, refused
 from simpletuner.models.automatic.prediction import Denoise, Predictor, capture, encode_no_caption, guided_arguments
 from simpletuner.models.automatic.proof import Proof
@@ -180,7 +180,8 @@ class AutomaticFamily(ModelFamily):
         for each in others:
             found = Proof(replace(study, shape=each.target).given_images(each), found, vae).confirm()
         self._predictors.clear()
-        proof.check_training(Predictor(open_pipeline(self, device, None, None), found))
+        in_training = open_pipeline(self, device, None, None)
+        proof.check_training(Predictor(in_training, found))
         module.requires_grad_(True)
         unused, zeros = proof.without_gradient(lambda: module.named_parameters(remove_duplicate=False))
         for each in samples:
@@ -193,6 +194,7 @@ class AutomaticFamily(ModelFamily):
         kinds = " and ".join(dict.fromkeys(names))
         kinds = f", proven on {kinds}" if found.layout.frames is not None else ""
         self._found = replace(found, unused=unused, zero_gradients=zeros, kinds=kinds)
+        self._keep_predictor(device, in_training)
         counts = {len(each.references) + each.has_first_frame for each in samples}
         self.proven = frozenset(product({*(each.target for each in samples), *sampled}, counts))
         for name in ("meta_denoiser", "adapter"):  # which weights are trained is known only now
@@ -230,10 +232,12 @@ class AutomaticFamily(ModelFamily):
     def predictor(self, device: torch.device) -> Predictor:
         """Predictor on a device, without text encoders and VAE."""
         if device not in self._predictors:
-            hooked = open_pipeline(self, device, None, None)
-            hooked.remember_images()
-            self._predictors[device] = Predictor(hooked, self.found)
+            self._keep_predictor(device, open_pipeline(self, device, None, None))
         return self._predictors[device]
+
+    def _keep_predictor(self, device: torch.device, hooked: HookedPipeline) -> None:
+        hooked.remember_images()
+        self._predictors[device] = Predictor(hooked, self.found)
 
     @cached_property
     def meta_calls(self) -> MetaCalls:
