@@ -12,8 +12,9 @@ import torch
 from diffusers import FluxKontextPipeline, QwenImageEditPipeline, WanImageToVideoPipeline
 from diffusers.pipelines.cosmos import pipeline_cosmos2_video2world
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from flags import tokens_of
 from foreign import build_foreign
-from models.automatic.test_parity import SAME, automatic
+from models.automatic.test_parity import SAME, TOKENS, automatic
 from models.automatic.test_refusals import ADVICE, opened_as, planted
 from models.test_flux2 import dev  # noqa: F401 (a fixture)
 from models.test_image_to_video import given_by as first_frame_of
@@ -33,7 +34,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import sample_losses
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
-from simpletuner.models.family.vae import pixels_of
+from simpletuner.models.family.vae import Vae, pixels_of
 from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.tools.plan.planner import flops_per_sample
 
@@ -49,19 +50,19 @@ def encoded(family: ModelFamily, given: Sequence[Image], caption: str = PROMPT) 
     return family.text_encoder(CPU, torch.float32).encode([caption], given if family.reads_references else ())
 
 
-def cached(family: ModelFamily, given: Sequence[Image]) -> Conditioning:
+def cached(family: ModelFamily, vae: Vae, given: Sequence[Image]) -> Conditioning:
     """Return the latents of images as caches hold them."""
     if family.image_to_video != "never":
         return first_frame_of(family, given[0])
-    return named_references(family.vae(CPU).encode(pixels_of(each)) for each in given)
+    return named_references(vae.encode(pixels_of(each)) for each in given)
 
 
 def trained(
-    family: ModelFamily, denoiser: torch.nn.Module, conditioning: Conditioning, shape: Shape
+    family: ModelFamily, vae: Vae, denoiser: torch.nn.Module, conditioning: Conditioning, shape: Shape
 ) -> tuple[dict[str, Any], Sequence[Tensor]]:
     """Return what the denoiser is given; and the prediction, the loss and all gradients."""
     pixels = torch.rand(1, 3, *shape.axes, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    clean = family.vae(CPU).encode(pixels)
+    clean = vae.encode(pixels)
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1))
     noised = family.objective().add_noise(clean, noise, torch.tensor([0.4]))
 
@@ -88,10 +89,10 @@ def expect_parity(hand: ModelFamily, auto: AutomaticFamily, given: Sequence[Imag
     assert auto.found.replays and auto.found.joins == (auto.found.axes is None)
     hand.settings = hand.settings.model_copy(update=SAME)
     denoiser = diffusers_denoiser(hand)
-    texts = [encoded(each, given) for each in (auto, hand)]
+    texts, vaes = [encoded(each, given) for each in (auto, hand)], [each.vae(CPU) for each in (auto, hand)]
     (ours, found), (theirs, expected) = (
-        trained(each, denoiser, text | cached(each, given), shape)
-        for each, text in zip((auto, hand), texts, strict=True)
+        trained(each, vae, denoiser, text | cached(each, vae, given), shape)
+        for each, vae, text in zip((auto, hand), vaes, texts, strict=True)
     )
     assert ours.keys() - POSITIONS == theirs.keys() - POSITIONS
     for name in theirs.keys() - POSITIONS:
@@ -101,8 +102,8 @@ def expect_parity(hand: ModelFamily, auto: AutomaticFamily, given: Sequence[Imag
     empty = [encoded(each, given, "") for each in (auto, hand)]
     sampling = SamplingParams(shape, 2, 3.0, seed=7, references=tuple(given))
     samples = [
-        each.sample(denoiser, each.vae(CPU), sampling, text, none)
-        for each, text, none in zip((auto, hand), texts, empty, strict=True)
+        each.sample(denoiser, vae, sampling, text, none)
+        for each, vae, text, none in zip((auto, hand), vaes, texts, empty, strict=True)
     ]
     torch.testing.assert_close(samples[0].flatten(), samples[1].flatten(), atol=1e-4, rtol=1e-3)
 
@@ -114,8 +115,12 @@ def of_references(key: str) -> SampleShape:
 @pytest.mark.parametrize("key", ["kontext", "klein", "dev", "edit", "plus"])
 def test_references_train_and_sample_as_the_class_does(key, folders, monkeypatch):  # noqa: F811
     folder, given = folders[key], images(SIZES.get(key, [(64, 96)]))
+    # The defaults of the call and of the class are the same; dev has a message of 92 tokens before each caption.
+    tokens = None if key in ("kontext", "dev") else TOKENS
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 96 * 96)
-    auto, hand = automatic(folder, proven=False), opened(FAMILIES.get(key, "flux2"), folder)
+    family = FAMILIES.get(key, "flux2")
+    auto = automatic(folder, proven=False, tokens=tokens)
+    hand = opened(family, folder, tokens=tokens if tokens_of(family) else None)
     if key == "edit":  # brings references to the area of 1024 x 1024 px, which takes minutes
         monkeypatch.setattr(qwen_image, "AREA", 96 * 96)
         small = planted(QwenImageEditPipeline, "1024 * 1024", AREA)
@@ -139,7 +144,7 @@ def test_first_frames_train_and_sample_as_the_class_does(case, pipelines, tmp_pa
     (own / "model_index.json").write_text(json.dumps(index | {"_class_name": name}))
     auto, clip = automatic(own, proven=False), Shape(1 + auto_step(key), 64, 64)
     auto.prove([SampleShape(clip, (), True)], CPU)
-    hand = opened(key, folder)
+    hand = opened(key, folder, tokens=TOKENS)
     if key == "ltxvideo":  # whose call has an image by default, and fails without
         assert automatic(own, proven=False).found.images is not None
     assert auto.encodes_first_frame == hand.encodes_first_frame == (case in ("2.1-14b", "2.2-14b"))
@@ -165,7 +170,9 @@ def test_blocks_are_given_images_as_the_class_is(key, folders, pipelines, tmp_pa
         sample = SampleShape(Shape(9, 64, 64), (), True)
     auto = automatic(as_modular(plain, tmp_path / "modular", f"{name}ModularPipeline"), proven=False)
     auto.prove([sample], CPU)
-    expect_parity(opened(family, plain), auto, images([(64, 96) if sample.references else (96, 64)]), shape)
+    expect_parity(
+        opened(family, plain, tokens=TOKENS), auto, images([(64, 96) if sample.references else (96, 64)]), shape
+    )
 
 
 @pytest.mark.parametrize(

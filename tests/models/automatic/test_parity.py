@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from flags import tokens_of
 from models.test_inputs import (
     BY_CLASS,
     CPU,
@@ -31,7 +32,8 @@ from simpletuner.models.family.base import ModelFamily, family_class
 from simpletuner.models.family.objectives import sample_losses
 from simpletuner.models.family.sampling import SamplingParams
 from simpletuner.models.family.text_encoding import Conditioning
-from simpletuner.settings.declared.sections import Model, ObjectiveSettings, Settings, Training
+from simpletuner.models.family.vae import Vae
+from simpletuner.settings.declared.sections import Data, Model, ObjectiveSettings, Settings, Training
 from simpletuner.settings.values.shape import Shape
 
 CAPTIONS = ["a red circle", "a large red circle and two small blue squares on a bright background, in pink", ""]
@@ -39,14 +41,18 @@ CAPTIONS = ["a red circle", "a large red circle and two small blue squares on a 
 CLIP = SHAPE._replace(frames=9)
 
 
+TOKENS = 48
+"""Longest caption where a call takes a length: those of 512 tokens, its default, take up to three times as long."""
+
 SAME = {"objective": ObjectiveSettings(flow_schedule_shift=2.0), "training": Training(mixed_precision="no")}
 """Settings of both: a class has the shift of its published checkpoints, and rounds noise levels in bf16."""
 
 
-def automatic(folder: Path, *shapes: Shape, proven: bool = True) -> AutomaticFamily:
+def automatic(folder: Path, *shapes: Shape, proven: bool = True, tokens: int | None = TOKENS) -> AutomaticFamily:
     """Open a folder by model_family=auto, proven at these shapes, or else at 64 x 64 px."""
     model = Model(model_family="auto", pretrained_model_name_or_path=str(folder))
-    family = family_class(model).open(folder, Settings(model=model, **SAME))
+    settings = Settings(model=model, data=Data(tokenizer_max_length=tokens), **SAME)
+    family = family_class(model).open(folder, settings)
     assert isinstance(family, AutomaticFamily)
     if proven:
         family.prove([*shapes] or [SMALLEST], CPU)
@@ -63,11 +69,11 @@ def conditioning_of(family: ModelFamily) -> list[Conditioning]:
 
 
 def trained(
-    family: ModelFamily, denoiser: nn.Module, texts: list[Conditioning], shape: Shape
+    family: ModelFamily, vae: Vae, denoiser: nn.Module, texts: list[Conditioning], shape: Shape
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the prediction, flat, the loss of each sample, and all gradients."""
     pixels = torch.rand(1, 3, *shape.axes, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    clean = family.vae(CPU).encode(pixels)
+    clean = vae.encode(pixels)
     clean = clean.expand(len(texts), *clean.shape[1:])
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1))
     noised = family.objective().add_noise(clean, noise, torch.linspace(0.2, 0.8, len(texts)))
@@ -100,11 +106,12 @@ def expect_parity(key: str, pipelines: Callable[[str], Path], folder: Path | Non
 
     `folder` is what auto opens, if not that of the class.
     """
-    hand = opened(key, pipelines(key))
-    auto = automatic(folder or pipelines(key), SMALLEST._replace(frames=shape.frames))
+    tokens = TOKENS if tokens_of(key) else None
+    hand = opened(key, pipelines(key), tokens=tokens)
+    auto = automatic(folder or pipelines(key), SMALLEST._replace(frames=shape.frames), tokens=tokens)
     hand.settings = hand.settings.model_copy(update=SAME)
     denoiser = diffusers_denoiser(hand)
-    texts = [conditioning_of(family) for family in (hand, auto)]
+    texts, vaes = [conditioning_of(family) for family in (hand, auto)], [family.vae(CPU) for family in (hand, auto)]
 
     ours, theirs = (inputs_of(each, denoiser, text[0], shape) for each, text in ((auto, texts[1]), (hand, texts[0])))
     # Blocks of Qwen-Image hand in a mask of ones, which its plain pipeline leaves out.
@@ -114,7 +121,8 @@ def expect_parity(key: str, pipelines: Callable[[str], Path], folder: Path | Non
         same(ours[name], value, name)
 
     (mine, losses, grads), expected = (
-        trained(each, denoiser, text, shape) for each, text in ((auto, texts[1]), (hand, texts[0]))
+        trained(each, vae, denoiser, text, shape)
+        for each, vae, text in ((auto, vaes[1], texts[1]), (hand, vaes[0], texts[0]))
     )
     torch.testing.assert_close(mine, expected[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(losses, expected[1], atol=1e-5, rtol=1e-5)
@@ -125,8 +133,8 @@ def expect_parity(key: str, pipelines: Callable[[str], Path], folder: Path | Non
 
     sampling = SamplingParams(shape, 2, 3.0, seed=7)
     samples = [
-        family.sample(denoiser, family.vae(CPU), sampling, *(stack_conditioning([text]) for text in (own[0], own[2])))
-        for family, own in ((auto, texts[1]), (hand, texts[0]))
+        family.sample(denoiser, vae, sampling, *(stack_conditioning([text]) for text in (own[0], own[2])))
+        for family, vae, own in ((auto, vaes[1], texts[1]), (hand, vaes[0], texts[0]))
     ]
     torch.testing.assert_close(samples[0].flatten(), samples[1].flatten(), atol=1e-4, rtol=1e-3)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from foreign import build_foreign
-from models.automatic.test_parity import SAME, automatic, expect_parity
+from models.automatic.test_parity import SAME, TOKENS, automatic, expect_parity
 from models.test_inputs import CPU
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
@@ -23,7 +23,7 @@ from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
 from simpletuner.models.automatic.hooks import ALWAYS
 from simpletuner.models.automatic.pipeline_run import without_package
 from simpletuner.models.families.ltxvideo import LTXVideo
-from simpletuner.settings.declared.sections import Model, Settings
+from simpletuner.settings.declared.sections import Data, Model, Settings
 
 STEP = "self.scheduler.step(noise_pred, t, latents"
 ADVICE = "a class of your own can: docs/families.md has a complete one"
@@ -39,13 +39,14 @@ def planted(cls: Any, old: str, new: str) -> Any:
     return type(cls.__name__, (cls,), {"__call__": namespace["__call__"], "__module__": cls.__module__})
 
 
-def opened_as(cls: Any, folder: Path) -> AutomaticFamily:
+def opened_as(cls: Any, folder: Path, tokens: int | None = TOKENS) -> AutomaticFamily:
     """Open a folder as a pipeline class that diffusers does not have."""
 
     class Planted(AutomaticFamily):
         pipeline_class = cls
 
-    return Planted(folder, Settings(model=Model(model_family="auto"), **SAME))
+    data = Data(tokenizer_max_length=tokens)
+    return Planted(folder, Settings(model=Model(model_family="auto"), data=data, **SAME))
 
 
 def test_a_package_that_a_pipeline_misses_is_named():
