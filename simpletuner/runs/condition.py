@@ -53,8 +53,8 @@ class KnownStart:
     stop request."""
 
     started_pid: int = 0
-    asked: RunStatus | None = None
-    """The status of the start that the page has asked to stop."""
+    asked: str = ""
+    """Id of the lease whose holder the page has asked to stop."""
     config: str = ""
     """The configuration that the page has started it with: a refused start leaves no status."""
     standing: StandingRecords = field(default_factory=StandingRecords)
@@ -86,11 +86,13 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: KnownStart) 
 
 
 def condition_of_holder(run: RunFolder, holder: Record, status: RunStatus | None, known: KnownStart) -> Condition:
+    is_asked = bool(known.asked) and known.asked == holder.id
     if status is None or (holder.host, holder.pid) != (status.host, status.pid):
-        return Condition(RunState.RUNNING, "it has not said yet what it is doing", can_stop=True)
+        state = RunState.STOPPING if is_asked else RunState.RUNNING
+        return Condition(state, "it has not said yet what it is doing", can_stop=not is_asked, can_leave=is_asked)
     if status.has_ended:
         return describe_end(status)
-    is_asked = status.state is RunState.STOPPING or (known.asked is not None and known.asked.is_of_same_start(status))
+    is_asked |= status.state is RunState.STOPPING
     condition = partial(Condition, can_stop=not is_asked, can_leave=is_asked)
     if paused := paused_process(status):
         hint = f"`kill -CONT {paused}` lets it go on"

@@ -200,11 +200,47 @@ def expect_stopping_and_leaving_apart(page: Page, server: PageServer, folder: Pa
     with (folder / "out" / "long" / ".lock").open("r+b") as held:  # of the process that still ends
         fcntl.flock(held, fcntl.LOCK_EX)
     page.get_by_role("button", name=re.compile("Start .* again")).click()
-    expect(state).to_have_text("running")
+    expect(status.locator(".doing")).to_have_text("training")  # a stop before that ends it
     # At once: the second signal must not count as the first one's repetition, or the run would go on.
     assert server.post("/runs/stop", {"run": "out/long"}).code == 200
     assert server.post("/runs/leave", {"run": "out/long"}).code == 200
     expect(state).to_have_text("stopped")
+
+
+HOLDS = """
+import signal, sys, time
+from pathlib import Path
+from simpletuner.system.files.lease import Lease
+from simpletuner.system.files.lease_folder import FolderPlace
+signal.signal(signal.SIGTERM, lambda *_: Path("asked").open("a").write("once "))
+lease = Lease()
+lease.acquire(FolderPlace(Path.cwd()))
+Path("holds").touch()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("before", ["nothing", "an earlier run"])
+def test_a_run_that_has_not_said_yet_what_it_does_is_asked_to_stop_once(
+    server: PageServer, folder: Path, starter: Any, before: str
+):
+    output = folder / "out" / f"after {before}"
+    if before == "nothing":
+        output.mkdir()
+    else:
+        write_run(output)
+    holder = starter.start(ranks.run_python, 1, HOLDS, str(output))
+    while not (output / "holds").exists():
+        assert holder.processes[0].is_alive(), holder.said
+        time.sleep(0.01)
+    run = {"run": f"out/{output.name}"}
+    assert server.post("/runs/stop", run).code == 200
+    again = server.post("/runs/stop", run)
+    assert again.code == 400 and "is stopping already" in again.text
+    while not (output / "asked").exists():
+        assert holder.processes[0].is_alive(), holder.said
+        time.sleep(0.01)
+    assert (output / "asked").read_text() == "once "
 
 
 def test_a_start_that_fails_says_so_with_the_sentence_of_the_command(page: Page, server: PageServer, folder: Path):

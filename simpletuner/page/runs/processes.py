@@ -24,7 +24,7 @@ from simpletuner.settings import Loaded
 from simpletuner.system.files.lease import Holding
 from simpletuner.system.files.lease_folder import StandingRecords
 from simpletuner.system.files.lease_record import Record
-from simpletuner.system.processes.run_status import RunState, RunStatus
+from simpletuner.system.processes.run_status import RunState
 from simpletuner.system.processes.signals import REPEAT_SECONDS
 
 if TYPE_CHECKING:  # `simpletuner status` has no server
@@ -40,8 +40,8 @@ class Processes:
 
     started: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
     """Kept to learn of their ends."""
-    asked: dict[Path, RunStatus] = field(default_factory=dict)
-    """The starts that were asked to stop. A run says so itself, but a second click can be faster."""
+    asked: dict[Path, str] = field(default_factory=dict)
+    """Ids of the leases whose holders were asked to stop. A run says so itself, but a second click can be faster."""
     configs: dict[Path, str] = field(default_factory=dict)
     standing: StandingRecords = field(default_factory=StandingRecords)
 
@@ -51,7 +51,7 @@ class Processes:
 
     def known(self, run: RunFolder) -> KnownStart:
         pid = self.started[run.path].pid if self.is_started(run.path) else 0
-        return KnownStart(pid, self.asked.get(run.path), self.configs.get(run.path, ""), self.standing)
+        return KnownStart(pid, self.asked.get(run.path, ""), self.configs.get(run.path, ""), self.standing)
 
 
 def processes_of(request: Request) -> Processes:
@@ -107,14 +107,12 @@ def stop_run(request: Request, run: RunFolder) -> int:
     """
     processes = processes_of(request)
     with request.app.state.saving:
-        status, condition = look_at(processes, run)
-        if condition.can_leave:
+        if look_at(processes, run).can_leave:
             hint = "it finishes its step and saves a checkpoint; *Leave without saving* would lose that"
             raise EnvironmentNotReady(f"{run.name} is stopping already", hint)
-        pid = signal_holder(run)
-        if status is not None:
-            processes.asked[run.path] = status
-    return pid
+        holder = signal_holder(run)
+        processes.asked[run.path] = holder.id
+    return holder.pid
 
 
 def leave_run(request: Request, run: RunFolder) -> int:
@@ -122,7 +120,7 @@ def leave_run(request: Request, run: RunFolder) -> int:
 
     Raises SettingsError where no run is stopping, EnvironmentNotReady as `stop_run` does.
     """
-    if not look_at(processes_of(request), run)[1].can_leave:
+    if not look_at(processes_of(request), run).can_leave:
         raise SettingsError(f"{run.name} is not stopping", "stop it first: it saves a checkpoint")
     # A signal that follows sooner counts as the same request, from when the run has handled the first one: a
     # run on a busy machine does so late, and then this one would be lost.
@@ -131,7 +129,7 @@ def leave_run(request: Request, run: RunFolder) -> int:
         time.sleep(0.1)
     time.sleep(REPEAT_SECONDS + 0.2)
     with request.app.state.saving:
-        return signal_holder(run)
+        return signal_holder(run).pid
 
 
 def has_handled_stop(run: RunFolder) -> bool:
@@ -139,13 +137,12 @@ def has_handled_stop(run: RunFolder) -> bool:
     return status is not None and status.state not in (RunState.STARTING, RunState.RUNNING)
 
 
-def look_at(processes: Processes, run: RunFolder) -> tuple[RunStatus | None, Condition]:
-    status = read_status_of(run)
-    return status, find_condition(run, status, processes.known(run))
+def look_at(processes: Processes, run: RunFolder) -> Condition:
+    return find_condition(run, read_status_of(run), processes.known(run))
 
 
-def signal_holder(run: RunFolder) -> int:
-    """Send SIGTERM to the run that holds an output folder; return its pid. Raises as `stop_run` does."""
+def signal_holder(run: RunFolder) -> Record:
+    """Send SIGTERM to the run that holds an output folder; return its record. Raises as `stop_run` does."""
     holder, holding = run.lease
     if holding is Holding.FREE:
         raise SettingsError(f"no run is using {run.name}", "it has ended already")
@@ -159,7 +156,7 @@ def signal_holder(run: RunFolder) -> int:
         os.kill(holder.pid, signal.SIGTERM)
     except (PermissionError, ProcessLookupError) as error:
         raise EnvironmentNotReady(f"process {holder.pid} cannot be stopped: {error.strerror}", "is it yours?") from None
-    return holder.pid
+    return holder
 
 
 def holds(holder: Record, lock: Path) -> bool:
