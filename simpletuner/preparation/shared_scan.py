@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.scan.comparison import DatasetFiles
-from simpletuner.data.scan.file_list import FileList, OtherFiles, list_images
+from simpletuner.data.scan.file_list import FileList, OtherFiles, list_images, table_of
 from simpletuner.data.scan.scan import (
     IDENTITY,
     SCANNED,
@@ -42,7 +42,6 @@ from simpletuner.data.scan.scan import (
 from simpletuner.data.scan.stale_file_watcher import FileCheck
 from simpletuner.data.scan.table_join import TableDescription, describe_files, files_to_read, with_described
 from simpletuner.data.storage.storage import LocalStorage, Storage, open_storage
-from simpletuner.data.tables.table_files import table_of
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.parallel.world import World
 from simpletuner.preparation.same_data import ListedFiles, verify_same_data

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from simpletuner.errors import DataError, EnvironmentNotReady, SimpleTunerError, collect_error, join_errors
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.errors import InvalidSettings, shorten
+from simpletuner.settings.declared.sections import Checkpoints
 from simpletuner.settings.files.raw_values import Origin, Source, naming_places, with_places
 from simpletuner.settings.resolving.loading import resolve
 from simpletuner.settings.rules.effects import without_effect
@@ -116,7 +117,6 @@ def warnings_about_data(loaded: Loaded, datasets: Sequence[ImageDataset]) -> Ite
 
 def collect_named_files(settings: Settings, origins: Mapping[str, Origin], errors: list[SimpleTunerError]) -> None:
     """Add an error for each secret, checkpoint, file of prompts and the like that cannot be used."""
-    from simpletuner.checkpoints.layout import NAME, find_resume_folders
     from simpletuner.launch.store import message_signer
 
     with collect_error(errors), naming_places(origins, "report_to"):
@@ -138,9 +138,17 @@ def collect_named_files(settings: Settings, origins: Mapping[str, Origin], error
 
         with collect_error(errors), naming_places(origins, "mirror_output"):
             check_obstore(mirror_place(wanted.mirror_output))
-        if NAME.fullmatch(wanted.resume_from_checkpoint):
-            return  # the bucket may have it, which the run asks
     with collect_error(errors), naming_places(origins, "output_dir", "resume_from_checkpoint"):
+        check_checkpoint(root, wanted)
+
+
+def check_checkpoint(root: Path, wanted: Checkpoints) -> None:
+    """Raise SettingsError where the checkpoint to resume from is missing."""
+    if wanted.resume_from_checkpoint == "none" or (wanted.resume_from_checkpoint == "latest" and not root.exists()):
+        return
+    from simpletuner.checkpoints.layout import NAME, find_resume_folders  # 7 ms, which no new run needs
+
+    if not (wanted.mirror_output and NAME.fullmatch(wanted.resume_from_checkpoint)):  # the bucket may have it
         find_resume_folders(root, wanted.resume_from_checkpoint)
 
 

@@ -17,14 +17,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from simpletuner.counting.step_memory import CONTEXT_BYTES, Workload, estimate_training, estimate_without_step
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.opening.completeness import checked_facts, read_note
-from simpletuner.parallel.devices import MemoryEstimate
 from simpletuner.parallel.fsdp2 import units_by_class
 from simpletuner.parallel.gpu import GIB
 from simpletuner.parallel.parallelize import described
@@ -32,6 +29,7 @@ from simpletuner.parallel.world import World
 from simpletuner.preparation.plan import Plan, samples_by_shape
 from simpletuner.session import Session
 from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.values.shape import SampleShape
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.cache_files import user_home
 from simpletuner.system.numbers import count_noun
@@ -46,7 +44,6 @@ USABLE = 0.9
 LATER_BYTES = 600 * 2**20
 
 KEPT, RECOMPUTED = {"gradient_checkpointing": False}, {"gradient_checkpointing": True}
-BUDGET_STEP = 0.05
 
 # Folder in the user's home with the bytes of each choice, so that later starts, of other runs too, need not
 # count them: a trace took 0.7 of the 4.4 CPU s of a new run of the tiny SDXL.
@@ -67,45 +64,6 @@ DECIDE_NOTHING = {
 }
 
 
-def within(budget: float) -> dict[str, Any]:
-    return {**KEPT, "activation_memory_budget": budget}
-
-
-def choose_recomputation(
-    settings: Settings, workload: Workload, limit_bytes: float, counted: dict[str, int] | None = None
-) -> tuple[dict[str, Any], int]:
-    """Return what recomputes least of what fits, else all but the inputs of blocks, and the bytes of a rank.
-
-    `counted` has the bytes of choices that were counted before, as JSON, and gets those that are counted now.
-    """
-    known, usable = {} if counted is None else counted, USABLE * limit_bytes
-
-    def needed(chosen: Mapping[str, object]) -> int:
-        if (name := json.dumps(chosen)) not in known:
-            known[name] = needed_bytes(with_training(settings, chosen), workload)
-        return known[name]
-
-    if not known and bytes_of(settings, estimate_without_step(settings, workload)) > usable:
-        return RECOMPUTED, needed(RECOMPUTED)  # nothing else needs to be traced
-    if needed(KEPT) <= usable:
-        return KEPT, needed(KEPT)
-    least, most = needed(RECOMPUTED), needed(within(1.0))
-    # A step's peak is the largest of sums linear in the budget: the line between two lies above it.
-    share = min(1.0, (usable - least) / max(1, most - least))
-    budget = round(math.floor(share / BUDGET_STEP + 1e-9) * BUDGET_STEP, 2)
-    return (within(budget), round(least + budget * (most - least))) if budget > 0 else (RECOMPUTED, least)
-
-
-def needed_bytes(settings: Settings, workload: Workload) -> int:
-    return bytes_of(settings, estimate_training(settings, workload))
-
-
-def bytes_of(settings: Settings, memory: MemoryEstimate) -> int:
-    if settings.launch.use_cpu:  # one memory for both
-        return memory.gpu_bytes + memory.host_bytes // memory.inputs.ranks_per_machine
-    return memory.gpu_bytes
-
-
 def with_training(settings: Settings, values: Mapping[str, object]) -> Settings:
     return settings.model_copy(update={"training": settings.training.model_copy(update=values)})
 
@@ -120,11 +78,16 @@ def resolve_recomputation(session: Session, family: ModelFamily, plan: Plan) -> 
     else:
         world.activity.begin("counting activations", watched=False)
         limit = min(map(int, world.gather_texts(str(free_bytes(world)))))
-        workload = Workload(family, max(samples_by_shape(plan), key=attrgetter("pixels")))
+        largest = max(samples_by_shape(plan), key=attrgetter("pixels"))
 
         def choose() -> str:
-            with counted_before(family, settings, workload) as counted:
-                return json.dumps(choose_recomputation(settings, workload, limit, counted))
+            with counted_before(family, settings, largest) as counted:
+                if counted.get(json.dumps(KEPT), math.inf) <= USABLE * limit:
+                    return json.dumps((KEPT, counted[json.dumps(KEPT)]))
+                from simpletuner.counting.step_memory import Workload
+                from simpletuner.training.recomputation import choose_recomputation  # later starts count nothing
+
+                return json.dumps(choose_recomputation(settings, Workload(family, largest), limit, counted))
 
         chosen, needed = json.loads(world.from_first("recomputation", choose, session.stop.check))
         said = f"about {needed / GIB:,.1f} of {limit / GIB:,.1f} GiB per rank"
@@ -133,11 +96,11 @@ def resolve_recomputation(session: Session, family: ModelFamily, plan: Plan) -> 
 
 
 @contextmanager
-def counted_before(family: ModelFamily, settings: Settings, workload: Workload) -> Iterator[dict[str, int]]:
+def counted_before(family: ModelFamily, settings: Settings, largest: SampleShape) -> Iterator[dict[str, int]]:
     """Yield the bytes of choices from an earlier start, and save the ones added meanwhile."""
     facts = {
         "base": checked_facts(family),
-        "shape": str(workload.largest),
+        "shape": str(largest),
         "settings": settings.model_dump(mode="json", include=DECIDE, exclude=DECIDE_NOTHING),
     }
     path = note_of(facts)
@@ -161,6 +124,8 @@ def note_of(facts: Mapping[str, object]) -> Path:
 def free_bytes(world: World) -> int:
     """Return the memory that this rank can take: of its GPU, or its share of the machine's."""
     if world.device.type == "cuda":
+        from simpletuner.counting.step_memory import CONTEXT_BYTES
+
         # The context is taken already, and in the estimate.
         return torch.cuda.mem_get_info(world.device)[0] + CONTEXT_BYTES - LATER_BYTES
     return available_bytes() // world.local_size

@@ -13,16 +13,8 @@ from simpletuner.settings import Settings, load
 from simpletuner.settings.values.shape import SampleShape, Shape
 from simpletuner.system.numbers import format_gib
 from simpletuner.tools.plan.estimate import opened_family
-from simpletuner.training.auto import (
-    KEPT,
-    NOTES,
-    RECOMPUTED,
-    USABLE,
-    choose_recomputation,
-    counted_before,
-    needed_bytes,
-    with_training,
-)
+from simpletuner.training.auto import KEPT, NOTES, RECOMPUTED, USABLE, counted_before, with_training
+from simpletuner.training.recomputation import choose_recomputation, needed_bytes
 
 
 def test_buffers_are_a_row_of_their_own():
@@ -97,7 +89,7 @@ def test_bytes_that_an_earlier_start_has_counted_are_not_counted_again(tmp_path,
 
         def start(settings: Settings, limit: float = math.inf) -> tuple[Any, int, bool]:
             workload = Workload(family, SampleShape(Shape(1, 64, 64)))
-            with counted_before(family, settings, workload) as counted:
+            with counted_before(family, settings, workload.largest) as counted:
                 chosen, needed = choose_recomputation(settings, workload, limit, counted)
             return chosen, needed, bool(workload.traces)
 

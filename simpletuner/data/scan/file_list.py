@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,8 +31,10 @@ from simpletuner.data.scan.other_programs import (
     shared_captions,
 )
 from simpletuner.data.storage.storage import CAPTION_SUFFIX, Storage, StoredFile, list_local_folder, stored_file
-from simpletuner.data.tables.table_files import table_of
 from simpletuner.errors import DataError
+
+if TYPE_CHECKING:
+    from simpletuner.data.tables.table_files import TableFile
 
 
 @dataclass
@@ -249,3 +251,12 @@ def with_caption_versions(
         return images.append_column(CAPTION_VERSION, pa.repeat(pa.scalar(default, pa.large_string()), len(images)))
     versions = join([captions["version"], captions["problem"]])
     return images.append_column(CAPTION_VERSION, pc.fill_null(versions.take(found), ""))
+
+
+def table_of(dataset: ImageDataset, storage: Storage) -> TableFile | None:
+    """The table of captions or sizes that a dataset names."""
+    if not dataset.parquet:
+        return None
+    from simpletuner.data.tables.table_files import TableFile  # with pyarrow's readers of CSV and JSON
+
+    return TableFile(dataset, storage, dataset.parquet)

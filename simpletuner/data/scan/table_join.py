@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +20,11 @@ from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
 from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN, VIDEO_SUFFIXES
 from simpletuner.data.scan.scan import NO_ROW, SCANNED
 from simpletuner.data.storage.storage import MAX_BYTES
-from simpletuner.data.tables.table_files import TableFile
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.threads import map_in_threads
+
+if TYPE_CHECKING:
+    from simpletuner.data.tables.table_files import TableFile
 
 MAX_NAMES = 20
 LENGTHS = ("frames", "fps")

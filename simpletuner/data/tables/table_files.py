@@ -242,10 +242,6 @@ class TableFile:
         return np.where((sides > 0) & (sides <= LARGEST_PIXELS) & (sides == np.floor(sides)), sides, 0).astype(np.int32)
 
 
-def table_of(dataset: ImageDataset, storage: Storage) -> TableFile | None:
-    return TableFile(dataset, storage, dataset.parquet) if dataset.parquet else None
-
-
 def wanted_columns(settings: TableSettings) -> list[tuple[str, str]]:
     return [
         ("filename_column", settings.filename_column),

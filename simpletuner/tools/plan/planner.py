@@ -26,7 +26,8 @@ from simpletuner.system.numbers import format_gib
 from simpletuner.tools.plan.estimate import RunPlan, SampleShapes, count_shapes, estimate_run, opened_family
 from simpletuner.tools.plan.measure import measure_step
 from simpletuner.tools.plan.search import Proposal, Search, propose
-from simpletuner.training.auto import choose_recomputation, with_training
+from simpletuner.training.auto import with_training
+from simpletuner.training.recomputation import choose_recomputation
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from simpletuner.data.config.dataset_types import LocalImages, S3Images
 from simpletuner.data.config.places import S3
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.scan.comparison import hash_ends
+from simpletuner.data.scan.file_list import table_of
 from simpletuner.data.storage import object_stores as bucket_stores
 from simpletuner.data.storage.object_errors import StoreRefusal, run_error
 from simpletuner.data.storage.object_storage import HEADER_BYTES, ObjectStorage, open_bucket, sort_by_parts
 from simpletuner.data.storage.storage import LocalStorage, StoredFile, UnreadableFileError
-from simpletuner.data.tables.table_files import table_of
 from simpletuner.errors import DataError, EnvironmentNotReady, ExitCode, SimpleTunerError
 from simpletuner.settings.values.shape import Shape
 
