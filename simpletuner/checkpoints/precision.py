@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from simpletuner.checkpoints.tensors import GroupPlan, MadeWhenWritten, TensorGroup
 from simpletuner.models.family.adapter import is_kept_in_float32
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.folder.weights import PRECISIONS
+from simpletuner.models.folder.safetensors_dtypes import PRECISIONS
 from simpletuner.parallel.model.blocks import block_paths
 
 EIGHT_BITS = torch.float8_e4m3fn

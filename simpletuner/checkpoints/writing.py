@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simpletuner.checkpoints.tensors import OFFSETS, SHARDING_INFO, GroupPlan, TensorGroup, WrittenShard, WrittenTensor
-from simpletuner.models.folder.weights import DTYPES
+from simpletuner.models.folder.safetensors_dtypes import DTYPES
 from simpletuner.parallel.world import World
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.checksums import write_with_checksum

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from simpletuner.data.samples.samples import Sample
-from simpletuner.models.folder.weights import DTYPES
+from simpletuner.models.folder.safetensors_dtypes import DTYPES
 from simpletuner.system.files.checksums import value_checksum
 
 # pyarrow comes without types.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from simpletuner.models.automatic.pipeline_run import refused
 from simpletuner.models.family.text_encoding import Conditioning
-from simpletuner.models.folder.weights import DTYPES
+from simpletuner.models.folder.safetensors_dtypes import DTYPES
 from simpletuner.private_api.of_torch import TreeSpec, tree_flatten, tree_unflatten
 
 LENGTHS = "text_lengths"

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.folder.malformed import CHECK_COPY, read_json
 from simpletuner.system.files.regular_files import open_regular
@@ -197,21 +195,3 @@ def commit_in(fact: str, repository: str) -> str:
     """Return the commit of a recorded fact; empty where it is of another repository, or none at all."""
     name, _, commit = fact.rpartition("@")
     return commit if name == repository and COMMIT.fullmatch(commit) else ""
-
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtypes by the values of settings."""

@@ -26,7 +26,8 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
 from simpletuner.models.catalog.registry import preset_of
 from simpletuner.models.family.adapter import Adapter, peft_config
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.folder.weights import PICKLE_SUFFIXES, PRECISIONS
+from simpletuner.models.folder.safetensors_dtypes import PRECISIONS
+from simpletuner.models.folder.weights import PICKLE_SUFFIXES
 from simpletuner.models.single_file.conversion import unet_name
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.parsed import DIFFUSERS

@@ -13,7 +13,8 @@ from torch import Tensor
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.malformed import translate_load_errors
-from simpletuner.models.folder.weights import DTYPES, any_weights_files, weights_files
+from simpletuner.models.folder.safetensors_dtypes import DTYPES
+from simpletuner.models.folder.weights import any_weights_files, weights_files
 
 
 def denoiser_weights(family: ModelFamily) -> StoredTensors:

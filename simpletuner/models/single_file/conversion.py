@@ -24,7 +24,8 @@ from torch import Tensor
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.folder.diffusers_io import choose_accelerator, component_class, diffusers_class
 from simpletuner.models.folder.malformed import read_config, reason
-from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, DTYPES, any_weights_files, read_index
+from simpletuner.models.folder.safetensors_dtypes import DTYPES
+from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, any_weights_files, read_index
 from simpletuner.models.single_file.source import MARKER, read_header, source_of
 
 VAE_STARTS = ("first_stage_model.", "vae.")
