@@ -35,7 +35,7 @@ SWITCHED_OFF |= {"simpletuner.launch.supervisor", "simpletuner.caches.store.mirr
 SWITCHED_OFF |= {f"simpletuner.training.validation.{name}" for name in ("held_out", "image_grid", "validator")}
 """Modules of what a plain run has not switched on."""
 
-MOST_OF_OURS, MOST_MODULES = 247, 2197  # 2,185 seen
+MOST_OF_OURS, MOST_MODULES = 248, 2197  # 2,186 seen
 MOST_OF_OURS_FOR_HELP, MOST_MODULES_FOR_HELP = 18, 177
 
 
