@@ -22,8 +22,9 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
 from s3_server import BUCKET, s3_proxy, s3_server  # pyright: ignore[reportMissingImports]
 
+from simpletuner.caches.sources import open_mirror
 from simpletuner.caches.store import mirror as mirrors
-from simpletuner.caches.store.mirror import Mirror, open_mirror
+from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.shards import ShardReader
 from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.config.embeds import S3ImageEmbeds

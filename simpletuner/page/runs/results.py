@@ -209,7 +209,7 @@ def delete(request: Request) -> Response:
     with request.app.state.saving:  # no run is started meanwhile
         # Both: one that has said its end may still hold the folder.
         is_held = run.lease[1] is Holding.HELD
-        if is_held or not look_at(processes_of(request), run)[1].has_ended:
+        if is_held or not look_at(processes_of(request), run).has_ended:
             raise EnvironmentNotReady(f"a run may be using {run.name}", "stop it first: it may read this checkpoint")
         remove_checkpoint(run.path / "checkpoints" / checkpoint.row.name)
     said = toast(f"{checkpoint.row.name} of {run.name} is deleted", f"{checkpoint.row.size} are free")
