@@ -255,7 +255,7 @@ def started(
     stack.enter_context(mock.patch.object(family, "denoiser", denoiser))
     stack.enter_context(mock.patch.object(family, "vae", vae))
     stack.enter_context(mock.patch.object(family, "objective", lambda: objective))
-    stack.enter_context(mock.patch.object(build, "read_tensors", lambda *_, **named: None))  # nothing is in these tensors
+    stack.enter_context(mock.patch.object(build, "read_tensors", lambda *_, **__: None))  # nothing is in these tensors
     stack.enter_context(mock.patch.object(build, "weights_files", lambda *_: []))
     stack.enter_context(mock.patch.object(distributed, "_verify_param_shape_across_processes", lambda *_: None))
     stack.enter_context(without_threads())
