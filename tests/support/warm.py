@@ -90,4 +90,3 @@ simpletuner.training.validation.image_grid.fonts_for(frozenset("plain"))
 
 gc.freeze()
 gc.enable()
-gc.set_threshold(50_000)  # of short runs: 4 % of their CPU seconds
