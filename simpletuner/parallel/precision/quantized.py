@@ -71,6 +71,8 @@ def by_config(weight: Tensor, config: Any) -> Any:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     quantize_(layer, config)
+    # torchao binds a method to the layer: a cycle, which keeps the quantized weight until garbage is collected.
+    vars(layer).pop("extra_repr", None)
     return layer.weight
 
 

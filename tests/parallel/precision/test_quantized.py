@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -54,6 +57,23 @@ def test_only_the_parts_are_kept_for_the_backward_pass(precision, exact):
         layer(torch.ones(3, 256, requires_grad=True))
     assert {each.data_ptr() for each in kept} == {each.data_ptr() for each in layer.parts()}
     assert sum(each.nbytes for each in kept) < 1.1 * exact.weight.numel()
+
+
+@pytest.mark.parametrize("precision", QUANTIZERS)
+def test_a_whole_quantized_weight_is_free_as_soon_as_its_rows_are_copied(precision, exact):
+    seen: list[weakref.ref[object]] = []
+
+    def quantize(weight: torch.Tensor) -> object:
+        result = QUANTIZERS[precision](weight)
+        seen.append(weakref.ref(result))
+        return result
+
+    gc.disable()
+    try:
+        QuantizedLinear(exact, quantize).quantize_from(exact.weight)
+        assert [each() for each in seen] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("bias", [True, False])
