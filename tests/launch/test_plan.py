@@ -194,6 +194,42 @@ def test_a_rank_whose_launcher_is_gone_exits_before_it_imports_torch(is_alive, t
     assert is_alive or (done.returncode, said) == (143, "[]\n")
 
 
+LOSES_ITS_STORE = """
+import os, sys
+from simpletuner.launch.plan import prepare_rank
+from simpletuner.settings import Loaded, Settings
+from simpletuner.settings.declared.sections import Launch
+
+if sys.argv[1] == "rank":
+    os.environ.update(RANK="1", WORLD_SIZE="2")
+    prepare_rank(Loaded(Settings(launch=Launch(num_processes=2)), {}), os.environ)
+import torch.distributed as dist
+
+told, said = os.pipe()
+if not (serving := os.fork()):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(said, str(store.port).encode())
+    store.wait(["seen"])
+    os._exit(0)
+store = dist.TCPStore("127.0.0.1", int(os.read(told, 9)), is_master=False)
+store.set("seen", "")
+os.waitpid(serving, 0)
+try:
+    store.add("failures", 1)
+except dist.DistError:
+    print("lost")
+"""
+
+
+def test_a_rank_that_another_launcher_started_prints_no_stack_trace_where_the_store_is_gone():
+    command = [sys.executable, "-W", "ignore", "-c", LOSES_ITS_STORE]
+    alone, rank = (
+        subprocess.run([*command, each], capture_output=True, text=True, timeout=PATIENCE) for each in ("", "rank")
+    )
+    assert alone.stdout == rank.stdout == "lost\n"
+    assert "frame #" in alone.stderr and rank.stderr == "", "torch prints one unless it is told not to"
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_pinned_memory_is_not_rounded_up_unless_the_user_says_so(name):
     environment = {name: "expandable_segments:True"}
