@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from simpletuner.errors import BrokenRule
 from simpletuner.settings.declared.errors import broken, nearest
@@ -225,9 +225,14 @@ def split_state_is_possible(settings: Settings) -> Iterator[BrokenRule]:
             "leave state_layout out",
         ),
     }
+    yield from broken_beside("state_layout", f"state_layout = {layout}", reasons)
+
+
+def broken_beside(setting: str, said: str, reasons: Mapping[str, tuple[bool, str]]) -> Iterator[BrokenRule]:
+    """Yield a sentence for each other setting that excludes one; `reasons` say by its name whether and why."""
     for other, (is_broken, reason) in reasons.items():
         if is_broken:
-            yield broken(f"state_layout = {layout} {reason}", "state_layout", other)
+            yield broken(f"{said} {reason}", setting, other)
 
 
 def schedule_free_replaces_schedule_and_average(settings: Settings) -> Iterator[BrokenRule]:
@@ -320,9 +325,7 @@ def gradients_can_be_released(settings: Settings) -> Iterator[BrokenRule]:
             "is for model_type=full: the gradients of a LoRA are small; leave it out",
         ),
     }
-    for other, (is_broken, reason) in reasons.items():
-        if is_broken:
-            yield broken(f"optimizer_release_gradients {reason}", "optimizer_release_gradients", other)
+    yield from broken_beside("optimizer_release_gradients", "optimizer_release_gradients", reasons)
 
 
 def float8_has_bf16_around_it(settings: Settings) -> Iterator[BrokenRule]:
@@ -342,9 +345,7 @@ def float8_has_bf16_around_it(settings: Settings) -> Iterator[BrokenRule]:
             "is for model_type=full: leave it out, or hold the frozen base in 8 bits with base_model_precision=int8",
         ),
     }
-    for other, (is_broken, reason) in reasons.items():
-        if is_broken:
-            yield broken(f"float8 {reason}", "float8", other)
+    yield from broken_beside("float8", "float8", reasons)
 
 
 def warmup_ends(settings: Settings) -> Iterator[BrokenRule]:
